@@ -1,0 +1,66 @@
+"""Replay operators: gate, slot_read, slot_write, offloaded_mlp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("fastcar::gate", mutates_args=())
+def gate(
+    score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, stride: int, max_chain: int, couple_cfg: bool
+) -> Tensor:
+    """Which rows replay the MLP output of the previous frame.
+
+    Args:
+        score: float32 [B].
+        threshold: float32 [1]; a row replays when score >= threshold.
+        step: int64 [1], decode forward number t; no row replays before t = stride.
+        chain: int32 [F, B], replays in a row at every slot.
+        stride: tokens per frame F.
+        max_chain: a row with this many replays in a row computes; negative: unlimited.
+        couple_cfg: rows b and b + B / 2 are a guidance pair and replay only together.
+
+    Returns:
+        bool [B], True where the row replays.
+    """
+    now = int(step)
+    replay = (score >= threshold) & (now >= stride)
+    if max_chain >= 0:
+        replay = replay & (chain[now % chain.shape[0]] < max_chain)
+    if couple_cfg:
+        first, second = replay.chunk(2)
+        replay = (first & second).repeat(2)
+    return replay
+
+
+@gate.register_fake
+def _(
+    score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, stride: int, max_chain: int, couple_cfg: bool
+) -> Tensor:
+    return torch.empty_like(score, dtype=torch.bool)
+
+
+@custom_op("fastcar::slot_read", mutates_args=())
+def slot_read(cache: Tensor, step: Tensor) -> Tensor:
+    """Row step mod F of a cache [F, B, ...]: a copy, [B, ...]."""
+    return cache[int(step) % cache.shape[0]].clone()
+
+
+@slot_read.register_fake
+def _(cache: Tensor, step: Tensor) -> Tensor:
+    return cache.new_empty(cache.shape[1:])
+
+
+@custom_op("fastcar::slot_write", mutates_args=())
+def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
+    """Cache [F, B, ...] with value [B, ...] at row step mod F."""
+    out = cache.clone()
+    out[int(step) % cache.shape[0]] = value
+    return out
+
+
+@slot_write.register_fake
+def _(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
+    return torch.empty_like(cache)
