@@ -1,0 +1,39 @@
+# make demo | test | lint | bench | clean. Everything runs in .venv; nothing is installed outside it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := torch>=2.11,<2.14
+# The CPU build of torch is tried first (CUDA builds are gigabytes); where its index cannot be reached, pip's own choice is taken.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	@found=0; for script in benchmarks/*.py; do \
+	    if [ -f "$$script" ]; then found=1; echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
+	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
+
+# torch goes first, so that resolving the rest finds it satisfied and does not replace it.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --retries 1 --no-deps --index-url $(TORCH_INDEX) "$(TORCH)" \
+	    || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev,csim,example]"
+	touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find fastcar_compile hls_templates examples benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
