@@ -1,0 +1,44 @@
+"""Shared fixtures. A test whose tool is missing is skipped by name; with CI=true it fails instead."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+
+def missing(text: str) -> None:
+    """Skips the running test for a missing tool or package, or fails it where CI=true."""
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(f"{text}; with CI=true this is a failure, not a skip", pytrace=False)
+    pytest.skip(text)
+
+
+def check_tool(name: str) -> str:
+    """The path of the program `name`; skips (or in CI fails) the test when it is not on PATH."""
+    path = shutil.which(name)
+    if path is None:
+        missing(f"tool missing: {name}")
+    assert path is not None
+    return path
+
+
+def check_module(name: str) -> None:
+    """Skips (or in CI fails) the test when the Python package `name` cannot be found. It is not imported."""
+    if importlib.util.find_spec(name) is None:
+        missing(f"package missing: {name}")
+
+
+@pytest.fixture
+def require_tool() -> Callable[[str], str]:
+    """`require_tool("g++")` returns its path or skips the test by name (fails where CI=true)."""
+    return check_tool
+
+
+@pytest.fixture
+def require_module() -> Callable[[str], None]:
+    """`require_module("hls4ml")` skips the test by name when the package is missing (fails where CI=true)."""
+    return check_module

@@ -1,0 +1,111 @@
+"""ReplayConfig and CompileConfig: defaults, JSON round trips, and the text of every refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.errors import CompileError, UserError
+
+BASE: dict[str, Any] = {"target": "zcu102", "tokens_per_frame": 256, "max_seq_len": 2049}
+
+
+def test_defaults() -> None:
+    replay = ReplayConfig()
+    assert (replay.gate, replay.threshold, replay.max_chain, replay.couple_cfg) == ("tas", 2.0, None, False)
+    config = CompileConfig(**BASE)
+    assert (config.batch_size, config.quant, config.replay, config.prefill_chunk) == (1, "none", None, 64)
+
+
+def test_thresholds_one_number_none_and_list() -> None:
+    assert ReplayConfig(threshold=1.5).thresholds(3) == (1.5, 1.5, 1.5)
+    assert ReplayConfig(threshold=None).thresholds(2) == (None, None)
+    assert ReplayConfig(threshold=[1, None, "-inf"]).thresholds(3) == (1.0, None, -math.inf)
+
+
+def test_thresholds_of_wrong_length_name_both_numbers() -> None:
+    with pytest.raises(UserError) as caught:
+        ReplayConfig(threshold=[1.0, 2.0]).thresholds(4)
+    assert "2 thresholds were given for a decoder of 4 layers" in str(caught.value)
+    assert "exactly 4" in caught.value.mend
+
+
+def test_infinity_is_a_string_in_json() -> None:
+    config = CompileConfig(**BASE, replay=ReplayConfig(threshold=[math.inf, -math.inf, None, 0.5], max_chain=1))
+    text = json.dumps(config.to_json(), allow_nan=False)
+    assert json.loads(text)["replay"]["threshold"] == ["inf", "-inf", None, 0.5]
+    assert CompileConfig.from_json(json.loads(text)) == config
+
+
+@given(st.one_of(st.none(), st.floats(allow_nan=False), st.lists(st.none() | st.floats(allow_nan=False), max_size=6)))
+def test_replay_config_survives_json(threshold: Any) -> None:
+    config = ReplayConfig(threshold=threshold)
+    assert ReplayConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
+
+
+def test_models_are_frozen() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        ReplayConfig().gate = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"gate": "cosine"}, ["unknown gate 'cosine'; known gates: tas"]),
+        ({"threshold": math.nan}, ["threshold: a threshold cannot be NaN"]),
+        ({"threshold": "high"}, ["threshold: a threshold is a number, 'inf' or '-inf', not 'high'"]),
+        ({"threshold": True}, ["not True"]),
+        ({"threshold": [1.0, "x"]}, ["not 'x'"]),
+        ({"max_chain": 0}, ["max_chain: Input should be greater than or equal to 1 (given: 0)"]),
+        ({"max_chain": 1.5}, ["max_chain: Input should be a valid integer"]),
+        ({"couple_cfg": "yes"}, ["couple_cfg: Input should be a valid boolean"]),
+        ({"treshold": 1.0}, ["treshold: Extra inputs are not permitted"]),
+        ({"gate": "x", "max_chain": -1}, ["unknown gate 'x'", "max_chain:", "correct the fields named"]),
+    ],
+)
+def test_bad_replay_config(fields: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(CompileError) as caught:
+        ReplayConfig(**fields)
+    assert str(caught.value).startswith("ReplayConfig is not valid: ")
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("frame", [2049, 3000])
+def test_frame_not_smaller_than_sequence(frame: int) -> None:
+    with pytest.raises(CompileError) as caught:
+        CompileConfig(**{**BASE, "tokens_per_frame": frame})
+    assert f"tokens_per_frame ({frame}) is not smaller than max_seq_len (2049)" in str(caught.value)
+    assert f"at least two frames ({2 * frame})" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"quant": "w4a8"}, "quant: Input should be 'none' or 'w8a8' (given: 'w4a8')"),
+        ({"batch_size": 33}, "batch_size: Input should be less than or equal to 32 (given: 33)"),
+        ({"tokens_per_frame": 0}, "tokens_per_frame: Input should be greater than or equal to 1 (given: 0)"),
+        ({"max_seq_len": 12.5}, "max_seq_len: Input should be a valid integer"),
+        ({"prefill_chunk": 0}, "prefill_chunk: Input should be greater than or equal to 1"),
+    ],
+)
+def test_bad_compile_config(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        CompileConfig(**{**BASE, **fields})
+    assert text in str(caught.value)
+
+
+def test_coupled_rows_need_an_even_batch() -> None:
+    with pytest.raises(CompileError, match="batch_size is 3"):
+        CompileConfig(**BASE, batch_size=3, replay=ReplayConfig(couple_cfg=True))
+
+
+def test_missing_fields_are_listed_together() -> None:
+    with pytest.raises(CompileError, match=r"tokens_per_frame: Field required; max_seq_len: Field required"):
+        CompileConfig(target="cpu")  # type: ignore[call-arg]
