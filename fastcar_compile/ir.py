@@ -182,11 +182,13 @@ def get_attribute(module: torch.nn.Module, path: str) -> object:
 
 
 def source_of(node: fx.Node) -> str:
-    """`file:line` of the innermost user frame in the node's stack trace, without machine-specific folders."""
+    """`file:line` of the innermost frame outside torch in the node's stack trace, without machine-specific folders."""
     for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
         text = line.strip()
         if text.startswith('File "'):
             path, _, rest = text[6:].partition('", line ')
+            if "/torch/" in path:
+                continue
             return f"{'/'.join(PurePath(path).parts[-3:])}:{rest.split(',')[0]}"
     return ""
 

@@ -1,0 +1,94 @@
+"""nn.Module or ExportedProgram -> DecoderProgram: one decode step and one prefill chunk over a static KV cache."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.frontend.huggingface import is_huggingface, static_cache_step
+from fastcar_compile.frontend.importer import import_exported
+from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.ir import DecoderConfig, DecoderProgram
+
+
+def capture(
+    model: nn.Module | ExportedProgram, *, batch_size: int, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int
+) -> DecoderProgram:
+    """Capture a decoder.
+
+    Args:
+        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, or the export of such a module.
+        batch_size: rows B. max_seq_len: cache capacity S in tokens. tokens_per_frame: F.
+        prefill_chunk: tokens per prefill call; an ExportedProgram has no prefill graph.
+
+    Raises:
+        CompileError: the model does not follow the step protocol, or cannot be exported.
+    """
+    if isinstance(model, ExportedProgram):
+        graph = import_exported(model)
+        chunk = None
+    else:
+        prefill_chunk = min(prefill_chunk, max_seq_len)
+        with step_module(model, batch_size, max_seq_len) as (step, headless):
+            facts = ModelFacts.of(model)
+            graph = import_exported(_export(step, facts, batch_size, 1, headless))
+            chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless)) if prefill_chunk > 1 else None
+    return DecoderProgram(graph, chunk, _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk), outputs=["logits"])
+
+
+@contextmanager
+def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Iterator[tuple[nn.Module, bool]]:
+    """The model as a float32 step-protocol module, and whether it takes embeddings."""
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    if not is_huggingface(model):
+        yield model.eval(), ModelFacts.of(model).takes_embeddings
+        return
+    with static_cache_step(model, batch_size, max_seq_len) as step:  # type: ignore[arg-type]
+        yield step, ModelFacts.of(model).takes_embeddings
+
+
+def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:
+    arguments: dict[str, Any] = {"cache_position": torch.arange(tokens)}
+    if embeddings:
+        arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
+    else:
+        arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # Caches are plain attributes of HF's cache object; torch.export says so for each, and lifts them all the same.
+            warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
+            return torch.export.export(step, (), arguments, strict=False)
+    except UserError:
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"torch.export cannot capture {type(step).__name__}: {type(error).__name__}: {error}",
+            mend="the step must trace without data-dependent Python control flow; see docs/step_protocol.md",
+        ) from error
+
+
+def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int) -> DecoderConfig:
+    tokens = next(n for n in graph.graph.nodes if n.op == "placeholder")
+    embeddings = tokens.target == "inputs_embeds"
+    output = graph.graph.output_node().args[0][0].meta["val"]
+    if output.dim() != 3:
+        raise CompileError(f"the step returns shape {tuple(output.shape)}; expected [B, T, V] or [B, T, H]")
+    return DecoderConfig(
+        batch_size=int(tokens.meta["val"].shape[0]),
+        max_seq_len=max_seq_len,
+        tokens_per_frame=tokens_per_frame,
+        num_layers=0,
+        hidden_size=int(tokens.meta["val"].shape[-1]) if embeddings else 0,
+        vocab_size=None if embeddings else int(output.shape[-1]),
+        takes_embeddings=embeddings,
+        prefill_chunk=prefill_chunk if chunk is not None else 0,
+    )

@@ -1,0 +1,46 @@
+"""Hugging Face decoders through their own static-cache export recipe."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+from fastcar_compile.errors import CompileError
+
+
+def is_huggingface(model: object) -> bool:
+    """Whether the model is a transformers model."""
+    return isinstance(model, PreTrainedModel)
+
+
+@contextmanager
+def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> Iterator[nn.Module]:
+    """The model as a step-protocol module; the caller's model gets its own settings back on exit.
+
+    Raises:
+        CompileError: the model has no `scaled_dot_product_attention` path.
+    """
+    kept = (model.config._attn_implementation, getattr(model, "generation_config", None), model.training)
+    generation = copy.deepcopy(kept[1]) or GenerationConfig()
+    generation.use_cache, generation.cache_implementation = True, "static"
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError as error:
+        raise CompileError(
+            f"{type(model).__name__} cannot use scaled_dot_product_attention: {error}",
+            mend="compile a model whose attention has an sdpa implementation",
+        ) from error
+    model.generation_config = generation
+    model.eval()
+    try:
+        yield TorchExportableModuleWithStaticCache(model, batch_size, max_seq_len, torch.device("cpu"))
+    finally:
+        model.set_attn_implementation(kept[0])
+        model.generation_config = kept[1]
+        model.train(kept[2])

@@ -1,0 +1,134 @@
+"""ExportedProgram -> fx.GraphModule with parameters as attributes and the step protocol's inputs under our names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.passes.edit import call, fake_mode_of
+
+_MADE_BY = "import"
+_TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
+_POSITION_NAMES = ("cache_position", "position")
+_WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def import_exported(exported: ExportedProgram) -> fx.GraphModule:
+    """Flat fx graph of an exported step-protocol module.
+
+    Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1]. Parameters,
+    buffers and constants become `get_attr` nodes; buffer writes stay in place (the normalize-state pass lifts them).
+
+    Raises:
+        CompileError: the exported program does not follow the step protocol.
+    """
+    return _Importer(exported).run()
+
+
+class _Importer:
+    def __init__(self, exported: ExportedProgram) -> None:
+        self.exported = exported
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.attributes: dict[str, Tensor] = {}
+        self.kinds = {s.arg.name: s for s in exported.graph_signature.input_specs}
+
+    def run(self) -> fx.GraphModule:
+        user = [n for n in self.exported.graph.nodes if n.op == "placeholder" and self._is_user(n)]
+        user = [n for n in user if n.users or n.name in _POSITION_NAMES]
+        self._check_inputs(user)
+        tokens = next(n for n in user if n.name in _TOKEN_NAMES)
+        position = next(n for n in user if n.name in _POSITION_NAMES)
+        token_node = self.graph.placeholder(_TOKEN_NAMES[tokens.name])
+        token_node.meta = dict(tokens.meta)
+        self.values[tokens] = token_node
+        position_node = self.graph.placeholder("position")
+        start = torch.zeros(1, dtype=torch.int64)
+        position_node.meta["val"] = fake_mode_of(self.exported.graph).from_tensor(start, static_shapes=True)
+        for node in self.exported.graph.nodes:
+            if node.op == "placeholder" and not self._is_user(node) and node.users:
+                self.values[node] = self._attribute(node)
+        self.values[position] = self._positions(position, position_node)
+        self._copy_body(self.exported.graph_module, self.exported.graph.nodes)
+        return fx.GraphModule(self.attributes, self.graph)
+
+    def _is_user(self, node: fx.Node) -> bool:
+        return self.kinds[node.name].kind == InputKind.USER_INPUT
+
+    def _check_inputs(self, user: list[fx.Node]) -> None:
+        names = [n.name for n in user]
+        tokens = [n for n in names if n in _TOKEN_NAMES]
+        positions = [n for n in names if n in _POSITION_NAMES]
+        if len(tokens) != 1 or len(positions) != 1 or len(names) != 2:
+            raise CompileError(
+                f"the step module takes {names}, but the step protocol wants one of {sorted(_TOKEN_NAMES)} "
+                f"and one of {list(_POSITION_NAMES)}",
+                where="inputs of the exported program",
+                mend="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); see docs/step_protocol.md",
+            )
+
+    def _attribute(self, node: fx.Node) -> fx.Node:
+        spec = self.kinds[node.name]
+        target = str(spec.target)
+        tensors = {**self.exported.state_dict, **self.exported.constants}
+        value = tensors[target]
+        if not isinstance(value, Tensor):
+            raise CompileError(f"the model reads {target}, a {type(value).__name__}; only tensors can be compiled")
+        self.attributes[target] = value.detach()
+        attribute = self.graph.get_attr(target)
+        attribute.meta = dict(node.meta)
+        return attribute
+
+    def _positions(self, original: fx.Node, position: fx.Node) -> fx.Node:
+        steps = int(original.meta["val"].numel())
+        if steps == 1:
+            return position
+        offsets = call(self.graph, torch.ops.aten.arange.default, (steps,), origin=original, made_by=_MADE_BY)
+        return call(self.graph, torch.ops.aten.add.Tensor, (offsets, position), origin=original, made_by=_MADE_BY)
+
+    def _copy_body(self, owner: torch.nn.Module, nodes: Any) -> Any:
+        for node in nodes:
+            if node.op == "placeholder" or (node.op == "get_attr" and self._is_submodule(owner, node)):
+                continue
+            if node.op == "output" and owner is self.exported.graph_module:
+                return self._output(node)
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], lambda n: self.values[n])
+            self.values[node] = self._copy(owner, node)
+        return None
+
+    def _is_submodule(self, owner: torch.nn.Module, node: fx.Node) -> bool:
+        return isinstance(getattr(owner, str(node.target), None), fx.GraphModule)
+
+    def _output(self, node: fx.Node) -> None:
+        results = [self.values[n] for n in node.args[0]]  # type: ignore[union-attr]
+        kinds = self.exported.graph_signature.output_specs
+        user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
+        if len(user) != 1 or len(results) != 1:
+            raise CompileError(
+                f"the step module returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs",
+                where="outputs of the exported program",
+                mend="return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions",
+            )
+        self.graph.output((user[0],))
+
+    def _copy(self, owner: torch.nn.Module, node: fx.Node) -> Any:
+        if node.op == "call_function" and str(getattr(node.target, "_name", node.target)) in _WRAPPERS:
+            return self._inline(owner, node)
+        if node.target.__name__ == "getitem" and isinstance(self.values[node.args[0]], tuple | list):  # type: ignore[union-attr,index]
+            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        return self.graph.node_copy(node, lambda n: self.values[n])
+
+    def _inline(self, owner: torch.nn.Module, node: fx.Node) -> Any:
+        """Grad-mode and autocast wrappers mean nothing in inference: their body joins the graph."""
+        body_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and self._is_submodule(owner, a))
+        body = getattr(owner, str(node.args[body_at].target))  # type: ignore[union-attr]
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        for inner, outer in zip(inputs, node.args[body_at + 1 :], strict=True):
+            self.values[inner] = self.values[outer]  # type: ignore[index]
+        return self._copy_body(body, body.graph.nodes)

@@ -1,0 +1,59 @@
+"""What a model says of itself: sequence length, frame length, width, and whether it takes tokens or embeddings."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from torch import nn
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.huggingface import is_huggingface
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts read from a model's config and signature; None where the model does not say.
+
+    Attributes:
+        tokens_per_frame: tokens. max_seq_len: tokens. hidden_size: H.
+        takes_embeddings: the decoder has no token embedding and no head of its own.
+    """
+
+    tokens_per_frame: int | None
+    max_seq_len: int | None
+    hidden_size: int | None
+    takes_embeddings: bool
+
+    @classmethod
+    def of(cls, model: object) -> ModelFacts:
+        """Read the facts of a Hugging Face model, a step-protocol module, or anything else (then all None)."""
+        config = getattr(model, "config", None)
+
+        def ask(*names: str) -> int | None:
+            found = [getattr(config, n, None) or getattr(model, n, None) for n in names]
+            return next((int(v) for v in found if isinstance(v, int)), None)
+
+        return cls(
+            tokens_per_frame=ask("tokens_per_frame"),
+            max_seq_len=ask("max_position_embeddings", "max_seq_len"),
+            hidden_size=ask("hidden_size"),
+            takes_embeddings=_takes_embeddings(model),
+        )
+
+    def require_hidden_size(self) -> int:
+        """The hidden size; CompileError where the model does not give it."""
+        if self.hidden_size is None:
+            raise CompileError(
+                "a decoder that takes embeddings must give its hidden size",
+                mend="set `hidden_size` on the module or on its config",
+            )
+        return self.hidden_size
+
+
+def _takes_embeddings(model: object) -> bool:
+    if is_huggingface(model):
+        return model.get_output_embeddings() is None  # type: ignore[attr-defined]
+    if isinstance(model, nn.Module):
+        return "inputs_embeds" in inspect.signature(model.forward).parameters
+    return False

@@ -1,0 +1,61 @@
+"""The call from a host graph to the accelerator that computes the MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from fastcar_compile.errors import BackendError
+
+Accelerator = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, x float32 [B, H], replay bool [B], cached float32 [B, H]) -> float32 [B, H]."""
+
+_accelerator: ContextVar[Accelerator | None] = ContextVar("fastcar_accelerator", default=None)
+
+
+@contextmanager
+def bound_accelerator(accelerator: Accelerator) -> Iterator[None]:
+    """Within this context, offloaded MLPs run on `accelerator`."""
+    token = _accelerator.set(accelerator)
+    try:
+        yield
+    finally:
+        _accelerator.reset(token)
+
+
+def current_accelerator() -> Accelerator:
+    """The bound accelerator.
+
+    Raises:
+        BackendError: none is bound.
+    """
+    accelerator = _accelerator.get()
+    if accelerator is None:
+        raise BackendError(
+            "an offloaded MLP was reached, but no accelerator is bound",
+            mend="run the host graph through session(backend='hls-csim')",
+        )
+    return accelerator
+
+
+@custom_op("fastcar::offloaded_mlp", mutates_args=())
+def offloaded_mlp(x: Tensor, replay: Tensor, cached: Tensor, layer: int) -> Tensor:
+    """Row b of MLP(x) from the accelerator, or cached[b] where replay[b].
+
+    Args:
+        x: float32 [B, H], normalised. replay: bool [B]. cached: float32 [B, H]. layer: index of the decoder layer.
+
+    Returns:
+        float32 [B, H].
+    """
+    return current_accelerator()(layer, x, replay, cached)
+
+
+@offloaded_mlp.register_fake
+def _(x: Tensor, replay: Tensor, cached: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,146 @@
+"""Graph editing shared by the passes: inserted nodes always carry a value, a source line and the pass that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+
+from fastcar_compile.ir import get_attribute
+
+_KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake tensor mode of a graph's values."""
+    vals = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    return detect_fake_mode(vals) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def set_origin(node: fx.Node, origin: fx.Node, made_by: str) -> None:
+    """Give an inserted node the source of `origin` and the name of the pass that made it."""
+    for key in _KEPT_META:
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+    node.meta["made_by"] = made_by
+
+
+def call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], *, origin: fx.Node, made_by: str, **kwargs: Any
+) -> fx.Node:
+    """Insert `target(*args, **kwargs)` at the graph's insertion point, with meta['val'] from the fake definition."""
+    node = graph.call_function(target, args, kwargs)
+    set_origin(node, origin, made_by)
+    node.meta["val"] = fake_value(graph, node)
+    return node
+
+
+def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
+    """What the node yields on its arguments' fake values."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    mode = fake_mode_of(graph)
+    with mode if mode else nullcontext(), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: torch.dtype, made_by: str) -> fx.Node:
+    """A new placeholder after the last one; its node name and target are `name`."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    mode = fake_mode_of(graph)
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["val"] = mode.from_tensor(torch.empty(tuple(shape), dtype=dtype), static_shapes=True)
+    node.meta["made_by"] = made_by
+    return node
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """The placeholder of this name."""
+    return next(n for n in graph.nodes if n.op == "placeholder" and n.target == name)
+
+
+def node_named(graph: fx.Graph, name: str) -> fx.Node:
+    """The node of this name."""
+    return next(n for n in graph.nodes if n.name == name)
+
+
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """Every node that depends on `node`, itself included."""
+    found = {node}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """Every node that `node` depends on, itself included."""
+    found = {node}
+    stack = [node]
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                stack.append(parent)
+    return found
+
+
+def in_order(graph: fx.Graph, nodes: set[fx.Node]) -> list[fx.Node]:
+    """The nodes of a set in graph order."""
+    return [n for n in graph.nodes if n in nodes]
+
+
+def is_op(node: object, *packets: Any) -> bool:
+    """Whether the node calls an overload of one of these operator packets."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and getattr(node.target, "overloadpacket", node.target) in packets
+    )
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """What the graph returns."""
+    value = graph.output_node().args[0]
+    return list(value) if isinstance(value, tuple | list) else [value]  # type: ignore[list-item]
+
+
+def set_outputs(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Make the graph return these nodes as a flat tuple."""
+    graph.output_node().args = (tuple(nodes),)
+
+
+def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
+    """The concrete value of a node when some nodes' values are given; None where it depends on another input."""
+    values: dict[fx.Node, Any] = dict(known)
+    needed = ancestors_until(node, set(known))
+    for current in in_order(module.graph, needed - set(known)):
+        if current.op == "get_attr":
+            values[current] = get_attribute(module, str(current.target))
+            continue
+        if current.op != "call_function":
+            return None
+        args, kwargs = fx.node.map_arg((current.args, dict(current.kwargs)), lambda n: values[n])
+        values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+    return values[node]
+
+
+def ancestors_until(node: fx.Node, stop: set[fx.Node]) -> set[fx.Node]:
+    """Ancestors of `node`, itself included, not looking past `stop`."""
+    found = {node}
+    stack = [node] if node not in stop else []
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                if parent not in stop:
+                    stack.append(parent)
+    return found

@@ -1,0 +1,167 @@
+"""Lift hidden KV caches to named inputs and outputs, and bound attention by the current position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import DecoderProgram, StateRole, StateSpec, where
+from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.edit import (
+    add_placeholder,
+    call,
+    evaluate,
+    is_op,
+    output_nodes,
+    placeholder,
+    set_outputs,
+)
+from fastcar_compile.passes.functionalize import CacheWrite, Functionalizer
+
+aten = torch.ops.aten
+_VIEWS = (aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous)
+_MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class NormalizeState(Pass):
+    """Buffer mutation becomes explicit state; masked attention becomes `fastcar.attention`.
+
+    The mask, the write index and the key-head sharing are proved by evaluating their subgraphs, which depend on the
+    position only, at several positions; nothing is inferred from names.
+    """
+
+    name: ClassVar[str] = "normalize-state"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Raises CompileError listing every cache or attention that cannot be normalised."""
+        modified = False
+        for module in program.graphs():
+            if any(is_op(n, aten.scaled_dot_product_attention) for n in module.graph.nodes):
+                state = _Normalizer(module).run()
+                modified = True
+                names = ["logits", *[s.name for s in state]]
+                if module is program.graph_module:
+                    program.state, program.outputs = state, names
+                else:
+                    program.prefill_outputs = names
+        return modified
+
+
+class _Normalizer:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.graph = module, module.graph
+        self.position = placeholder(module.graph, "position")
+        self.functional = Functionalizer(module.graph, self.position)
+        self.problems = self.functional.problems
+
+    def run(self) -> list[StateSpec]:
+        self.functional.run()
+        writes = {w.node: w for w in self.functional.writes}
+        self._check_indices()
+        used: list[tuple[CacheWrite, StateRole, int]] = []
+        sites = [n for n in self.graph.nodes if is_op(n, aten.scaled_dot_product_attention)]
+        for layer, node in enumerate(sites):
+            used += self._attention(layer, node, writes)
+        if self.problems:
+            raise CompileError.collect(self.problems)
+        state = [self._lift(write, role, layer) for write, role, layer in used]
+        self.graph.eliminate_dead_code()
+        return state
+
+    def _probe_positions(self, capacity: int, steps: int) -> list[int]:
+        return sorted({0, 1, capacity // 2, capacity - steps})
+
+    def _at(self, node: fx.Node, position: int) -> Tensor | None:
+        return evaluate(self.module, node, {self.position: torch.tensor([position])})
+
+    def _check_indices(self) -> None:
+        for write in self.functional.writes:
+            capacity, steps = write.buffer.meta["val"].shape[2], write.node.args[1].meta["val"].shape[2]  # type: ignore[union-attr]
+            for start in self._probe_positions(capacity, steps):
+                index = self._at(write.index, start)
+                if index is None or not torch.equal(index.reshape(-1), torch.arange(start, start + steps)):
+                    self._problem(write.origin, f"buffer '{write.root}' is not written at cache_position", "write new keys and values at cache_position")
+                    break
+
+    def _attention(
+        self, layer: int, node: fx.Node, writes: dict[fx.Node, CacheWrite]
+    ) -> list[tuple[CacheWrite, StateRole, int]]:
+        query = node.args[0]
+        found = [self._cache_of(node.args[i], writes, query) for i in (1, 2)]  # type: ignore[arg-type]
+        if not all(found):
+            what = "the key or value of this attention is not a static cache written in this step"
+            self._problem(node, f"layer {layer}: {what}", "attend over the whole written static cache")
+            return []
+        options = _sdpa_options(node)
+        if problem := self._mask_problem(options, found[0].node, query):  # type: ignore[union-attr,arg-type]
+            self._problem(node, f"layer {layer}: {problem}", "use a causal mask over cache positions and no dropout")
+            return []
+        scale = options["scale"]
+        dim = query.meta["val"].shape[-1]  # type: ignore[union-attr]
+        arguments = (query, found[0].node, found[1].node, self.position, float(scale or dim**-0.5))  # type: ignore[union-attr]
+        with self.graph.inserting_before(node):
+            new = call(self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        return [(found[0], StateRole.KEY_CACHE, layer), (found[1], StateRole.VALUE_CACHE, layer)]  # type: ignore[list-item]
+
+    def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: object) -> CacheWrite | None:
+        """The write behind a key or value, seen through the views that share key/value heads among query heads."""
+        current = node
+        while current not in writes:
+            if not is_op(current, *_VIEWS):
+                return None
+            current = current.args[0]  # type: ignore[assignment]
+        batch, heads, rows, dim = current.meta["val"].shape
+        query_heads = query.meta["val"].shape[1]  # type: ignore[attr-defined]
+        if node is not current:
+            label = torch.arange(heads)[None, :, None, None].expand(batch, heads, rows, dim).contiguous()
+            seen = evaluate(self.module, node, {current: label})
+            expected = torch.arange(heads).repeat_interleave(query_heads // heads)
+            shape = (batch, query_heads, rows, dim)
+            if seen is None or seen.shape != shape or not bool((seen == expected[:, None, None]).all()):
+                return None
+        return writes[current]
+
+    def _mask_problem(self, options: dict[str, object], cache: fx.Node, query: fx.Node) -> str:
+        if options["dropout_p"] != 0.0:
+            return f"attention dropout {options['dropout_p']} in a decode step"
+        mask = options["attn_mask"]
+        if not isinstance(mask, fx.Node):
+            return "attention has no mask, so it sees cache rows that were not written yet"
+        capacity, steps = cache.meta["val"].shape[2], query.meta["val"].shape[2]
+        for start in self._probe_positions(capacity, steps):
+            value = self._at(mask, start)
+            if value is None:
+                return "the attention mask depends on more than the position"
+            seen = value if value.dtype == torch.bool else value > _MASKED
+            causal = torch.arange(capacity)[None, :] <= torch.arange(start, start + steps)[:, None]
+            if not torch.equal(seen.expand(*seen.shape[:-2], steps, capacity), causal.expand(*seen.shape[:-2], -1, -1)):
+                return f"the attention mask at position {start} is not causal over the cache"
+            if value.dtype != torch.bool and bool((value[seen] != 0).any()):
+                return "the attention mask adds a bias, which is not supported"
+        return ""
+
+    def _lift(self, write: CacheWrite, role: StateRole, layer: int) -> StateSpec:
+        name = f"{role}_{layer}"
+        val = write.buffer.meta["val"]
+        node = add_placeholder(self.graph, name, val.shape, val.dtype, NormalizeState.name)
+        write.node.replace_input_with(write.buffer, node)
+        set_outputs(self.graph, [*output_nodes(self.graph), write.node])
+        return StateSpec(name, tuple(val.shape), val.dtype, role, layer)
+
+    def _problem(self, node: fx.Node, what: str, mend: str) -> None:
+        self.problems.append(CompileError(what, where=where(node), mend=mend))
+
+
+def _sdpa_options(node: fx.Node) -> dict[str, object]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
