@@ -1,0 +1,72 @@
+"""Targets: one TOML per board, data only, and its typed reader."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from fastcar_compile.config import describe_validation
+from fastcar_compile.errors import TargetError
+from fastcar_compile.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
+
+__all__ = ["Fabric", "Host", "Memory", "Power", "Target", "Utilisation", "available_targets", "load_target"]
+
+_FOLDER = Path(__file__).parent
+
+
+def available_targets() -> tuple[str, ...]:
+    """Names of the targets that ship with the package, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def load_target(target: str | Path | Target) -> Target:
+    """The target of that name, or read from that .toml file; a `Target` is returned as it is.
+
+    Raises:
+        TargetError: no such name or file, or the file is malformed (every bad field is listed).
+    """
+    if isinstance(target, Target):
+        return target
+    if not isinstance(target, (str, Path)):
+        raise TargetError(
+            f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
+            mend=f"use one of: {', '.join(available_targets())}",
+        )
+    if isinstance(target, Path) or target.endswith(".toml") or "/" in target:
+        return _read_file(Path(target))
+    if target not in available_targets():
+        raise _unknown(target)
+    return _read_file(_FOLDER / f"{target}.toml")
+
+
+def _unknown(name: str) -> TargetError:
+    names = available_targets()
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return TargetError(
+        f"unknown target {name!r}",
+        mend=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like those",
+    )
+
+
+def _read_file(path: Path) -> Target:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TargetError("the target file does not exist", where=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TargetError(f"the target file cannot be read: {error}", where=str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise TargetError(f"the target file is not valid TOML: {error}", where=str(path)) from error
+    try:
+        return Target.model_validate(data)
+    except ValidationError as error:
+        lines = describe_validation(error)
+        raise TargetError(
+            f"the target file has {len(lines)} bad field{'s' if len(lines) > 1 else ''}: " + "; ".join(lines),
+            where=str(path),
+            mend="compare with the files in fastcar_compile/targets/",
+        ) from error

@@ -1,0 +1,145 @@
+"""The typed form of one target file. Data only; units are in the field names or stated beside them."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Memory(_Frozen):
+    """One external memory as the fabric (or the CPU) sees it.
+
+    Args:
+        capacity_bytes: bytes.
+        peak_bandwidth: bytes per second, theoretical.
+        ports: AXI ports into it from the fabric (or channels, for a CPU).
+        width_bits: data width of one port, bits.
+        source: where the figures come from.
+    """
+
+    name: Text
+    capacity_bytes: Annotated[int, Field(gt=0, strict=True)]
+    peak_bandwidth: Positive
+    ports: Annotated[int, Field(gt=0, strict=True)]
+    width_bits: Annotated[int, Field(gt=0, strict=True)]
+    source: Text
+
+
+class Fabric(_Frozen):
+    """Programmable logic: counts of each resource (BRAM36: 36 Kib blocks, URAM: 288 Kib blocks) and clock in MHz."""
+
+    lut: Count
+    ff: Count
+    dsp: Count
+    bram36: Count
+    uram: Count
+    clock_mhz: Positive
+    source: Text
+
+
+class Utilisation(_Frozen):
+    """The share of each resource that a generated design may take, in (0, 1]."""
+
+    lut: Fraction = 0.70
+    ff: Fraction = 0.50
+    bram: Fraction = 0.80
+    dsp: Fraction = 0.80
+    uram: Fraction = 0.80
+    source: Text
+
+
+class Host(_Frozen):
+    """The CPU that runs attention, norms and sampling.
+
+    Args:
+        triple: LLVM target triple; "native" is the build machine.
+        cpu: LLVM CPU name.
+        cores: cores the runtime may use; 0 is "as many as there are".
+    """
+
+    triple: Text
+    cpu: Text
+    cores: Count
+    source: Text
+
+
+class Power(_Frozen):
+    """Constants of the energy model: static W, pJ per byte of external memory, pJ per int8 multiply-accumulate."""
+
+    static_w: NonNegative
+    dram_pj_per_byte: Positive
+    mac_int8_pj: Positive
+    source: Text
+
+
+class Target(_Frozen):
+    """One board or CPU that an artifact is compiled for.
+
+    Args:
+        kind: "fpga" (with `part` and `fabric`) or "cpu" (without).
+    """
+
+    name: Text
+    description: Text
+    kind: Literal["fpga", "cpu"]
+    part: Text | None = None
+    host: Host
+    fabric: Fabric | None = None
+    memories: Annotated[tuple[Memory, ...], Field(min_length=1)]
+    limits: Utilisation | None = None
+    power: Power
+
+    @model_validator(mode="after")
+    def _kind_has_its_parts(self) -> Self:
+        present = {"part": self.part, "fabric": self.fabric, "limits": self.limits}
+        if self.kind == "fpga":
+            lacking = [name for name, value in present.items() if value is None]
+            if lacking:
+                raise ValueError(f'kind = "fpga" needs {", ".join(lacking)}')
+        extra = [name for name, value in present.items() if value is not None]
+        if self.kind == "cpu" and extra:
+            raise ValueError(f'kind = "cpu" has no {", ".join(extra)}')
+        names = [memory.name for memory in self.memories]
+        if len(set(names)) != len(names):
+            raise ValueError(f"memory names are not unique: {', '.join(names)}")
+        return self
+
+    @property
+    def host_triple(self) -> str:
+        """The host's LLVM triple, with "native" resolved to this machine's."""
+        if self.host.triple == "native":
+            return f"{platform.machine()}-linux-gnu"
+        return self.host.triple
+
+    @property
+    def peak_bandwidth(self) -> float:
+        """Bytes per second of the fastest memory."""
+        return max(memory.peak_bandwidth for memory in self.memories)
+
+    def budget(self) -> dict[str, int]:
+        """Resources a generated design may use, after the utilisation limits: lut, ff, dsp, bram36, uram.
+
+        Empty for a CPU.
+        """
+        if self.fabric is None or self.limits is None:
+            return {}
+        fabric, limits = self.fabric, self.limits
+        return {
+            "lut": int(fabric.lut * limits.lut),
+            "ff": int(fabric.ff * limits.ff),
+            "dsp": int(fabric.dsp * limits.dsp),
+            "bram36": int(fabric.bram36 * limits.bram),
+            "uram": int(fabric.uram * limits.uram),
+        }

@@ -1,0 +1,133 @@
+"""Target files: the figures the design fixes, and the text of every refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fastcar_compile.targets as targets
+from fastcar_compile.errors import TargetError
+from fastcar_compile.targets import Target, available_targets, load_target
+
+FOLDER = Path(targets.__file__).parent
+
+
+def write_variant(folder: Path, old: str, new: str) -> Path:
+    """The zcu102 file with one text replaced, as a new file."""
+    text = (FOLDER / "zcu102.toml").read_text()
+    assert old in text
+    path = folder / "board.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_available() -> None:
+    assert available_targets() == ("cpu", "kv260", "u280", "zcu102", "zcu104")
+
+
+@pytest.mark.parametrize("name", available_targets())
+def test_shipped_targets_load_and_name_their_sources(name: str) -> None:
+    target = load_target(name)
+    assert target.name == name
+    assert (target.fabric is None) == (target.kind == "cpu")
+    assert "estimate" in target.power.source
+    assert target.peak_bandwidth > 0
+
+
+def test_zcu102_as_in_the_design() -> None:
+    target = load_target("zcu102")
+    assert target.fabric is not None
+    fabric = target.fabric
+    assert (fabric.lut, fabric.ff, fabric.dsp, fabric.bram36, fabric.uram) == (274_080, 548_160, 2_520, 912, 0)
+    assert target.memories[0].capacity_bytes == 4 * 2**30
+    assert (target.memories[0].ports, target.memories[0].width_bits) == (6, 128)
+    assert (target.host_triple, target.host.cpu, target.host.cores) == ("aarch64-linux-gnu", "cortex-a53", 4)
+    assert target.budget() == {"lut": 191_856, "ff": 274_080, "dsp": 2_016, "bram36": 729, "uram": 0}
+
+
+def test_cpu_target_is_native_and_has_no_budget() -> None:
+    target = load_target("cpu")
+    assert target.host_triple.endswith("-linux-gnu")
+    assert target.budget() == {}
+
+
+def test_kv260_has_the_bandwidth_of_the_published_designs() -> None:
+    assert load_target("kv260").peak_bandwidth == 19.2e9
+
+
+def test_a_target_passes_through_and_a_path_is_read() -> None:
+    target = load_target(FOLDER / "u280.toml")
+    assert load_target(target) is target
+    assert load_target(str(FOLDER / "u280.toml")) == target
+    assert Target.model_validate_json(target.model_dump_json()) == target
+
+
+def test_unknown_target_lists_all_and_the_nearest() -> None:
+    with pytest.raises(TargetError) as caught:
+        load_target("zcu12")
+    assert "unknown target 'zcu12'" in str(caught.value)
+    assert "did you mean 'zcu102'?" in str(caught.value)
+    assert "available: cpu, kv260, u280, zcu102, zcu104" in str(caught.value)
+
+
+def test_unknown_target_with_nothing_near() -> None:
+    with pytest.raises(TargetError) as caught:
+        load_target("quantum")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_wrong_type() -> None:
+    with pytest.raises(TargetError, match="not int"):
+        load_target(7)  # type: ignore[arg-type]
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="the target file does not exist") as caught:
+        load_target(tmp_path / "none.toml")
+    assert str(tmp_path / "none.toml") in caught.value.where
+
+
+def test_directory_instead_of_file(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="cannot be read"):
+        load_target(tmp_path)
+
+
+def test_not_toml(tmp_path: Path) -> None:
+    path = tmp_path / "board.toml"
+    path.write_text("name = [")
+    with pytest.raises(TargetError, match="not valid TOML") as caught:
+        load_target(path)
+    assert caught.value.where == str(path)
+
+
+def test_all_bad_fields_at_once(tmp_path: Path) -> None:
+    text = (FOLDER / "zcu102.toml").read_text()
+    text = text.replace("lut = 274_080", "lut = -5").replace("dsp = 2_520\n", "").replace("lut = 0.70", "lut = 1.7")
+    path = tmp_path / "board.toml"
+    path.write_text(text)
+    with pytest.raises(TargetError) as caught:
+        load_target(path)
+    message = str(caught.value)
+    assert "the target file has 3 bad fields" in message
+    assert "fabric.lut: Input should be greater than or equal to 0 (given: -5)" in message
+    assert "fabric.dsp: Field required" in message
+    assert "limits.lut: Input should be less than or equal to 1 (given: 1.7)" in message
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('kind = "fpga"', 'kind = "cpu"', 'kind = "cpu" has no part, fabric, limits'),
+        ('part = "xczu9eg-ffvb1156-2-e"\n', "", 'kind = "fpga" needs part'),
+        ('kind = "fpga"', 'kind = "gpu"', "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
+        ("peak_bandwidth = 17.064e9", "peak_bandwidth = inf", "memories.0.peak_bandwidth: Input should be a finite"),
+        ("static_w = 3.0", "static_w = 3.0\nfan_w = 1.0", "power.fan_w: Extra inputs are not permitted"),
+        ("bram36 = 912", "bram36 = 912.5", "fabric.bram36: Input should be a valid integer"),
+    ],
+)
+def test_bad_field(tmp_path: Path, old: str, new: str, text: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        load_target(write_variant(tmp_path, old, new))
+    assert text in str(caught.value)
