@@ -1,0 +1,280 @@
+"""The artifact store: deterministic bytes, atomic replacement, and every kind of damage by its text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.runtime.store import (
+    SCHEMA_VERSION,
+    ArtifactWriter,
+    Manifest,
+    load_tensors,
+    name_problem,
+    read_manifest,
+    save_tensors,
+    verify_files,
+)
+
+TENSORS = {"b": torch.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
+
+
+def build(path: Path, text: str = "hello\n") -> Path:
+    """A small artifact with three files and one section."""
+    with ArtifactWriter(path) as writer:
+        writer.write_text("graph/after.txt", text)
+        writer.write_tensors("weights/model.safetensors", TENSORS)
+        writer.write_bytes("drs/table.bin", bytes(range(16)))
+        writer.section("config", {"target": "zcu102", "tokens_per_frame": 256})
+    return path
+
+
+def edit_manifest(path: Path, **fields: Any) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    manifest = read_manifest(path)
+    seen: list[str] = []
+    verify_files(path, manifest, progress=seen.append)
+    assert seen == sorted(manifest.files) == ["drs/table.bin", "graph/after.txt", "weights/model.safetensors"]
+    assert manifest.schema_version == SCHEMA_VERSION
+    assert manifest.sections == {"config": {"target": "zcu102", "tokens_per_frame": 256}}
+    assert manifest.files["drs/table.bin"].size == 16
+    assert {"fastcar_compile", "torch", "tvm", "onnx", "python"} <= manifest.producer.keys()
+
+
+def test_same_inputs_same_bytes_in_any_folder(tmp_path: Path) -> None:
+    first, second = build(tmp_path / "one"), build(tmp_path / "deeper" / "two")
+    assert snapshot(first) == snapshot(second)
+    assert (first / "manifest.json").read_bytes().endswith(b"}\n")
+
+
+def test_tensors_keep_values_and_type(tmp_path: Path) -> None:
+    path = build(tmp_path / "out") / "weights/model.safetensors"
+    loaded = load_tensors(path)
+    assert torch.equal(loaded["b"], TENSORS["b"])
+    as_numpy = load_tensors(path, "numpy")
+    assert as_numpy["a"].dtype == np.float32
+    assert as_numpy["b"].shape == (2, 3)
+
+
+def test_tensors_that_share_memory_or_are_views(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    save_tensors(tmp_path / "t.safetensors", {"base": base, "same": base, "view": base.T})
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert torch.equal(loaded["view"], base.T)
+    assert torch.equal(loaded["same"], base)
+
+
+def test_broken_tensor_file(tmp_path: Path) -> None:
+    (tmp_path / "t.safetensors").write_bytes(b"\x80\x04not tensors")
+    with pytest.raises(ArtifactError, match="the tensor file cannot be read"):
+        load_tensors(tmp_path / "t.safetensors")
+    with pytest.raises(ArtifactError, match="the tensor file cannot be read"):
+        load_tensors(tmp_path / "none.safetensors")
+
+
+def test_replaces_an_artifact(tmp_path: Path) -> None:
+    path = build(tmp_path / "out", "old\n")
+    build(path, "new\n")
+    verify_files(path, read_manifest(path))
+    assert (path / "graph/after.txt").read_text() == "new\n"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    build(tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"schema_version": 1, "producer": {}}'])
+def test_refuses_a_foreign_folder_and_leaves_it_alone(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "home"
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+    if content is not None:
+        (path / "manifest.json").write_text(content)
+    before = snapshot(path)
+    with pytest.raises(ArtifactError, match="the output folder exists and is not a fastcar artifact"):
+        build(path)
+    assert snapshot(path) == before
+    assert os.listdir(tmp_path) == ["home"]
+
+
+def test_refuses_a_file_and_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(build(tmp_path / "real"))
+    for name in ("file", "link"):
+        with pytest.raises(ArtifactError, match="the output path exists and is not a folder"):
+            build(tmp_path / name)
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="the output folder cannot be written"):
+        build(tmp_path / "file" / "out")
+
+
+def fail_in_the_middle(path: Path) -> None:
+    with ArtifactWriter(path) as writer:
+        writer.write_text("graph/after.txt", "half")
+        raise KeyError("stop")
+
+
+def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="stop"):
+        fail_in_the_middle(tmp_path / "a" / "b" / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_exception_keeps_the_old_artifact(tmp_path: Path) -> None:
+    path = build(tmp_path / "out", "old\n")
+    before = snapshot(path)
+    with pytest.raises(KeyError, match="stop"):
+        fail_in_the_middle(path)
+    assert snapshot(path) == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_failed_rename_restores_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build(tmp_path / "out", "old\n")
+    before = snapshot(path)
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if ".building-" in self.name:
+            raise OSError("disk full")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        build(path, "new\n")
+    assert snapshot(path) == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.inf, "Out of range float"), (Path("/x"), "not JSON serializable")])
+def test_section_must_be_json(tmp_path: Path, value: Any, text: str) -> None:
+    with pytest.raises(InternalError, match=text), ArtifactWriter(tmp_path / "out") as writer:
+        writer.section("config", {"x": value})
+    assert os.listdir(tmp_path) == []
+
+
+def test_absolute_path_in_a_section_is_a_defect(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="absolute path"), ArtifactWriter(tmp_path / "out") as writer:
+        writer.section("config", {"where": str(tmp_path / "out")})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../b", "a//b", "./a", "", ".", "a\\b", "manifest.json"])
+def test_writer_refuses_bad_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InternalError), ArtifactWriter(tmp_path / "out") as writer:
+        writer.write_text(name, "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_refuses_links_in_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="is a link"), ArtifactWriter(tmp_path / "out") as writer:
+        (writer.root / "link").symlink_to("/etc/passwd")
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_outside_its_block(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="outside its with block"):
+        ArtifactWriter(tmp_path / "out").write_text("a", "x")
+
+
+def test_all_damage_is_reported_at_once(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    manifest = read_manifest(path)
+    data = bytearray((path / "weights/model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "weights/model.safetensors").write_bytes(data)
+    (path / "drs/table.bin").unlink()
+    (path / "graph/after.txt").write_text("longer than before\n")
+    (path / "extra.pkl").write_bytes(b"x")
+    (path / "linked").symlink_to(tmp_path)
+    with pytest.raises(ArtifactError) as caught:
+        verify_files(path, manifest)
+    message = str(caught.value)
+    assert "the artifact is damaged, 5 files of it" in message
+    assert "drs/table.bin: missing" in message
+    assert "graph/after.txt: has 19 bytes, not 6" in message
+    assert "weights/model.safetensors: changed: its SHA-256 is not the manifest's" in message
+    assert "extra.pkl: unexpected, is not in the manifest" in message
+    assert "linked: unexpected, is a symbolic link" in message
+
+
+def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    (path / "drs/table.bin").rename(tmp_path / "table.bin")
+    (path / "drs/table.bin").symlink_to(tmp_path / "table.bin")
+    with pytest.raises(ArtifactError, match=r"drs/table\.bin: is a symbolic link"):
+        verify_files(path, read_manifest(path))
+
+
+def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    (path / "drs").rename(tmp_path / "drs")
+    (path / "drs").symlink_to(tmp_path / "drs")
+    with pytest.raises(ArtifactError) as caught:
+        verify_files(path, read_manifest(path))
+    assert "drs/table.bin: missing" in str(caught.value)
+    assert "drs: unexpected, is a symbolic link" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
+def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
+    path = build(tmp_path / "out")
+    edit_manifest(path, files={name: {"sha256": "0" * 64, "size": 0}})
+    with pytest.raises(ArtifactError, match="the manifest names files that are refused") as caught:
+        read_manifest(path)
+    assert repr(name) in str(caught.value)
+
+
+def test_schema_version(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    edit_manifest(path, schema_version=99)
+    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 1"):
+        read_manifest(path)
+
+
+def test_manifest_problems(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="there is no artifact folder here"):
+        read_manifest(tmp_path / "none")
+    with pytest.raises(ArtifactError, match=r"the folder has no manifest\.json"):
+        read_manifest(tmp_path)
+    path = build(tmp_path / "out")
+    edit_manifest(path, files={"a": {"sha256": "xyz", "size": -1}})
+    with pytest.raises(ArtifactError) as caught:
+        read_manifest(path)
+    assert "files.a.sha256: String should match pattern" in str(caught.value)
+    assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
+    (path / "manifest.json").write_text('{"schema_version": 1,')
+    with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
+        read_manifest(path)
+
+
+def test_manifest_model_refuses_unknown_fields() -> None:
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        Manifest.model_validate({"schema_version": 1, "producer": {}, "sections": {}, "files": {}, "more": 1})
+
+
+def test_name_problem_accepts_plain_names() -> None:
+    assert name_problem("weights/layer.0.safetensors") is None
+    assert name_problem("..hidden") is None
