@@ -183,6 +183,8 @@ def get_attribute(module: torch.nn.Module, path: str) -> object:
 
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame outside torch in the node's stack trace, without machine-specific folders."""
+    if node.meta.get("source"):
+        return node.meta["source"]
     for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
         text = line.strip()
         if text.startswith('File "'):
@@ -195,6 +197,8 @@ def source_of(node: fx.Node) -> str:
 
 def module_path_of(node: fx.Node) -> str:
     """Dotted path of the innermost nn.Module that made this node."""
+    if node.meta.get("module"):
+        return node.meta["module"]
     stack = node.meta.get("nn_module_stack") or {}
     return list(stack.values())[-1][0] if stack else ""
 

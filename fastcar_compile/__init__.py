@@ -1,0 +1,39 @@
+"""fastcar_compile: an ahead-of-time compiler for autoregressive video decoders (FastCar, arXiv 2505.14709)."""
+
+from fastcar_compile.compiler import compile
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.errors import (
+    ArtifactError,
+    BackendError,
+    CompileError,
+    FastcarError,
+    InputError,
+    InternalError,
+    TargetError,
+    UserError,
+)
+from fastcar_compile.runtime.artifact import Artifact, load
+from fastcar_compile.runtime.session import Session
+from fastcar_compile.targets import Target, available_targets, load_target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "BackendError",
+    "CompileConfig",
+    "CompileError",
+    "FastcarError",
+    "InputError",
+    "InternalError",
+    "ReplayConfig",
+    "Session",
+    "Target",
+    "TargetError",
+    "UserError",
+    "available_targets",
+    "compile",
+    "load",
+    "load_target",
+]

@@ -1,0 +1,127 @@
+"""`compile`: capture, rewrite, lower to every backend, and write the artifact."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+from torch.export import ExportedProgram
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.emit import emit_artifact
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import Pass, pipeline_to_string, run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.artifact import Artifact
+from fastcar_compile.targets import Target, load_target
+
+DEFAULT_TOKENS_PER_FRAME = 256
+Progress = Callable[[str], None]
+
+
+def compile(
+    model: nn.Module | ExportedProgram,
+    target: str | Path | Target = "zcu102",
+    *,
+    tokens_per_frame: int | None = None,
+    max_seq_len: int | None = None,
+    batch_size: int = 1,
+    quant: str | None = None,
+    replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
+    prefill_chunk: int = 64,
+    output: str | Path = "build/fastcar",
+    progress: Progress | None = None,
+) -> Artifact:
+    """Compile an autoregressive video decoder ahead of time.
+
+    Args:
+        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, or the export of such a module.
+        target: name, path to a .toml file, or Target.
+        tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
+            config's `tokens_per_frame`, else 256 with a warning.
+        max_seq_len: cache capacity in tokens; default: the model config's.
+        batch_size: rows B, at most 32.
+        quant: "none" (float32) or "w8a8"; default: w8a8 where the target has an accelerator, else none.
+        replay: when MLPs replay; None compiles a dense decoder.
+        prefill_chunk: tokens per prefill call.
+        output: folder of the artifact; written atomically.
+        progress: called with the name of each stage.
+
+    Returns:
+        The artifact, open.
+
+    Raises:
+        CompileError: everything about the model and the options that cannot be compiled, at once.
+        TargetError: unknown or malformed target.
+        ArtifactError: `output` exists and is no artifact.
+    """
+    say = progress or (lambda _stage: None)
+    board = load_target(target)
+    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk)
+    say("capturing the decode step")
+    program = capture(
+        model,
+        batch_size=config.batch_size,
+        max_seq_len=config.max_seq_len,
+        tokens_per_frame=config.tokens_per_frame,
+        prefill_chunk=config.prefill_chunk,
+    )
+    _check_capture(program, config)
+    passes: list[Pass] = analysis_pipeline()
+    run_pipeline(program, passes)
+    original = copy.deepcopy(program.graph_module)
+    say("rewriting the graph")
+    rewrite = rewrite_pipeline(config, len(program.sites))
+    run_pipeline(program, rewrite)
+    pipeline = pipeline_to_string([*passes, *rewrite])
+    path = emit_artifact(program, original, config, board, pipeline, Path(output), say)
+    return Artifact(path, original=original)
+
+
+def _configure(
+    model: object,
+    board: Target,
+    tokens_per_frame: int | None,
+    max_seq_len: int | None,
+    batch_size: int,
+    quant: str | None,
+    replay: ReplayConfig | None,
+    prefill_chunk: int,
+) -> CompileConfig:
+    if not isinstance(model, nn.Module | ExportedProgram):
+        what = f"cannot compile a {type(model).__name__}"
+        raise CompileError(what, mend="give an nn.Module or a torch.export.ExportedProgram")
+    facts = ModelFacts.of(model)
+    length = max_seq_len or facts.max_seq_len
+    if length is None:
+        mend = "give max_seq_len, or set it on the model's config"
+        raise CompileError("the model does not say its max_seq_len", mend=mend)
+    frame = tokens_per_frame or facts.tokens_per_frame
+    if frame is None:
+        frame = DEFAULT_TOKENS_PER_FRAME
+        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
+        warnings.warn(text, UserWarning, stacklevel=3)
+    return CompileConfig(
+        target=board.name,
+        tokens_per_frame=frame,
+        max_seq_len=length,
+        batch_size=batch_size,
+        quant=quant or ("w8a8" if board.kind == "fpga" else "none"),  # type: ignore[arg-type]
+        replay=replay,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
+    if program.config.batch_size != config.batch_size:
+        raise CompileError(
+            f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}",
+            mend=f"give batch_size={program.config.batch_size}, or export again",
+        )

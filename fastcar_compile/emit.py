@@ -1,0 +1,67 @@
+"""Write an artifact: graphs, weights, host libraries, ONNX, HLS project, DRS table and report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import fx
+
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.emit_accelerator import emit_accelerator
+from fastcar_compile.emit_host import emit_host, emit_onnx
+from fastcar_compile.graph_io import graph_to_json, graph_to_text
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir_io import graphs_to_json, program_sections
+from fastcar_compile.report import write_report
+from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.targets import Target
+
+Progress = Callable[[str], None]
+
+
+def emit_artifact(
+    program: DecoderProgram,
+    original: fx.GraphModule,
+    config: CompileConfig,
+    board: Target,
+    pipeline: str,
+    output: Path,
+    say: Progress,
+) -> Path:
+    """Write everything below `output`, atomically; returns its path."""
+    with ArtifactWriter(output) as writer:
+        _emit_graphs(writer, program, original)
+        writer.write_tensors("weights/model.safetensors", program.params)
+        say("lowering with TVM")
+        host = emit_host(writer, program, board)
+        say("exporting ONNX")
+        emit_onnx(writer, program)
+        accelerator = None
+        if board.kind == "fpga":
+            say("emitting the accelerator")
+            accelerator = emit_accelerator(writer, program, config, board)
+        sections = program_sections(program) | {
+            "config": config.to_json(),
+            "target": board.model_dump(mode="json"),
+            "pipeline": pipeline,
+            "log": program.log,
+            "host": host,
+            "accelerator": accelerator,
+        }
+        for name, value in sections.items():
+            writer.section(name, value)
+        write_report(writer, program, sections)
+    return writer.path
+
+
+def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: fx.GraphModule) -> None:
+    writer.write_text("graph/before.txt", graph_to_text(original))
+    writer.write_text("graph/after.txt", graph_to_text(program.graph_module))
+    writer.write_text("graph/before.json", _json(graph_to_json(original)))
+    writer.write_text("graph/after.json", _json(graphs_to_json(program)))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, indent=1) + "\n"

@@ -1,0 +1,82 @@
+"""What the compiler found, inserted and cached, per layer and per node, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.graph_io import graph_to_text
+from fastcar_compile.ir import DecoderConfig, LayerSite, StateSpec, module_path_of, source_of
+
+
+def explain_program(
+    config: DecoderConfig, sites: Sequence[LayerSite], state: Sequence[StateSpec], pipeline: str, layer: int | None = None
+) -> str:
+    """Per layer: what was matched and where, what replay inserted, what is cached, and why."""
+    if layer is not None and not 0 <= layer < len(sites):
+        raise InputError(f"there is no layer {layer}", mend=f"layers are 0 .. {len(sites) - 1}")
+    chosen = sites if layer is None else [sites[layer]]
+    head = (
+        f"decoder of {config.num_layers} layers, hidden {config.hidden_size}, batch {config.batch_size}, "
+        f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\npipeline: {pipeline}\n"
+    )
+    return head + "\n".join(_layer(config, s, [t for t in state if t.layer == s.layer]) for s in chosen)
+
+
+def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -> str:
+    product = " * linear" if site.gated else ""
+    lines = [
+        f"layer {site.layer}: {site.module_path} ({site.source})",
+        f"  found    attention {site.attention}: {site.num_heads} query heads, {site.num_kv_heads} key/value heads of "
+        f"{site.head_dim}, scale {site.scale:.6g}; query {site.query}, key cache {site.key_cache}",
+        f"  found    MLP {site.mlp_input} -> {site.mlp_output}: linear -> {site.activation}{product} -> linear, "
+        f"{site.hidden} -> {site.intermediate} -> {site.hidden}; closed by {site.exit} = {site.residual} + {site.region_output}",
+    ]
+    if site.replay:
+        stride = config.tokens_per_frame
+        lines += [
+            f"  inserted TAS of {site.query} with the key {stride} positions back, gate at threshold {site.threshold:g}, "
+            f"cond around norm and MLP (replay_branch_{site.layer} | compute_branch_{site.layer})",
+            f"  why      a row whose score reaches the threshold keeps the MLP output of {stride} forwards ago; the MLP is "
+            "skipped when every row does",
+        ]
+    else:
+        lines.append("  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes")
+    lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / 2**20:.3f} MiB, {s.role}" for s in state]
+    return "\n".join(lines) + "\n"
+
+
+def explain_node(module: fx.GraphModule, name: str) -> str:
+    """One node: its operator, shape, source line, module, the pass that made it, its inputs and users.
+
+    Raises:
+        InputError: there is no such node in the graph or its branches.
+    """
+    found = _find(module, name, "decode step")
+    if found is None:
+        raise InputError(f"there is no node {name!r}", mend="list the nodes with `fastcar inspect ARTIFACT --after`")
+    place, node = found
+    listing = next(line for line in graph_to_text(node.graph.owning_module).splitlines() if line.startswith(f"{name}:"))  # type: ignore[arg-type]
+    return "\n".join(
+        [
+            listing.partition("  #")[0],
+            f"  graph    {place}",
+            f"  source   {source_of(node) or 'none'}",
+            f"  module   {module_path_of(node) or 'none'}",
+            f"  made by  {node.meta.get('made_by', 'the model')}",
+            f"  reads    {', '.join(n.name for n in node.all_input_nodes) or 'nothing'}",
+            f"  read by  {', '.join(n.name for n in node.users) or 'nothing'}",
+        ]
+    )
+
+
+def _find(module: fx.GraphModule, name: str, place: str) -> tuple[str, fx.Node] | None:
+    for node in module.graph.nodes:
+        if node.name == name and node.op != "output":
+            return place, node
+    for child_name, child in module.named_children():
+        if isinstance(child, fx.GraphModule) and (found := _find(child, name, child_name)):
+            return found
+    return None

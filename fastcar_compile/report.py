@@ -1,0 +1,50 @@
+"""report.json and, from it, report.html."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from fastcar_compile.ir import DecoderProgram, StateRole
+from fastcar_compile.runtime.store import ArtifactWriter
+
+
+def write_report(writer: ArtifactWriter, program: DecoderProgram, sections: Mapping[str, Any]) -> None:
+    """Sizes, memory, MLP share and the replay ceiling of an artifact; JSON first, HTML from it."""
+    report = build_report(program, sections)
+    writer.write_text("report.json", json.dumps(report, sort_keys=True, indent=2) + "\n")
+    environment = Environment(loader=PackageLoader("fastcar_compile"), autoescape=select_autoescape(), trim_blocks=True)
+    writer.write_text("report.html", environment.get_template("report.html.j2").render(report=report) + "\n")
+
+
+def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as JSON."""
+    config = program.config
+    forwards = config.max_seq_len - 2
+    state = {str(r): sum(s.nbytes for s in program.state if s.role == r) for r in StateRole}
+    params = {name: t.numel() * t.dtype.itemsize for name, t in program.params.items()}
+    share = mlp_weight_share(program)
+    ceiling = max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
+    return {
+        "decoder": sections["decoder"],
+        "target": sections["target"]["name"],
+        "quant": sections["config"]["quant"],
+        "pipeline": sections["pipeline"],
+        "sites": sections["sites"],
+        "weight_bytes": sum(params.values()),
+        "state_bytes": {k: v for k, v in state.items() if v},
+        "mlp_share_of_block_weights": share,
+        "max_replay_ratio": ceiling,
+        "ceiling_speedup_at_max_replay": 1 / (1 - share * ceiling),
+        "accelerator": sections["accelerator"],
+    }
+
+
+def mlp_weight_share(program: DecoderProgram) -> float:
+    """Share of the MLPs in the weights of all blocks (design section 8 counts it the same way)."""
+    mlp = sum(s.hidden * s.intermediate * (3 if s.gated else 2) for s in program.sites)
+    attention = sum(2 * s.hidden * (s.num_heads + s.num_kv_heads) * s.head_dim for s in program.sites)
+    return mlp / (mlp + attention)

@@ -1,0 +1,119 @@
+"""An artifact on disk, opened: manifest, graphs, explanation and sessions."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.errors import ArtifactError
+from fastcar_compile.explain import explain_node, explain_program
+from fastcar_compile.graph_io import graph_from_json
+from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite
+from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json
+from fastcar_compile.runtime.session import Session
+from fastcar_compile.runtime.store import Manifest, load_tensors, read_manifest, verify_files
+
+
+def load(path: str | Path) -> Artifact:
+    """Open an artifact. Every file's sha256 is checked before anything is loaded.
+
+    Raises:
+        ArtifactError: missing, damaged, tampered with, or of another schema version.
+    """
+    return Artifact(Path(path))
+
+
+class Artifact:
+    """A compiled decoder.
+
+    Attributes:
+        path: its folder.
+        manifest: schema and producer versions, config, target, state, sites, sha256 of every file.
+    """
+
+    def __init__(self, path: Path, original: fx.GraphModule | None = None) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest = read_manifest(self.path)
+        verify_files(self.path, self.manifest)
+        self._original = original
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """Sizes of the decoder."""
+        return config_from_json(self.manifest.sections["decoder"])
+
+    @cached_property
+    def sites(self) -> list[LayerSite]:
+        """Where each layer's attention and MLP are."""
+        return sites_from_json(self.manifest.sections["sites"])
+
+    @cached_property
+    def params(self) -> dict[str, Tensor]:
+        """Every parameter of the rewritten graph, by name."""
+        return load_tensors(self.path / "weights" / "model.safetensors")
+
+    @cached_property
+    def program(self) -> DecoderProgram:
+        """The rewritten program."""
+        return program_from_json(self.manifest.sections, self._json("graph/after.json"), self.params)
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The rewritten decode step, runnable in eager PyTorch."""
+        return self.program.graph_module
+
+    @cached_property
+    def original_graph(self) -> fx.GraphModule:
+        """The decode step before the rewrite.
+
+        Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: there they are
+        tensors on the meta device, so that the graph can be read but not run.
+        """
+        if self._original is not None:
+            return self._original
+        data = self._json("graph/before.json")
+        missing = {n["target"]: n["type"] for n in data["nodes"] if n["op"] == "get_attr" and n["target"] not in self.params}
+        stand_ins = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+            for name, (dtype, shape) in missing.items()
+        }
+        return graph_from_json(data, self.params | stand_ins)
+
+    def explain(self, layer: int | None = None, node: str | None = None) -> str:
+        """What was found, inserted and cached, per layer (or one layer, or one node of the rewritten graph), and why.
+
+        Raises:
+            InputError: no such layer or node.
+        """
+        if node is not None:
+            return explain_node(self.graph, node)
+        pipeline = self.manifest.sections["pipeline"]
+        return explain_program(self.config, self.sites, self.program.state, pipeline, layer)
+
+    def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> Session:
+        """Open a session.
+
+        Args:
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager.
+            record: keep every replay decision for `session.stats.decisions`.
+            threads: CPU threads; default: every core that the process may use.
+
+        Raises:
+            BackendError: unknown backend, or one that cannot run here.
+        """
+        from fastcar_compile.runtime.backends import open_backend
+
+        thresholds = [s.threshold if s.replay else None for s in self.sites]
+        return Session(open_backend(self, backend, threads), self.config, thresholds, record=record)
+
+    def _json(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{name} cannot be read: {error}", where=str(self.path)) from error

@@ -1,0 +1,73 @@
+"""The rewritten graph in eager PyTorch: the reference that every other backend is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.ir import StateSpec, placeholder_names
+from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
+
+
+class EagerBackend(Backend):
+    """Runs the decode and prefill graphs with torch, one operator at a time."""
+
+    def __init__(
+        self,
+        decode: fx.GraphModule,
+        outputs: Sequence[str],
+        prefill: fx.GraphModule | None,
+        prefill_outputs: Sequence[str],
+        state: Sequence[StateSpec],
+        prefill_chunk: int,
+    ) -> None:
+        self._decode, self._outputs = decode, list(outputs)
+        self._prefill, self._prefill_outputs = prefill, list(prefill_outputs)
+        self._specs = list(state)
+        self.prefill_chunk = prefill_chunk if prefill is not None else 1
+        self._inputs = {id(g): placeholder_names(g) for g in (decode, prefill) if g is not None}
+        self.reset()
+
+    def reset(self) -> None:
+        """Set every state to zero."""
+        self._state = {s.name: s.zeros() for s in self._specs}
+
+    def prefill(self, inputs: Array, position: int) -> Array:
+        """Without a prefill graph, one decode forward whose replay state is put back."""
+        feeds = self._feeds(inputs, position)
+        if self._prefill is not None:
+            return self._run(self._prefill, self._prefill_outputs, feeds)["logits"].numpy()
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ("key_cache", "value_cache")}
+        layers = next((self._width(n) for n in self._decode.graph.nodes if n.target == "thresholds"), 0)
+        feeds |= {"step": torch.zeros(1, dtype=torch.int64), "thresholds": torch.full((layers,), torch.inf)}
+        logits = self._run(self._decode, self._outputs, feeds)["logits"].numpy()
+        self._state |= kept
+        return logits
+
+    @staticmethod
+    def _width(node: fx.Node) -> int:
+        return int(node.meta["val"].shape[0])
+
+    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+        """One decode forward; see Backend.decode."""
+        feeds = self._feeds(inputs, position)
+        feeds |= {"step": torch.tensor([step]), "thresholds": torch.from_numpy(thresholds)}
+        results = self._run(self._decode, self._outputs, feeds)
+        shape = (len(thresholds), inputs.shape[0])
+        decisions = results["decisions"].numpy() if "decisions" in results else np.zeros(shape, bool)
+        scores = results["scores"].numpy() if "scores" in results else np.zeros(shape, np.float32)
+        return StepResult(results["logits"].numpy(), decisions, scores)
+
+    def _feeds(self, inputs: Array, position: int) -> dict[str, Tensor]:
+        value = torch.from_numpy(np.ascontiguousarray(inputs))
+        return {"tokens": value, "inputs_embeds": value, "position": torch.tensor([position])}
+
+    def _run(self, graph: fx.GraphModule, outputs: Sequence[str], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        known = self._state | feeds
+        with torch.inference_mode():
+            results = dict(zip(outputs, graph(*[known[n] for n in self._inputs[id(graph)]]), strict=True))
+        self._state |= {k: v for k, v in results.items() if k in self._state}
+        return results

@@ -1,0 +1,178 @@
+"""A decoding session: prompt in, tokens out, with replay decided at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.ir import DecoderConfig
+from fastcar_compile.runtime.backends.base import Array, Backend
+from fastcar_compile.runtime.stats import Stats
+
+Sampler = Callable[[Tensor], Tensor]
+"""logits float32 [B, V] -> token ids int64 [B]."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token of every row."""
+    return logits.argmax(-1)
+
+
+class Session:
+    """One video at a time, on one backend. Sessions share weights, never state.
+
+    Attributes:
+        stats: replay statistics since the last reset.
+        thresholds: float32 [L]; inf where the layer never replays.
+    """
+
+    def __init__(
+        self, backend: Backend, config: DecoderConfig, thresholds: Sequence[float | None], *, record: bool = False
+    ) -> None:
+        self._backend, self._config, self._record = backend, config, record
+        self._can_replay = [t is not None for t in thresholds]
+        self.thresholds = np.array([np.inf if t is None else t for t in thresholds], np.float32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: caches, chains, position and statistics. Thresholds stay."""
+        self._backend.reset()
+        self._position = self._step = 0
+        config = self._config
+        self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, self._record)
+
+    @property
+    def position(self) -> int:
+        """Tokens seen since the last reset."""
+        return self._position
+
+    def set_threshold(self, threshold: float | Sequence[float | None]) -> None:
+        """One threshold for every layer that may replay, or one per layer (None: never). Takes effect at the next step.
+
+        Raises:
+            InputError: wrong length, NaN, or a threshold for a layer that was compiled without replay.
+        """
+        layers = len(self.thresholds)
+        if isinstance(threshold, int | float):
+            threshold = [float(threshold) if can else None for can in self._can_replay]
+        if len(threshold) != layers:
+            raise InputError(f"{len(threshold)} thresholds for {layers} layers", mend="give one number, or one per layer")
+        for layer, value in enumerate(threshold):
+            if value is not None and np.isnan(value):
+                raise InputError(f"the threshold of layer {layer} is NaN")
+            if value is not None and not self._can_replay[layer]:
+                mend = "recompile with a threshold for this layer, or give None"
+                raise InputError(f"layer {layer} was compiled without replay", mend=mend)
+        self.thresholds = np.array([np.inf if t is None else t for t in threshold], np.float32)
+
+    def prefill(self, inputs: Any) -> Tensor:
+        """Read a prompt. Prefill never replays.
+
+        Args:
+            inputs: int64 [B, P], or embeddings float32 [B, P, H] of a headless decoder.
+
+        Returns:
+            Logits of the last token, float32 [B, V] (or hidden states [B, H]).
+
+        Raises:
+            InputError: wrong dtype or shape, prompt longer than the cache, or the session has already decoded.
+        """
+        if self._position:
+            raise InputError("the session already holds tokens", mend="call reset() before the next prompt")
+        array = self._checked(inputs, steps=None)
+        length = array.shape[1]
+        self._require_room(length, "the prompt has")
+        chunk = self._backend.prefill_chunk or length
+        logits = np.empty(0, np.float32)
+        for start in range(0, length, chunk):
+            part = array[:, start : start + chunk]
+            short = chunk - part.shape[1]
+            padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
+            logits = self._backend.prefill(padded, start)[:, part.shape[1] - 1]
+        self._position = length
+        return torch.from_numpy(np.array(logits))
+
+    def step(self, inputs: Any) -> Tensor:
+        """One decode forward.
+
+        Args:
+            inputs: int64 [B], or embeddings float32 [B, H].
+
+        Returns:
+            Logits float32 [B, V] (or hidden states [B, H]).
+
+        Raises:
+            InputError: wrong dtype or shape, or the cache is full.
+        """
+        array = self._checked(inputs, steps=1)
+        self._require_room(1, f"after {self._position} tokens the step adds")
+        result = self._backend.decode(array, self._position, self._step, self.thresholds)
+        self._position += 1
+        self._step += 1
+        self.stats.add(result.decisions)
+        return torch.from_numpy(np.array(result.logits[:, 0]))
+
+    def generate(
+        self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False
+    ) -> Tensor:
+        """Reset, read the prompt, sample one token from it and decode the others: num_tokens - 1 decode forwards.
+
+        Args:
+            prompt: int64 [B, P]. num_tokens: tokens to generate. sample: None is greedy.
+
+        Returns:
+            int64 [B, num_tokens].
+
+        Raises:
+            InputError: the decoder is headless, or prompt and tokens do not fit the cache.
+        """
+        if self._config.takes_embeddings:
+            raise InputError("a headless decoder has no tokens to sample", mend="use prefill() and step() with embeddings")
+        ids = self._checked(prompt, steps=None)
+        length = ids.shape[1] + num_tokens - 1
+        if num_tokens < 1 or length > self._config.max_seq_len:
+            raise InputError(
+                f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit max_seq_len {self._config.max_seq_len}"
+            )
+        self.reset()
+        sample = sample or greedy
+        tokens = [sample(self.prefill(ids)).to(torch.int64)]
+        steps = range(num_tokens - 1)
+        for _ in track(steps, "decoding") if progress else steps:
+            tokens.append(sample(self.step(tokens[-1])).to(torch.int64))
+        return torch.stack(tokens, 1)
+
+    def _require_room(self, count: int, who: str) -> None:
+        capacity = self._config.max_seq_len
+        if self._position + count > capacity:
+            mend = "shorten it, reset() the session, or compile with a larger max_seq_len"
+            raise InputError(f"{who} {count} tokens, but max_seq_len is {capacity}", mend=mend)
+
+    def _checked(self, inputs: Any, steps: int | None) -> Array:
+        """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
+        config = self._config
+        array = inputs.detach().cpu().numpy() if isinstance(inputs, Tensor) else np.asarray(inputs)
+        dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
+        if array.dtype != dtype:
+            raise InputError(f"{config.input_name} are {array.dtype}, expected {dtype}", mend=f"convert them to {dtype}")
+        tail = (config.hidden_size,) if config.takes_embeddings else ()
+        time = () if steps == 1 else ("P",)
+        expected = (config.batch_size, *time, *tail)
+        fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
+        if not fits or 0 in array.shape:
+            raise InputError(f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]")
+        if config.vocab_size is not None and not config.takes_embeddings:
+            self._check_ids(array, config.vocab_size)
+        return np.ascontiguousarray(array[:, None] if steps == 1 else array)
+
+    @staticmethod
+    def _check_ids(ids: Array, vocab_size: int) -> None:
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
+            raise InputError(f"token {bad} is outside the vocabulary of {vocab_size}", mend=f"use ids 0 .. {vocab_size - 1}")

@@ -1,0 +1,58 @@
+"""What a session counts: replay decisions per forward, layer and row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastcar_compile.errors import InputError
+
+
+class Stats:
+    """Replay statistics of the decode forwards since the last reset. Prefill is not counted.
+
+    Attributes:
+        forwards: number of decode forwards.
+        tokens_per_frame: F; a forward t may replay only when t >= F.
+    """
+
+    def __init__(self, layers: int, rows: int, tokens_per_frame: int, record: bool) -> None:
+        self.forwards = 0
+        self.tokens_per_frame = tokens_per_frame
+        self._counts = np.zeros((layers, rows), np.int64)
+        self._trace: list[np.ndarray] | None = [] if record else None
+
+    def add(self, decisions: np.ndarray) -> None:
+        """Count one forward; decisions bool [L, B]."""
+        self.forwards += 1
+        self._counts += decisions
+        if self._trace is not None:
+            self._trace.append(decisions.copy())
+
+    @property
+    def replay_ratio(self) -> float:
+        """Share of (forward, layer, row) that replayed, all forwards counted, as in the paper."""
+        total = self.forwards * self._counts.size
+        return float(self._counts.sum() / total) if total else 0.0
+
+    @property
+    def eligible_replay_ratio(self) -> float:
+        """The same, counting only the forwards that may replay (t >= F)."""
+        total = max(0, self.forwards - self.tokens_per_frame) * self._counts.size
+        return float(self._counts.sum() / total) if total else 0.0
+
+    @property
+    def per_layer(self) -> list[float]:
+        """Replay ratio of every layer, all forwards counted."""
+        total = max(1, self.forwards * self._counts.shape[1])
+        return [float(n) / total for n in self._counts.sum(1)]
+
+    @property
+    def decisions(self) -> np.ndarray:
+        """bool [forwards, L, B].
+
+        Raises:
+            InputError: the session was not made with record=True.
+        """
+        if self._trace is None:
+            raise InputError("decisions were not recorded", mend="open the session with record=True")
+        return np.stack(self._trace) if self._trace else np.zeros((0, *self._counts.shape), bool)
