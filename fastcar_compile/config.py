@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
@@ -97,7 +98,7 @@ class ReplayConfig(_Config):
     """
 
     gate: str = "tas"
-    threshold: Threshold | tuple[Threshold | None, ...] | None = 2.0
+    threshold: Threshold | Sequence[Threshold | None] | None = 2.0
     max_chain: int | None = Field(default=None, ge=1, strict=True)
     couple_cfg: bool = Field(default=False, strict=True)
 
@@ -124,7 +125,7 @@ class ReplayConfig(_Config):
         Raises:
             UserError: the list's length is not the number of layers.
         """
-        if not isinstance(self.threshold, tuple):
+        if not isinstance(self.threshold, Sequence):
             return (self.threshold,) * num_layers
         if len(self.threshold) != num_layers:
             raise UserError(
@@ -132,7 +133,7 @@ class ReplayConfig(_Config):
                 where="ReplayConfig.threshold",
                 mend=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
             )
-        return self.threshold
+        return tuple(self.threshold)
 
 
 class CompileConfig(_Config):

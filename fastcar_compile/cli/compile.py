@@ -1,0 +1,128 @@
+"""`fastcar compile`: a model folder or an exported program to an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastcar_compile.cli.common import (
+    ExitCode,
+    JsonOption,
+    command,
+    existing,
+    parse_thresholds,
+    print_json,
+    stages,
+    stdout,
+)
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import UserError
+
+
+@command
+def compile_command(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the artifact.")],
+    target: Annotated[str, typer.Option(help="Target name or .toml file; see `fastcar targets`.")] = "zcu102",
+    tokens_per_frame: Annotated[
+        int | None, typer.Option(help="Tokens of one frame; default: the model's config.")
+    ] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
+    quant: Annotated[
+        str | None, typer.Option(help="none or w8a8; default: w8a8 where the target has an accelerator.")
+    ] = None,
+    threshold: Annotated[str, typer.Option(help="Replay threshold: a number, inf, -inf, or one per layer.")] = "2.0",
+    max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
+    couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
+    no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Compile a trained decoder to an artifact."""
+    import fastcar_compile as fc
+    from fastcar_compile.targets import load_target
+
+    load_target(target)  # cheap refusals come before the model is read
+    replay = None
+    if not no_replay:
+        limits = parse_thresholds(threshold)
+        replay = ReplayConfig(threshold=limits, max_chain=max_chain, couple_cfg=couple_cfg)
+    with stages(as_json, "compile") as show:
+        show("reading the model")
+        artifact = fc.compile(
+            load_model(model),
+            target=target,
+            tokens_per_frame=tokens_per_frame,
+            max_seq_len=max_seq_len,
+            batch_size=batch_size,
+            quant=quant,
+            replay=replay,
+            output=str(output),
+            progress=show,
+        )
+    sites, files = len(artifact.sites), artifact.manifest.files
+    size = sum(entry.size for entry in files.values())
+    if as_json:
+        print_json({"path": str(artifact.path), "sites": sites, "files": len(files), "bytes": size})
+    else:
+        text = f"{artifact.path}: {sites} layers with a replayable MLP, {len(files)} files, {size / 1e6:.1f} MB"
+        stdout().print(text, soft_wrap=True, markup=False)
+    return ExitCode.OK
+
+
+def load_model(path: Path) -> Any:
+    """The model at `path`: an ExportedProgram from a .pt2 file, or a Hugging Face decoder from a folder, in eval mode.
+
+    Only local files are read, and of weights only safetensors.
+
+    Raises:
+        UserError: nothing usable is there.
+    """
+    existing(path, "model")
+    if path.is_dir():
+        return _load_huggingface(path)
+    if path.suffix != ".pt2":
+        raise UserError(
+            "the model is neither a folder nor a .pt2 file",
+            where=str(path),
+            mend="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
+        )
+    import torch
+
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
+        raise UserError(f"the exported program cannot be read: {error}", where=str(path)) from error
+
+
+def _load_huggingface(path: Path) -> Any:
+    architecture = _architecture(path)
+    if not list(path.glob("*.safetensors")):
+        raise UserError(
+            "the model folder has no *.safetensors file (pickled weights are not read)",
+            where=str(path),
+            mend="save it with model.save_pretrained(folder, safe_serialization=True)",
+        )
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM if architecture.endswith("ForCausalLM") else transformers.AutoModel
+    try:
+        model = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"transformers cannot load {architecture}: {error}", where=str(path)) from error
+    return model.eval()
+
+
+def _architecture(path: Path) -> str:
+    file = path / "config.json"
+    mend = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
+    if not file.is_file():
+        raise UserError("the model folder has no config.json", where=str(path), mend=mend)
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
+        return str(names[0])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"config.json names no architecture ({error})", where=str(file), mend=mend) from error

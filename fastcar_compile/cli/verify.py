@@ -1,0 +1,174 @@
+"""`fastcar verify`: every backend against eager PyTorch, teacher-forced on the same random inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from fastcar_compile.cli.common import (
+    ExitCode,
+    JsonOption,
+    command,
+    parse_thresholds,
+    print_json,
+    print_table,
+    stages,
+    stdout,
+)
+from fastcar_compile.cli.sizes import Sizes, decoder_sizes
+from fastcar_compile.errors import UserError
+
+REFERENCE = "eager"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One teacher-forced decode: logits float32 [1 + N, B, V] (prompt first), decisions bool [N, L, B]."""
+
+    logits: np.ndarray
+    decisions: np.ndarray
+    replay_ratio: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One backend against eager. Steps count decode forwards from 0; -1 is the prompt; None: no mismatch."""
+
+    backend: str
+    max_abs_error: float
+    token_mismatches: int
+    decision_mismatches: int
+    first_mismatch: int | None
+    replay_ratio: float
+    ok: bool
+
+
+@command
+def verify_command(
+    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    backends: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "cpu,onnxruntime",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Decode steps; default: two frames.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest allowed |logit difference|.")] = 1e-3,
+    threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Compare backends with eager PyTorch; exit code 1 if one is out of tolerance or decides differently."""
+    import fastcar_compile as fc
+
+    names = _names(backends)
+    limits = None if threshold is None else parse_thresholds(threshold)
+    with stages(as_json, "verify") as show:
+        show("checking the files")
+        loaded = fc.load(str(artifact))
+        sizes = decoder_sizes(loaded.manifest)
+        inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)
+        traces = {name: _trace(loaded, name, limits, inputs, show) for name in [REFERENCE, *names]}
+    reference = traces[REFERENCE]
+    results = [compare(name, reference, traces[name], tolerance) for name in names]
+    if as_json:
+        fields = {"steps": inputs.shape[1] - 1, "rows": inputs.shape[0], "tolerance": tolerance, "seed": seed}
+        print_json(fields | {"ok": all(result.ok for result in results), "results": results})
+    else:
+        _show(results, inputs, tolerance)
+    return ExitCode.OK if all(result.ok for result in results) else ExitCode.MISMATCH
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UserError(f"no backend in {text!r}", mend="for example --backends cpu,onnxruntime")
+    return names
+
+
+def steps_for(sizes: Sizes, tokens: int | None) -> int:
+    """Decode steps to run: as asked, else two frames, at most what the cache holds after a prompt of one token.
+
+    Raises:
+        UserError: more were asked for than the cache holds.
+    """
+    most = sizes.max_seq_len - 1
+    if tokens is None:
+        return min(2 * sizes.tokens_per_frame, most)
+    if tokens > most:
+        raise UserError(
+            f"{tokens} decode steps after a prompt of 1 token do not fit max_seq_len {sizes.max_seq_len}",
+            where="--tokens",
+            mend=f"give at most {most}",
+        )
+    return tokens
+
+
+def random_inputs(sizes: Sizes, steps: int, seed: int) -> Tensor:
+    """Seeded inputs, the prompt's one token first: int64 [B, 1 + steps], or float32 [B, 1 + steps, H] if headless.
+
+    Raises:
+        UserError: the manifest does not state the vocabulary or the hidden size.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sizes.batch_size, 1 + steps)
+    if sizes.takes_embeddings:
+        if sizes.hidden_size is None:
+            raise UserError("the manifest states no hidden_size, so no embeddings can be drawn")
+        return torch.randn((*shape, sizes.hidden_size), generator=generator)
+    if sizes.vocab_size is None:
+        raise UserError("the manifest states no vocab_size, so no tokens can be drawn")
+    return torch.randint(sizes.vocab_size, shape, generator=generator)
+
+
+def _trace(loaded: Any, backend: str, limits: Any, inputs: Tensor, show: Callable[[str], None]) -> Trace:
+    show(f"opening the {backend} backend")
+    session = loaded.session(backend=backend, record=True, threads=None)
+    if limits is not None:
+        session.set_threshold(limits)
+    logits = [np.asarray(session.prefill(inputs[:, :1]), np.float32)]
+    for step in range(1, inputs.shape[1]):
+        show(f"{backend}, {step} of {inputs.shape[1] - 1} steps")
+        logits.append(np.asarray(session.step(inputs[:, step]), np.float32))
+    return Trace(np.stack(logits), np.asarray(session.stats.decisions), float(session.stats.replay_ratio))
+
+
+def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> Comparison:
+    """Largest logit error (NaN counts as infinite), greedy tokens and decisions that differ, and where it starts."""
+    if reference.logits.shape != trace.logits.shape or reference.decisions.shape != trace.decisions.shape:
+        raise UserError(
+            f"{backend} gives logits {list(trace.logits.shape)} and decisions {list(trace.decisions.shape)}, "
+            f"{REFERENCE} gives {list(reference.logits.shape)} and {list(reference.decisions.shape)}"
+        )
+    errors = np.abs(reference.logits - trace.logits).reshape(len(trace.logits), -1).max(1)
+    errors = np.where(np.isnan(errors), math.inf, errors)
+    differ = (reference.decisions != trace.decisions).reshape(len(trace.decisions), -1).sum(1)
+    tokens = (reference.logits.argmax(-1) != trace.logits.argmax(-1)).sum()
+    bad = errors > tolerance
+    bad[1:] |= differ > 0
+    first = int(bad.argmax()) - 1 if bad.any() else None
+    error = float(errors.max())
+    ok = first is None
+    return Comparison(backend, error, int(tokens), int(differ.sum()), first, trace.replay_ratio, ok)
+
+
+def _show(results: list[Comparison], inputs: Tensor, tolerance: float) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "max |error|", "tokens differ", "decisions differ", "first mismatch", "replay", ""):
+        table.add_column(title, no_wrap=True)
+    for item in results:
+        first = "-" if item.first_mismatch is None else f"step {item.first_mismatch}"
+        first = "prompt" if item.first_mismatch == -1 else first
+        verdict = "[green]ok[/]" if item.ok else "[bold red]MISMATCH[/]"
+        counts = (str(item.token_mismatches), str(item.decision_mismatches))
+        table.add_row(item.backend, f"{item.max_abs_error:.3g}", *counts, first, f"{item.replay_ratio:.2%}", verdict)
+    console = stdout()
+    steps = inputs.shape[1] - 1
+    console.print(
+        f"{steps} steps of {inputs.shape[0]} rows against {REFERENCE}, tolerance {tolerance:g}", soft_wrap=True
+    )
+    print_table(table)

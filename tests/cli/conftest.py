@@ -1,0 +1,118 @@
+"""A fake artifact and fake sessions, so that the commands' own behaviour is tested without compiling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor
+from typer.testing import CliRunner
+
+import fastcar_compile
+from fastcar_compile.cli import app
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.store import FileEntry, Manifest
+
+ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
+
+
+class FakeSession:
+    """Logits that depend on the token only; from the second frame on, layer 0 replays. `error` is added at step 5."""
+
+    def __init__(self, error: float = 0.0, flip: bool = False) -> None:
+        self.error, self.flip = error, flip
+        self.thresholds: float | Sequence[float | None] | None = None
+        self.stats = SimpleNamespace(replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, decisions=None)
+        self._trace: list[np.ndarray] = []
+
+    def set_threshold(self, threshold: float | Sequence[float | None]) -> None:
+        self.thresholds = threshold
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        assert ids.shape[0] == ROWS
+        return self._logits(ids[:, -1])
+
+    def step(self, ids: Tensor) -> Tensor:
+        decision = np.zeros((LAYERS, ROWS), bool)
+        step = len(self._trace)
+        decision[0] = step >= FRAME
+        decision[1, 0] = self.flip and step == 6
+        self._trace.append(decision)
+        self.stats.decisions = np.stack(self._trace)
+        self.stats.forwards = len(self._trace)
+        self.stats.per_layer = list(self.stats.decisions.mean((0, 2)))
+        self.stats.replay_ratio = float(self.stats.decisions.mean())
+        return self._logits(ids) + (self.error if step == 5 else 0.0)
+
+    def generate(self, prompt: Tensor, num_tokens: int, sample: Any = None, progress: bool = False) -> Tensor:
+        assert not progress
+        tokens = [sample(self.prefill(prompt))]
+        while len(tokens) < num_tokens:
+            tokens.append(sample(self.step(tokens[-1])))
+        return torch.stack(tokens, 1)
+
+    @staticmethod
+    def _logits(ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+
+
+@dataclass(frozen=True)
+class FakeSite:
+    layer: int
+    module_path: str
+    source: str = "model.py:12"
+    hidden: int = 128
+    intermediate: int = 352
+    activation: str = "silu"
+
+
+@dataclass
+class FakeArtifact:
+    """What `fc.load` and `fc.compile` return here; `make` builds the session of a backend."""
+
+    path: Path
+    make: dict[str, Callable[[], FakeSession]] = field(default_factory=dict)
+    sessions: list[FakeSession] = field(default_factory=list)
+    graph: str = "graph after: cond"
+    original_graph: str = "graph before: mlp"
+
+    @property
+    def manifest(self) -> Manifest:
+        config = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME, "target": "zcu102"}
+        files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
+        sections = {"config": config, "decoder": {"vocab_size": VOCAB, "takes_embeddings": False}}
+        return Manifest(schema_version=1, producer={"torch": "2.13.0"}, sections=sections, files=files)
+
+    @property
+    def sites(self) -> list[FakeSite]:
+        return [FakeSite(layer, f"model.layers.{layer}.mlp") for layer in range(LAYERS)]
+
+    def explain(self, layer: int | None = None, node: str | None = None) -> str:
+        return f"explained layer={layer} node={node}"
+
+    def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> FakeSession:
+        if backend not in self.make:
+            raise BackendError(f"unknown backend {backend!r}", mend=f"known: {', '.join(sorted(self.make))}")
+        self.sessions.append(self.make[backend]())
+        return self.sessions[-1]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeArtifact:
+    """The artifact that every command gets from `fc.load` in this test."""
+    artifact = FakeArtifact(tmp_path / "artifact", dict.fromkeys(("eager", "cpu", "onnxruntime"), FakeSession))
+    monkeypatch.setattr(fastcar_compile, "load", lambda path: artifact)
+    return artifact
+
+
+@pytest.fixture
+def fastcar() -> Callable[..., Result]:
+    """Runs `fastcar` with the given words, in this process."""
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])

@@ -1,0 +1,133 @@
+"""`fastcar compile`: reading models, passing options on, refusing bad input. The compiler itself is faked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+
+import fastcar_compile
+
+from .conftest import FakeArtifact
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Replaces `fc.compile`; the keyword arguments of each call are appended, the model under "model"."""
+    seen: list[dict[str, Any]] = []
+
+    def fake_compile(model: Any, progress: Callable[[str], None], **options: Any) -> FakeArtifact:
+        progress("capturing")
+        seen.append({"model": model, **options})
+        return FakeArtifact(tmp_path / "artifact")
+
+    monkeypatch.setattr(fastcar_compile, "compile", fake_compile)
+    return seen
+
+
+def save_llama(folder: Path) -> Path:
+    """A tiny Llama as Hugging Face writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    options = ["--target", "kv260", "--tokens-per-frame", "4", "--max-seq-len", "32", "--batch-size", "2"]
+    replay = ["--quant", "w8a8", "--threshold", "inf", "--max-chain", "1", "--couple-cfg"]
+    result = fastcar("compile", folder, *options, *replay, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
+        "path": str(tmp_path / "artifact"), "sites": 3, "files": 1, "bytes": 2_000_000,
+    }  # fmt: skip
+    call = calls[0]
+    assert type(call.pop("model")).__name__ == "LlamaForCausalLM"
+    config = call.pop("replay")
+    assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
+    assert call == {
+        "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
+        "output": str(tmp_path / "out"),
+    }  # fmt: skip
+
+
+class Doubler(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_exported_program(fastcar: Callable[..., Result], calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(Doubler(), (torch.ones(2),)), path)
+    result = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay")
+    assert result.exit_code == 0, result.output
+    assert "3 layers with a replayable MLP, 1 files, 2.0 MB" in result.stdout
+    assert isinstance(calls[0]["model"], torch.export.ExportedProgram)
+    assert calls[0]["replay"] is None
+
+
+def test_output_is_required(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    assert fastcar("compile", tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "text"),
+    [
+        ({}, [], "the model folder has no config.json"),
+        ({"config.json": "{"}, [], "config.json names no architecture"),
+        ({"config.json": '{"architectures": []}'}, [], "config.json names no architecture"),
+        ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, [], "the model folder has no *.safetensors file"),
+        (
+            {"config.json": '{"architectures": ["X"]}', "m.safetensors": ""},
+            [],
+            "transformers cannot load X",
+        ),
+        ({}, ["--target", "zcu12"], "unknown target 'zcu12'"),
+        ({}, ["--threshold", "x"], "'x' is not a threshold"),
+        ({}, ["--max-chain", "0"], "max_chain: Input should be greater than or equal to 1"),
+    ],
+)
+def test_bad_input(
+    fastcar: Callable[..., Result],
+    calls: list[dict[str, Any]],
+    tmp_path: Path,
+    files: dict[str, str],
+    words: list[str],
+    text: str,
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    result = fastcar("compile", folder, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2, result.output
+    assert text in result.stderr
+    assert calls == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none", "the model does not exist"),
+        ("model.pt", "the model is neither a folder nor a .pt2 file"),
+        ("model.pt2", "the exported program cannot be read"),
+    ],
+)
+def test_bad_file(fastcar: Callable[..., Result], tmp_path: Path, name: str, text: str) -> None:
+    if name != "none":
+        (tmp_path / name).write_bytes(b"nothing")
+    result = fastcar("compile", tmp_path / name, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert text in result.stderr

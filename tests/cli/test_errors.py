@@ -1,0 +1,116 @@
+"""Exit codes, error forms and the small parsers that all commands share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+
+import fastcar_compile
+from fastcar_compile.cli.common import jsonable, parse_thresholds
+from fastcar_compile.cli.sizes import decoder_sizes
+from fastcar_compile.errors import ArtifactError, InternalError, UserError
+from fastcar_compile.runtime.store import Manifest
+
+
+def refuse_with(error: Exception) -> Callable[[str], Any]:
+    def load(path: str) -> Any:
+        raise error
+
+    return load
+
+
+def test_no_command_shows_help(fastcar: Callable[..., Result]) -> None:
+    result = fastcar()
+    assert "inspect" in result.output
+    assert "verify" in result.output
+
+
+@pytest.mark.parametrize("name", ["compile", "inspect", "run", "verify", "targets"])
+def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: str) -> None:
+    result = fastcar(name, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_unknown_option_is_a_user_error(fastcar: Callable[..., Result]) -> None:
+    assert fastcar("targets", "--speed").exit_code == 2
+
+
+def test_missing_artifact(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    result = fastcar("inspect", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "there is no artifact folder here" in result.stderr
+
+
+@pytest.mark.parametrize("error", [InternalError("broken invariant"), ZeroDivisionError("division by zero")])
+def test_internal_error(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(fastcar_compile, "load", refuse_with(error))
+    result = fastcar("inspect", "x")
+    assert result.exit_code == 3
+    assert f"internal error: {error}" in result.stderr
+    assert "a defect of fastcar_compile" in result.stderr
+    assert "Traceback" not in result.output
+    as_json = fastcar("inspect", "x", "--json")
+    expected = {"type": type(error).__name__, "message": str(error), "exit_code": 3}
+    assert (as_json.exit_code, json.loads(as_json.stdout)) == (3, {"error": expected})
+
+
+def test_traceback_on_request(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastcar_compile, "load", refuse_with(InternalError("broken invariant")))
+    monkeypatch.setenv("FASTCAR_TRACEBACK", "1")
+    assert isinstance(fastcar("inspect", "x").exception, InternalError)
+
+
+def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fastcar_compile, "load", load)
+    assert fastcar("inspect", "x").exit_code == 130
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1.5", 1.5),
+        ("-inf", -math.inf),
+        ("none", math.inf),
+        ("1, none,INF", [1.0, None, math.inf]),
+    ],
+)
+def test_thresholds(text: str, value: Any) -> None:
+    assert parse_thresholds(text) == value
+
+
+@pytest.mark.parametrize("text", ["high", "1,,2", "nan", ""])
+def test_bad_thresholds(text: str) -> None:
+    with pytest.raises(UserError, match="is not a threshold") as caught:
+        parse_thresholds(text)
+    assert f"--threshold {text}" in caught.value.where
+
+
+def test_jsonable() -> None:
+    value = {
+        1: np.arange(2),
+        "t": torch.ones(1),
+        "p": Path("a"),
+        "i": math.inf,
+        "n": np.float32(0.5),
+        "s": (True, None),
+    }
+    expected = {"1": [0, 1], "t": [1.0], "p": "a", "i": "inf", "n": 0.5, "s": [True, None]}
+    assert jsonable(value) == expected
+
+
+def test_sizes_must_be_in_the_manifest() -> None:
+    manifest = Manifest(schema_version=1, producer={}, sections={"config": {"batch_size": 1}}, files={})
+    with pytest.raises(ArtifactError, match="the manifest does not state max_seq_len, tokens_per_frame"):
+        decoder_sizes(manifest)

@@ -1,0 +1,72 @@
+"""`fastcar inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+
+from .conftest import FakeArtifact
+
+
+@pytest.mark.usefixtures("fake")
+def test_summary(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("inspect", "x")
+    assert result.exit_code == 0
+    for text in (
+        "3 layers, 1 files, 2.0 MB",
+        "tokens_per_frame: 4",
+        "torch 2.13.0",
+        "graph/after.txt",
+        "abababababababab",
+    ):
+        assert text in result.stdout
+
+
+def test_summary_as_json(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    data = json.loads(fastcar("inspect", "x", "--json").stdout)
+    assert data["path"] == str(fake.path)
+    assert (data["layers"], data["bytes"], data["schema_version"]) == (3, 2_000_000, 1)
+
+
+@pytest.mark.usefixtures("fake")
+def test_sites(fastcar: Callable[..., Result]) -> None:
+    text = fastcar("inspect", "x", "--sites").stdout
+    assert "model.layers.2.mlp" in text
+    assert "model.py:12" in text
+    sites = json.loads(fastcar("inspect", "x", "--sites", "--json").stdout)["sites"]
+    assert [site["layer"] for site in sites] == [0, 1, 2]
+    assert sites[0]["activation"] == "silu"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("words", "key", "text"),
+    [
+        (["--before"], "graph", "graph before: mlp"),
+        (["--after"], "graph", "graph after: cond"),
+        (["--explain"], "explain", "explained layer=None node=None"),
+        (["--explain", "--layer", "2"], "explain", "explained layer=2 node=None"),
+        (["--explain", "--node", "tas"], "explain", "explained layer=None node=tas"),
+    ],
+)
+def test_texts(fastcar: Callable[..., Result], words: list[str], key: str, text: str) -> None:
+    assert fastcar("inspect", "x", *words).stdout == text + "\n"
+    assert json.loads(fastcar("inspect", "x", *words, "--json").stdout) == {key: text}
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--before", "--after"], "--before and --after cannot be given together"),
+        (["--explain", "--layer", "1", "--node", "a"], "--layer and --node cannot be given together"),
+        (["--layer", "1"], "--layer and --node select a part of --explain"),
+    ],
+)
+def test_options_that_exclude_each_other(fastcar: Callable[..., Result], words: list[str], text: str) -> None:
+    result = fastcar("inspect", "x", *words)
+    assert result.exit_code == 2
+    assert text in result.stderr

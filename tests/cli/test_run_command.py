@@ -1,0 +1,115 @@
+"""`fastcar run`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+
+from fastcar_compile.runtime.store import save_tensors
+
+from .conftest import VOCAB, FakeArtifact
+
+
+def test_greedy(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    result = fastcar("run", "x", "--prompt", "3,4", "--num-tokens", "9", "--json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert data["tokens"] == [list(range(5, 14))] * 2
+    assert (data["rows"], data["num_tokens"], data["forwards"], data["backend"]) == (2, 9, 8, "cpu")
+    assert data["per_layer"] == [0.5, 0.0, 0.0]
+    assert data["replay_ratio"] == pytest.approx(1 / 6)
+    assert data["tokens_per_second"] > 0
+    assert fake.sessions[0].thresholds is None
+
+
+@pytest.mark.usefixtures("fake")
+def test_text_form(fastcar: Callable[..., Result]) -> None:
+    text = fastcar("run", "x", "--prompt", "3", "--num-tokens", "9").stdout
+    assert "2 x 9 tokens on cpu" in text
+    assert "tokens/s" in text
+    assert "replay ratio 16.67% (layer 0: 50.00%, 1: 0.00%, 2: 0.00%)" in text
+    assert "4 5 6 7 8 9 10 11 12" in text
+
+
+@pytest.mark.usefixtures("fake")
+def test_one_token_has_no_speed(fastcar: Callable[..., Result]) -> None:
+    data = json.loads(fastcar("run", "x", "--prompt", "3", "--num-tokens", "1", "--json").stdout)
+    assert (data["tokens"], data["tokens_per_second"]) == ([[4], [4]], None)
+
+
+@pytest.mark.usefixtures("fake")
+def test_sampling_is_seeded(fastcar: Callable[..., Result]) -> None:
+    words = ("run", "x", "--prompt", "3", "--num-tokens", "20", "--temperature", "2", "--json")
+    first, again, other = (json.loads(fastcar(*words, "--seed", seed).stdout)["tokens"] for seed in (1, 1, 2))
+    assert first == again != other
+    assert max(max(row) for row in first) < VOCAB
+
+
+def test_threshold_reaches_the_session(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "1,none,-inf")
+    fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "-inf")
+    assert [session.thresholds for session in fake.sessions] == [[1.0, None, -math.inf], -math.inf]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("name", ["tokens.npy", "tokens.safetensors"])
+def test_prompt_file_and_output(fastcar: Callable[..., Result], tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    ids = np.array([[1, 2], [7, 8]], np.int32)
+    if path.suffix == ".npy":
+        np.save(path, ids)
+    else:
+        save_tensors(path, {"tokens": ids, "other": torch.zeros(1)})
+    out = tmp_path / "out.npy"
+    result = fastcar("run", "x", "--prompt-file", path, "--num-tokens", "2", "--output", out)
+    assert f"tokens written to {out}" in result.stdout
+    assert np.load(out).tolist() == [[3, 4], [9, 10]]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "exactly one of --prompt and --prompt-file is needed"),
+        (["--prompt", "a b"], "the prompt 'a b' is not a list of token ids"),
+        (["--prompt", "1", "--temperature", "-1"], "the temperature is -1.0"),
+        (["--prompt", "1", "--threshold", "x"], "'x' is not a threshold"),
+        (["--prompt", "1", "--output", "out.txt"], "the output out.txt is not a .npy file"),
+        (["--prompt", "1", "--backend", "gpu"], "unknown backend 'gpu'"),
+        (["--prompt-file", "none.npy"], "the prompt file does not exist"),
+    ],
+)
+def test_bad_input(fastcar: Callable[..., Result], words: list[str], text: str) -> None:
+    result = fastcar("run", "x", *words)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        ("p.npy", np.zeros(3, np.float32), "the prompt file holds float32 [3], expected integers [P] or [B, P]"),
+        ("p.npy", np.zeros((3, 2), np.int64), "the prompt has 3 rows, the artifact decodes 2"),
+        ("p.npy", None, "the prompt file cannot be read"),
+        ("p.txt", None, "the prompt file is neither .npy nor .safetensors"),
+    ],
+)
+def test_bad_prompt_file(
+    fastcar: Callable[..., Result], tmp_path: Path, name: str, array: np.ndarray | None, text: str
+) -> None:
+    path = tmp_path / name
+    if array is None:
+        path.write_bytes(b"nothing")
+    else:
+        np.save(path, array)
+    result = fastcar("run", "x", "--prompt-file", path)
+    assert result.exit_code == 2
+    assert text in result.stderr

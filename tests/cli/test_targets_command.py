@@ -1,0 +1,50 @@
+"""`fastcar targets`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from click.testing import Result
+
+
+def test_table(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("targets")
+    assert result.exit_code == 0
+    for word in ("zcu102", "xczu9eg-ffvb1156-2-e", "274080", "cortex-a53", "cpu", "u280"):
+        assert word in result.stdout
+
+
+def test_json(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("targets", "--json")
+    names = [target["name"] for target in json.loads(result.stdout)["targets"]]
+    assert (result.exit_code, names) == (0, ["cpu", "kv260", "u280", "zcu102", "zcu104"])
+
+
+def test_one_with_its_sources(fastcar: Callable[..., Result]) -> None:
+    assert "DS891" in fastcar("targets", "zcu102").stdout
+    found = json.loads(fastcar("targets", "zcu102", "--json").stdout)
+    assert found["target"]["fabric"]["lut"] == 274_080
+    assert found["budget"]["dsp"] == 2016
+
+
+def test_unknown_is_exit_code_2_on_stderr(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("targets", "zcu12")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: unknown target 'zcu12'" in result.stderr
+    assert "did you mean 'zcu102'?" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_unknown_as_json(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("targets", "zcu12", "--json")
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert (error["type"], error["message"], error["exit_code"]) == ("TargetError", "unknown target 'zcu12'", 2)
+    assert "available: cpu" in error["mend"]
+
+
+def test_brackets_in_an_error_are_not_markup(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    path = tmp_path / "[bold]board.toml"
+    assert str(path) in fastcar("targets", path).stderr

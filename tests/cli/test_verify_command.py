@@ -1,0 +1,69 @@
+"""`fastcar verify`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+
+from .conftest import FRAME, FakeArtifact, FakeSession
+
+
+@pytest.mark.usefixtures("fake")
+def test_all_equal(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("verify", "x")
+    assert result.exit_code == 0
+    assert f"{2 * FRAME} steps of 2 rows against eager" in result.stdout
+    assert result.stdout.count(" ok") == 2
+    data = json.loads(fastcar("verify", "x", "--json", "--tokens", "10").stdout)
+    assert (data["ok"], data["steps"], data["rows"]) == (True, 10, 2)
+    assert [item["backend"] for item in data["results"]] == ["cpu", "onnxruntime"]
+    assert data["results"][0]["first_mismatch"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "flip", "step", "decisions"), [(0.01, False, 5, 0), (0.0, True, 6, 1), (math.nan, False, 5, 0)]
+)
+def test_mismatch_is_exit_code_1(
+    fastcar: Callable[..., Result], fake: FakeArtifact, error: float, flip: bool, step: int, decisions: int
+) -> None:
+    fake.make["onnxruntime"] = functools.partial(FakeSession, error, flip)
+    result = fastcar("verify", "x", "--json")
+    data = json.loads(result.stdout)
+    good, bad = data["results"]
+    assert (result.exit_code, data["ok"], good["ok"], bad["ok"]) == (1, False, True, False)
+    assert (bad["first_mismatch"], bad["decision_mismatches"]) == (step, decisions)
+    expected = "inf" if math.isnan(error) else pytest.approx(error, abs=1e-6)
+    assert bad["max_abs_error"] == expected
+    text = fastcar("verify", "x").stdout
+    assert "MISMATCH" in text
+    assert f"step {step}" in text
+
+
+def test_tolerance(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    fake.make["cpu"] = functools.partial(FakeSession, 0.01)
+    assert fastcar("verify", "x", "--backends", "cpu", "--tolerance", "0.1").exit_code == 0
+
+
+def test_threshold_goes_to_every_session(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    fastcar("verify", "x", "--threshold=-inf")
+    assert [session.thresholds for session in fake.sessions] == [-math.inf] * 3
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--tokens", "32"], "32 decode steps after a prompt of 1 token do not fit max_seq_len 32"),
+        (["--backends", ","], "no backend in ','"),
+        (["--backends", "gpu"], "unknown backend 'gpu'"),
+    ],
+)
+def test_bad_input(fastcar: Callable[..., Result], words: list[str], text: str) -> None:
+    result = fastcar("verify", "x", *words)
+    assert result.exit_code == 2
+    assert text in result.stderr
