@@ -35,7 +35,7 @@ def emit_artifact(
         _emit_graphs(writer, program, original)
         writer.write_tensors("weights/model.safetensors", program.params)
         say("lowering with TVM")
-        host = emit_host(writer, program, board)
+        host = emit_host(writer, program, accelerator=board.kind == "fpga" and config.quant == "w8a8")
         say("exporting ONNX")
         emit_onnx(writer, program)
         accelerator = None
