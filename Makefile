@@ -36,4 +36,4 @@ $(STAMP): pyproject.toml
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find fastcar_compile hls_templates examples benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

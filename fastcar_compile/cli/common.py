@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -125,13 +126,28 @@ def _raise_if_asked(error: Exception) -> None:
 
 
 @contextmanager
+def _warnings_to(console: Console) -> Iterator[None]:
+    def show(message: Warning | str, *_rest: object) -> None:
+        console.print(f"[yellow]warning:[/] {escape(str(message))}", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
 def stages(as_json: bool, title: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr with the elapsed time; yields a function that sets its text. Silent with --json."""
+    """A spinner on stderr with the elapsed time; yields a function that sets its text. No spinner with --json.
+
+    Warnings inside the block are one line each on stderr.
+    """
+    console = stderr()
     if as_json:
-        yield lambda text: None
+        with _warnings_to(console):
+            yield lambda text: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, _warnings_to(progress.console):
         task = progress.add_task(escape(title))
 
         def show(text: str) -> None:

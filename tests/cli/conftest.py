@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import fastcar_compile
 from fastcar_compile.cli import app

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
+from typer.testing import Result
 
 import fastcar_compile
 

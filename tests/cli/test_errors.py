@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
+from typer.testing import Result
 
 import fastcar_compile
 from fastcar_compile.cli.common import jsonable, parse_thresholds
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import ArtifactError, InternalError, UserError
 from fastcar_compile.runtime.store import Manifest
+
+from .conftest import FakeArtifact
 
 
 def refuse_with(error: Exception) -> Callable[[str], Any]:
@@ -75,6 +78,22 @@ def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(fastcar_compile, "load", load)
     assert fastcar("inspect", "x").exit_code == 130
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_warnings_are_one_line_on_stderr(
+    fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, fake: FakeArtifact, words: list[str]
+) -> None:
+    def load(path: str) -> FakeArtifact:
+        warnings.warn("256 tokens [per frame] assumed", UserWarning, stacklevel=2)
+        return fake
+
+    monkeypatch.setattr(fastcar_compile, "load", load)
+    result = fastcar("inspect", "x", "--before", *words)
+    assert result.exit_code == 0
+    assert "warning: 256 tokens [per frame] assumed" in result.stderr
+    assert "warning" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from click.testing import Result
+from typer.testing import Result
 
 from .conftest import FakeArtifact
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
+from typer.testing import Result
 
 from fastcar_compile.runtime.store import save_tensors
 

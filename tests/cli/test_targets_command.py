@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from click.testing import Result
+from typer.testing import Result
 
 
 def test_table(fastcar: Callable[..., Result]) -> None:

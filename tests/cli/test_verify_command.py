@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from click.testing import Result
+from typer.testing import Result
 
 from .conftest import FRAME, FakeArtifact, FakeSession
 
