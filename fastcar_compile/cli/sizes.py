@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ class Sizes:
 
 
 def decoder_sizes(manifest: Manifest) -> Sizes:
-    """Reads the sizes from the manifest's sections, wherever in them the fields stand.
+    """Reads the sizes from the manifest's section "decoder".
 
     Raises:
         ArtifactError: a size that every artifact has is missing.
     """
-    fields = dict(_leaves(manifest.sections))
+    fields: Mapping[str, Any] = manifest.sections.get("decoder") or {}
     required = ("batch_size", "max_seq_len", "tokens_per_frame")
     missing = [name for name in required if not isinstance(fields.get(name), int)]
     if missing:
@@ -41,11 +41,3 @@ def decoder_sizes(manifest: Manifest) -> Sizes:
         hidden_size=fields.get("hidden_size"),
         takes_embeddings=bool(fields.get("takes_embeddings", False)),
     )
-
-
-def _leaves(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in sections.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value)
-        else:
-            yield name, value
