@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.base import Backend
+from fastcar_compile.runtime.store import load_tensors
 
 if TYPE_CHECKING:
     from fastcar_compile.runtime.artifact import Artifact
@@ -42,3 +43,38 @@ def _eager(artifact: Artifact) -> Backend:
         program.state,
         program.config.prefill_chunk,
     )
+
+
+def _cpu_options(artifact: Artifact, threads: int | None) -> dict[str, Any]:
+    sections = artifact.manifest.sections
+    return {
+        "root": artifact.path,
+        "programs": sections["host"]["programs"],
+        "params": {name: tensor.numpy() for name, tensor in artifact.params.items()},
+        "state": artifact.program.state,
+        "config": artifact.config,
+        "threads": threads,
+    }
+
+
+def _cpu(artifact: Artifact, threads: int | None) -> Backend:
+    from fastcar_compile.runtime.backends.cpu import CpuBackend
+
+    return CpuBackend(**_cpu_options(artifact, threads))
+
+
+def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
+    from fastcar_compile.runtime.backends.ort import OrtBackend
+
+    return OrtBackend(artifact.path / "graph" / "decoder.onnx", artifact.program.state, artifact.config, threads)
+
+
+def _hls_csim(artifact: Artifact, threads: int | None) -> Backend:
+    accelerator = artifact.manifest.sections["accelerator"]
+    if accelerator is None:
+        mend = "compile for a target with an accelerator and quant='w8a8'"
+        raise BackendError("this artifact has no accelerator kernels", mend=mend)
+    from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+
+    weights = load_tensors(artifact.path / accelerator["weights"], "numpy")
+    return HlsCsimBackend(weights=weights, **_cpu_options(artifact, threads))

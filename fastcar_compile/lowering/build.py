@@ -1,0 +1,173 @@
+"""fx graph -> one Relax module -> VM executable. Parameters and state are arguments, paired by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import LayerSite, where
+from fastcar_compile.lowering.converters import CONVERTERS, Converter
+from fastcar_compile.lowering.segment import Segment, segment
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.passes.edit import output_nodes
+
+ENTRY = "run"
+"""Name of the function in the library."""
+
+
+@dataclass(frozen=True)
+class LoweredModule:
+    """A compiled graph.
+
+    Attributes:
+        executable: TVM VM executable with the function `run`.
+        inputs: argument names in order: placeholders (state among them), then parameters.
+        outputs: result names in order; state results are the argument tensors, updated in place.
+        distinct_layers: how many layer functions were compiled.
+    """
+
+    executable: Any
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+    distinct_layers: int
+    ir_module: Any
+
+    def arguments(self) -> dict[str, Any]:
+        """What the runtime needs to call the library, as JSON."""
+        return {"inputs": list(self.inputs), "params": list(self.params), "outputs": list(self.outputs)}
+
+    def export(self, path: Path) -> None:
+        """Write the shared library."""
+        self.executable.export_library(str(path))
+
+
+def lower(
+    module: fx.GraphModule, outputs: Sequence[str], sites: Sequence[LayerSite], state: Sequence[str], cpu: str | None = None
+) -> LoweredModule:
+    """Lower a decode step or a prefill chunk to the build machine's CPU.
+
+    Args:
+        module: fx graph. outputs: names of its results. sites: where to cut it into layers. state: names of its state.
+        cpu: LLVM CPU name; default: this machine's.
+
+    Raises:
+        CompileError: operators that TVM cannot import, all of them.
+    """
+    segments = segment(module, sites)
+    builder = relax.BlockBuilder()
+    functions: dict[str, Any] = {}
+    for part in segments:
+        if part.key not in functions:
+            functions[part.key] = _add_segment(builder, part, f"segment_{len(functions)}")
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    params = _params(segments)
+    _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
+    ir_module = builder.finalize() if hasattr(builder, "finalize") else builder.get()
+    executable = tvm.compile(ir_module, target=host_target(cpu))
+    names = tuple(str(n.target) for n in inputs)
+    return LoweredModule(executable, names, tuple(params), tuple(outputs), len(functions), ir_module)
+
+
+def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:
+    """Parameters by attribute path; several get_attr nodes may read one."""
+    found: dict[str, fx.Node] = {}
+    for part in segments:
+        for node in part.inputs:
+            if node.op == "get_attr":
+                found.setdefault(str(node.target), node)
+    return found
+
+
+def _add_segment(builder: Any, part: Segment, name: str) -> Any:
+    """Import one segment and add it, its kernels and its branches to the module."""
+    imported = _import_segment(part)
+    mapping: dict[str, Any] = {}
+    for variable, function in imported.functions_items():
+        if not isinstance(function, relax.Function):
+            mapping[variable.name_hint] = builder.add_func(function, variable.name_hint)
+    branches = [v.name_hint for v, f in imported.functions_items() if isinstance(f, relax.Function)]
+    branches.remove("main")
+    for branch in branches:
+        mapping[branch] = _add_function(builder, imported[branch], f"{name}_{branch}", mapping)
+    return _add_function(builder, imported["main"], name, mapping)
+
+
+def _add_function(builder: Any, function: Any, name: str, mapping: dict[str, Any]) -> Any:
+    renamed = _Renamer(mapping).visit_expr(function)
+    return builder.add_func(renamed.with_attr("global_symbol", name), name)
+
+
+@mutator
+class _Renamer(PyExprMutator):
+    """Points calls at the kernels' names in the merged module."""
+
+    def __init__(self, mapping: dict[str, Any]) -> None:
+        super().__init__()
+        self._mapping = mapping
+
+    def visit_global_var_(self, op: Any) -> Any:
+        return self._mapping.get(op.name_hint, op)
+
+
+def _import_segment(part: Segment) -> Any:
+    examples = tuple(_example(n) for n in part.inputs)
+    exported = torch.export.export(part.module, examples, strict=False)
+    try:
+        return _import(exported)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        unknown = [n for n in part.module.graph.nodes if n.op == "call_function" and n.target.__name__ in str(error)]
+        places = "; ".join(where(n) for n in unknown) or "unknown node"
+        raise CompileError(f"TVM cannot import this graph: {error}", where=places) from error
+
+
+def _import(exported: ExportedProgram) -> Any:
+    """TVM calls a custom converter with the importer in the main graph, but without it in branches of a cond."""
+    importer = ExportedProgramImporter()
+
+    def bound(converter: Converter) -> Converter:
+        return lambda node, _importer=None: converter(node, importer)
+
+    table = {name: bound(converter) for name, converter in CONVERTERS.items()}
+    return importer.from_exported_program(exported, False, False, False, table)
+
+
+def _example(node: fx.Node) -> Tensor:
+    val = node.meta["val"]
+    return torch.zeros(tuple(val.shape), dtype=val.dtype)
+
+
+def _add_entry(
+    builder: Any, module: fx.GraphModule, segments: Sequence[Segment], functions: dict[str, Any], arguments: list[fx.Node]
+) -> None:
+    """The entry calls prologue, layers and epilogue, handing on values by node."""
+    values: dict[Any, Any] = {}
+    parameters = []
+    for i, node in enumerate(arguments):
+        val = node.meta["val"]
+        kind = relax.TensorType(tuple(val.shape), str(val.dtype).removeprefix("torch."))
+        parameters.append(relax.Var(f"argument_{i}", kind))
+        values[_identity(node)] = parameters[-1]
+    with builder.function(ENTRY, parameters):
+        for part in segments:
+            call = relax.Call(functions[part.key], [values[_identity(n)] for n in part.inputs])
+            result = builder.emit(call)
+            for i, node in enumerate(part.outputs):
+                values[node] = builder.emit(relax.TupleGetItem(result, i))
+        builder.emit_func_output(relax.Tuple([values[n] for n in output_nodes(module.graph)]))
+
+
+def _identity(node: fx.Node) -> Any:
+    """Parameters are one value however many nodes read them."""
+    return str(node.target) if node.op == "get_attr" else node

@@ -1,0 +1,156 @@
+"""fx operator -> Relax call of a scheduled TIR kernel, for TVM's ExportedProgram importer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from tvm import relax
+from tvm.tirx import IntImm, PrimFunc
+
+from fastcar_compile.lowering.kernels.attention import attention, cache_write, tas
+from fastcar_compile.lowering.kernels.linear import linear
+from fastcar_compile.lowering.kernels.quantized import linear_w8a8, quantize_rows, sigmoid_lut
+from fastcar_compile.lowering.kernels.replay import chain_read, chain_write, gate, slot_read, slot_write
+from fastcar_compile.ops.quant import sigmoid_table
+
+Converter = Callable[[fx.Node, Any], relax.Var]
+OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
+"""Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]) that the runtime registers."""
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(int(d) for d in node.meta["val"].shape)
+
+
+def _dtype(node: fx.Node) -> str:
+    return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+class _Emitter:
+    """Emits kernels for one fx node."""
+
+    def __init__(self, node: fx.Node, importer: Any) -> None:
+        self.node, self.importer, self.builder = node, importer, importer.block_builder
+        self.args = importer.retrieve_args(node)
+
+    def kernel(self, function: PrimFunc, args: list[Any], shape: tuple[int, ...], dtype: str) -> relax.Var:
+        target = self.builder.add_func(function, function.__name__)
+        return self.builder.emit(relax.call_tir(target, args, relax.TensorType(shape, dtype)))
+
+    def kernels(self, function: PrimFunc, args: list[Any], outs: list[tuple[tuple[int, ...], str]]) -> relax.Var:
+        target = self.builder.add_func(function, function.__name__)
+        return self.builder.emit(relax.call_tir(target, args, [relax.TensorType(s, d) for s, d in outs]))
+
+    def in_place(self, function: PrimFunc, args: list[Any]) -> relax.Var:
+        """The kernel writes into its first argument, which is also the result: no cache is copied."""
+        target = self.builder.add_func(function, function.__name__)
+        out = relax.TensorType(_shape(self.node), _dtype(self.node))
+        return self.builder.emit(relax.op.call_tir_inplace(target, args, [0], out))
+
+    def reshape(self, value: relax.Expr, shape: tuple[int, ...]) -> relax.Var:
+        return self.builder.emit(relax.op.reshape(value, shape))
+
+
+def _linear(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    x, weight = node.args[0], node.args[1]
+    n, k = _shape(weight)  # type: ignore[arg-type]
+    m = math.prod(_shape(x)) // k  # type: ignore[arg-type]
+    y = e.kernel(linear(m, n, k), [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
+    return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
+
+
+def _linear_w8a8(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    n, k = _shape(node.args[1])  # type: ignore[arg-type]
+    m = math.prod(_shape(node.args[0])) // k  # type: ignore[arg-type]
+    quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
+    q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
+    y = e.kernel(linear_w8a8(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
+    return _biased(e, y, e.args[3])
+
+
+def _biased(e: _Emitter, y: relax.Var, bias: relax.Expr | None) -> relax.Var:
+    """The bias is an operator of its own, so that the product before it keeps its own rounding."""
+    if bias is not None:
+        y = e.builder.emit(relax.op.add(y, bias))
+    return e.reshape(y, _shape(e.node))
+
+
+def _sigmoid_lut(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    table = sigmoid_table().numpy()
+    size = math.prod(_shape(node))
+    flat = e.reshape(e.args[0], (size,))
+    y = e.kernel(sigmoid_lut(size, len(table)), [flat, relax.const(table, "int32")], (size,), "float32")
+    return e.reshape(y, _shape(node))
+
+
+def _attention(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    kernel = attention(_shape(node.args[0]), _shape(node.args[1]), float(node.args[4]))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
+
+
+def _tas(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    stride, scale = int(node.args[3]), float(node.args[4])  # type: ignore[arg-type]
+    kernel = tas(_shape(node.args[0]), _shape(node.args[1]), stride, scale)  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:3], _shape(node), "float32")
+
+
+def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    return e.in_place(cache_write(_shape(node), _shape(node.args[1])[2]), e.args)  # type: ignore[arg-type]
+
+
+def _gate(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    slots, batch = _shape(node.args[3])  # type: ignore[arg-type]
+    stride, max_chain, couple = node.args[4:7]
+    return e.kernel(gate(batch, slots, int(stride), int(max_chain), bool(couple)), e.args[:4], (batch,), "bool")  # type: ignore[arg-type]
+
+
+def _slot_read(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    shape = _shape(node.args[0])  # type: ignore[arg-type]
+    kernel = chain_read(*shape) if len(shape) == 2 else slot_read(shape)
+    return e.kernel(kernel, e.args, _shape(node), _dtype(node))
+
+
+def _slot_write(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    shape = _shape(node)
+    return e.in_place(chain_write(*shape) if len(shape) == 2 else slot_write(shape), e.args)
+
+
+def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    layer = IntImm("int64", int(node.args[3]))  # type: ignore[arg-type]
+    call = relax.call_dps_packed(OFFLOAD_FUNCTION, [*e.args[:3], layer], relax.TensorType(_shape(node), "float32"))
+    return e.builder.emit(call)
+
+
+def _all(node: fx.Node, importer: Any) -> relax.Var:
+    """`all` of a bool vector: min over int8, since the importer has no converter for it."""
+    e = _Emitter(node, importer)
+    smallest = relax.op.min(relax.op.astype(e.args[0], "int8"))
+    return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
+
+
+CONVERTERS: dict[str, Converter] = {
+    "linear.default": _linear,
+    "all.default": _all,
+    "linear_w8a8.default": _linear_w8a8,
+    "sigmoid_lut.default": _sigmoid_lut,
+    "attention.default": _attention,
+    "tas.default": _tas,
+    "cache_write.default": _cache_write,
+    "gate.default": _gate,
+    "slot_read.default": _slot_read,
+    "slot_write.default": _slot_write,
+    "offloaded_mlp.default": _offloaded_mlp,
+}

@@ -1,0 +1,106 @@
+"""Gate and frame-slot kernels."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+
+def gate(batch: int, slots: int, stride: int, max_chain: int, couple: bool) -> PrimFunc:
+    """bool [B]: step >= stride, score >= threshold, chain below max_chain, and the pair row too when coupled."""
+    half = batch // 2 if couple else 0
+    limited = 1 if max_chain >= 0 else 0
+
+    @T.prim_func(private=True, s_tir=True)
+    def decide(
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        chain: T.Buffer((slots, batch), "int32"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                now: T.int32 = T.Cast("int32", step[0])
+                slot: T.int32 = now % slots
+                pair: T.int32 = (i + half) % batch
+                y[i] = (
+                    (now >= stride)
+                    and (score[i] >= threshold[0])
+                    and (score[pair] >= threshold[0])
+                    and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+                )
+
+    return decide
+
+
+def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
+    """Row step mod F of a float32 cache [F, B, H]."""
+    slots, rows, width = shape
+
+    @T.prim_func(private=True, s_tir=True)
+    def read_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+        y: T.Buffer((rows, width), "float32"),
+    ):
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
+                T.writes(y[0:rows, 0:width])
+                y[i, c] = cache[T.Cast("int32", step[0]) % slots, i, c]
+
+    return read_slot
+
+
+def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
+    """In place: row step mod F of a float32 cache [F, B, H] becomes value [B, H]."""
+    slots, rows, width = shape
+
+    @T.prim_func(private=True, s_tir=True)
+    def write_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        value: T.Buffer((rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+    ):
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(value[0:rows, 0:width], step[0:1])
+                T.writes(cache[0:slots, 0:rows, 0:width])
+                cache[T.Cast("int32", step[0]) % slots, i, c] = value[i, c]
+
+    return write_slot
+
+
+def chain_read(slots: int, rows: int) -> PrimFunc:
+    """Row step mod F of the counters int32 [F, B]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def read_chain(
+        chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
+    ):
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(chain[0:slots, 0:rows], step[0:1])
+                T.writes(y[0:rows])
+                y[i] = chain[T.Cast("int32", step[0]) % slots, i]
+
+    return read_chain
+
+
+def chain_write(slots: int, rows: int) -> PrimFunc:
+    """In place: row step mod F of the counters int32 [F, B] becomes value [B]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def write_chain(
+        chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
+    ):
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(value[0:rows], step[0:1])
+                T.writes(chain[0:slots, 0:rows])
+                chain[T.Cast("int32", step[0]) % slots, i] = value[i]
+
+    return write_chain

@@ -1,0 +1,102 @@
+"""The TVM backend: one call of the VM per forward, state updated in place, weights shared without a copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from fastcar_compile.errors import BackendError
+from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
+
+_ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class _Program:
+    """One library and the order of its arguments."""
+
+    def __init__(self, library: Path, spec: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+        try:
+            machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        except (RuntimeError, OSError) as error:
+            raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
+        self._run = machine["run"]
+        self.inputs: list[str] = spec["inputs"]
+        self.outputs: list[str] = spec["outputs"]
+        self._params = [params[n] for n in spec["params"]]
+
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        results = self._run(*[feeds[n] for n in self.inputs], *self._params)
+        return dict(zip(self.outputs, results, strict=True))
+
+
+class CpuBackend(Backend):
+    """Decode and prefill through the artifact's TVM libraries.
+
+    Args:
+        root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name, as numpy arrays.
+        threads: TVM threads; None: every core that the process may use.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        programs: Mapping[str, Any],
+        params: Mapping[str, Array],
+        state: Sequence[StateSpec],
+        config: DecoderConfig,
+        threads: int | None,
+        decode: str = "decode",
+    ) -> None:
+        tvm.get_global_func("runtime.config_threadpool")(1, threads or usable_cores())
+        tensors = {name: tvm.runtime.tensor(value) for name, value in params.items()}
+        self._decode = _Program(root / programs[decode]["library"], programs[decode], tensors)
+        prefill = programs.get("prefill")
+        self._prefill = _Program(root / prefill["library"], prefill, tensors) if prefill else None
+        self._specs, self._config = list(state), config
+        self.prefill_chunk = config.prefill_chunk if self._prefill else 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Set every state to zero."""
+        self._state = {s.name: tvm.runtime.tensor(s.zeros().numpy()) for s in self._specs}
+
+    def prefill(self, inputs: Array, position: int) -> Array:
+        """Without a prefill graph, one decode forward whose replay state is put back."""
+        feeds = self._feeds(inputs, position)
+        if self._prefill is not None:
+            return self._prefill(feeds)["logits"].numpy()
+        kept = {s.name: self._state[s.name].numpy() for s in self._specs if s.role not in _ATTENTION_ROLES}
+        logits = self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
+        self._state |= {name: tvm.runtime.tensor(value) for name, value in kept.items()}
+        return logits
+
+    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+        """One decode forward; see Backend.decode."""
+        feeds = self._feeds(inputs, position)
+        feeds["step"] = tvm.runtime.tensor(np.array([step], np.int64))
+        feeds["thresholds"] = tvm.runtime.tensor(thresholds)
+        results = self._decode(feeds)
+        shape = (len(thresholds), inputs.shape[0])
+        decisions = results["decisions"].numpy() if "decisions" in results else np.zeros(shape, bool)
+        scores = results["scores"].numpy() if "scores" in results else np.zeros(shape, np.float32)
+        return StepResult(results["logits"].numpy(), decisions, scores)
+
+    def _feeds(self, inputs: Array, position: int) -> dict[str, Any]:
+        value = tvm.runtime.tensor(np.ascontiguousarray(inputs))
+        return self._state | {
+            "tokens": value,
+            "inputs_embeds": value,
+            "position": tvm.runtime.tensor(np.array([position], np.int64)),
+        }
