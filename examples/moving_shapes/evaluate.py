@@ -22,17 +22,17 @@ def load_model(path: Path = MODEL) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
 
 
-def frame_nll(logits: Tensor, tokens: Tensor) -> Tensor:
+def frame_nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood per frame, nats per token.
 
     Args:
-        logits: float32 [N, T, V], row i predicts token i. tokens: int64 [N, T], a whole number of frames.
+        logits: float32 [N, T, V], row i predicts target i. targets: int64 [N, T], a whole number of frames.
 
     Returns:
         float32 [T / 256].
     """
-    losses = cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
-    return losses.reshape(len(tokens), -1, TOKENS_PER_FRAME).mean((0, 2))
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.reshape(len(targets), -1, TOKENS_PER_FRAME).mean((0, 2))
 
 
 def teacher_forced_nll(model: LlamaForCausalLM, videos: np.ndarray, batch: int = 4) -> float:

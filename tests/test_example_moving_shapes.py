@@ -1,0 +1,180 @@
+"""The moving-shapes example: its data, its pictures and the decoder it ships."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+FOLDER = Path(__file__).parents[1] / "examples" / "moving_shapes"
+NAMES = ("video", "evaluate", "render", "train", "generate")
+NLL_LIMIT = 0.07
+SIZE_LIMIT = 4 * 2**20
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[SimpleNamespace]:
+    """The example's modules, imported as its own scripts import them."""
+    pytest.importorskip("PIL")
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_tokens_are_lossless(example: SimpleNamespace, data: st.DataObject) -> None:
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), 32, 32)
+    video = data.draw(arrays(np.uint8, shape, elements=st.integers(0, 1)))
+    tokens = example.video.tokenize(video)
+    assert tokens.shape == (shape[0], shape[1] * 256)
+    assert tokens.dtype == np.int64
+    assert tokens.min() >= 0
+    assert tokens.max() < example.video.BOS
+    back = example.video.detokenize(tokens)
+    assert back.dtype == np.uint8
+    np.testing.assert_array_equal(back, video)
+
+
+def test_token_order_is_raster_with_the_first_pixel_lowest(example: SimpleNamespace) -> None:
+    video = np.zeros((1, 2, 32, 32), np.uint8)
+    video[0, 0, 0, 0] = 1  # patch 0, bit 0
+    video[0, 0, 0, 3] = 1  # patch 1, bit 1
+    video[0, 1, 3, 0] = 1  # second frame, second row of patches, bit 2
+    tokens = example.video.tokenize(video)[0]
+    assert {int(place): int(tokens[place]) for place in tokens.nonzero()[0]} == {0: 1, 1: 2, 256 + 16: 4}
+
+
+def test_detokenize_takes_whole_frames_and_shows_bos_as_empty(example: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="300 tokens are not a whole number of frames of 256"):
+        example.video.detokenize(np.zeros((1, 300), np.int64))
+    assert not example.video.detokenize(np.full((1, 256), example.video.BOS)).any()
+
+
+def test_constants_fit_the_sequence(example: SimpleNamespace) -> None:
+    video = example.video
+    assert (video.BOS, video.VOCAB_SIZE, video.TOKENS_PER_FRAME, video.TOKENS_PER_VIDEO) == (16, 17, 256, 2048)
+    sequence = video.with_bos(video.tokenize(video.make_videos(2, 3)))
+    assert sequence.shape == (2, 2049)
+    assert (sequence[:, 0] == video.BOS).all()
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=20)
+def test_videos_repeat_and_move(example: SimpleNamespace, seed: int) -> None:
+    videos = example.video.make_videos(4, seed)
+    assert videos.shape == (4, 8, 32, 32)
+    assert videos.dtype == np.uint8
+    assert set(np.unique(videos)) == {0, 1}
+    np.testing.assert_array_equal(videos, example.video.make_videos(4, seed))
+    assert (videos[:, 1:] != videos[:, :-1]).any((1, 2, 3)).all(), "a video stands still"
+    assert videos.any((2, 3)).all(), "a frame is empty"
+
+
+def test_seeds_differ_and_frames_extend(example: SimpleNamespace) -> None:
+    make = example.video.make_videos
+    assert (make(4, 0) != make(4, 1)).any()
+    np.testing.assert_array_equal(make(4, 0, frames=3), make(4, 0)[:, :3])
+
+
+def test_lone_sprites_stay_whole(example: SimpleNamespace) -> None:
+    """The ink of a video of one sprite never changes in amount: nothing leaves the grid, also while it bounces."""
+    ink = example.video.make_videos(200, 5, frames=40).sum((2, 3))
+    lone = ink[(ink == ink[:, :1]).all(1)]
+    assert len(lone) >= 40, "a third of the videos has one sprite"
+    smallest, largest = 13, 11 * 11  # diamond of radius 2, square of radius 5
+    assert lone.min() >= smallest
+    assert lone.max() <= 2 * largest
+
+
+def test_frame_nll(example: SimpleNamespace) -> None:
+    torch = pytest.importorskip("torch")
+    logits = torch.zeros(2, 512, 17)
+    targets = torch.zeros(2, 512, dtype=torch.int64)
+    logits[:, 256:, 0] = 50.0
+    torch.testing.assert_close(example.evaluate.frame_nll(logits, targets), torch.tensor([np.log(17), 0.0]).float())
+
+
+def test_shipped_decoder_is_small_and_good(example: SimpleNamespace) -> None:
+    folder = example.evaluate.MODEL
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= SIZE_LIMIT
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["tokens_per_frame"], config["vocab_size"], config["max_position_embeddings"]) == (256, 17, 2049)
+    log = json.loads((folder / "training_log.json").read_text())
+    assert log[-1]["held_out_nll_frames_2_to_8"] <= NLL_LIMIT
+    model = example.evaluate.load_model()
+    assert (model.config.hidden_size, model.config.num_hidden_layers) == (128, 4)
+    videos = example.video.make_videos(8, example.evaluate.HELD_OUT_SEED + 1)
+    assert example.evaluate.teacher_forced_nll(model, videos) <= NLL_LIMIT
+
+
+def test_training_lowers_the_loss_and_logs(example: SimpleNamespace, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model = example.train.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.from_numpy(example.video.with_bos(example.video.tokenize(example.video.make_videos(1, 0, frames=1))))
+    losses = [example.train.update(model, optimizer, tokens) for _ in range(5)]
+    assert losses[0] == pytest.approx(np.log(17), abs=0.2)
+    assert losses[-1] < losses[0] - 0.5
+    rates = [example.train.learning_rate(progress, 1.0) for progress in (0.0, example.train.WARM_UP, 1.0)]
+    assert rates == pytest.approx([0.0, 1.0, 0.02])
+
+
+def test_generation_continues_the_given_frames(example: SimpleNamespace) -> None:
+    start = example.video.make_videos(1, 4, frames=1)
+    model = example.evaluate.load_model()
+    made = example.generate.continue_videos(model, start, frames=2)
+    assert made.shape == (1, 2, 32, 32)
+    np.testing.assert_array_equal(made[:, :1], start)
+    assert made[:, 1].any()
+
+
+def test_difference_names_both_kinds(example: SimpleNamespace) -> None:
+    render = example.render
+    first = np.array([[[0, 1, 1, 0]]], np.uint8)
+    second = np.array([[[0, 1, 0, 1]]], np.uint8)
+    expected = [[[render.EMPTY, render.INK, render.MISSING, render.EXTRA]]]
+    assert render.difference(first, second).tolist() == expected
+
+
+def test_pictures_are_readable_and_repeat(example: SimpleNamespace, tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    truth, other = example.video.make_videos(2, 6)
+    for name in ("a", "b"):
+        example.render.write_strip({"truth": truth, "other": other}, tmp_path / f"{name}.png", reference="truth")
+        example.render.write_gif(truth, tmp_path / f"{name}.gif")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+    with image_module.open(tmp_path / "a.png") as strip:
+        assert strip.width > 8 * 32 * 4
+        assert strip.height > 3 * 32 * 4, "truth, other, and the difference of the two"
+        assert len(strip.convert("RGB").getcolors()) == 6  # four pixel values, gap, text
+    with image_module.open(tmp_path / "a.gif") as gif:
+        assert (gif.n_frames, gif.size) == (8, (256, 256))
+        for index, frame in enumerate(truth):
+            gif.seek(index)
+            shown = np.array(gif.convert("L")) > 128
+            np.testing.assert_array_equal(shown, frame.repeat(8, 0).repeat(8, 1).astype(bool))
+
+
+def test_pictures_refuse_what_is_no_video(example: SimpleNamespace, tmp_path: Path) -> None:
+    video = example.video.make_videos(1, 0)[0]
+    for rows in ({}, {"truth": video, "short": video[:3]}, {"wide": np.zeros((8, 32, 64), np.uint8)}):
+        with pytest.raises(ValueError, match="videos of one shape"):
+            example.render.strip(rows)
+    with pytest.raises(ValueError, match="pixel values are 0 to 3"):
+        example.render.write_gif(video * 7, tmp_path / "x.gif")
