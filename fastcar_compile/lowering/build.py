@@ -54,7 +54,11 @@ class LoweredModule:
 
 
 def lower(
-    module: fx.GraphModule, outputs: Sequence[str], sites: Sequence[LayerSite], state: Sequence[str], cpu: str | None = None
+    module: fx.GraphModule,
+    outputs: Sequence[str],
+    sites: Sequence[LayerSite],
+    state: Sequence[str],
+    cpu: str | None = None,
 ) -> LoweredModule:
     """Lower a decode step or a prefill chunk to the build machine's CPU.
 
@@ -75,9 +79,16 @@ def lower(
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
     ir_module = builder.finalize() if hasattr(builder, "finalize") else builder.get()
-    executable = tvm.compile(ir_module, target=host_target(cpu))
+    target = host_target(cpu)
+    executable = tvm.compile(ir_module, target=target, relax_pipeline=_pipeline(target))
     names = tuple(str(n.target) for n in inputs)
     return LoweredModule(executable, names, tuple(params), tuple(outputs), len(functions), ir_module)
+
+
+def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
+    """TVM's CPU pipeline on dataflow blocks: the importer leaves a function with an `If` without them, so without fusion."""
+    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow()]
+    return tvm.transform.Sequential([*prepare, relax.backend.cpu_generic.get_default_pipeline(target)])
 
 
 def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:
@@ -149,7 +160,11 @@ def _example(node: fx.Node) -> Tensor:
 
 
 def _add_entry(
-    builder: Any, module: fx.GraphModule, segments: Sequence[Segment], functions: dict[str, Any], arguments: list[fx.Node]
+    builder: Any,
+    module: fx.GraphModule,
+    segments: Sequence[Segment],
+    functions: dict[str, Any],
+    arguments: list[fx.Node],
 ) -> None:
     """The entry calls prologue, layers and epilogue, handing on values by node."""
     values: dict[Any, Any] = {}

@@ -10,10 +10,15 @@ from torch import fx
 from tvm import relax
 from tvm.tirx import IntImm, PrimFunc
 
-from fastcar_compile.lowering.kernels.attention import attention, cache_write, tas
+from fastcar_compile.lowering.kernels.attention import attention
+from fastcar_compile.lowering.kernels.cache_write import cache_write
+from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.linear import linear
-from fastcar_compile.lowering.kernels.quantized import linear_w8a8, quantize_rows, sigmoid_lut
-from fastcar_compile.lowering.kernels.replay import chain_read, chain_write, gate, slot_read, slot_write
+from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
+from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
+from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
+from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.ops.quant import sigmoid_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]

@@ -1,39 +1,11 @@
-"""Gate and frame-slot kernels."""
+"""Frame-slot reads and in-place writes: MLP caches float32 [F, B, H] and chain counters int32 [F, B]."""
 
 from __future__ import annotations
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-
-def gate(batch: int, slots: int, stride: int, max_chain: int, couple: bool) -> PrimFunc:
-    """bool [B]: step >= stride, score >= threshold, chain below max_chain, and the pair row too when coupled."""
-    half = batch // 2 if couple else 0
-    limited = 1 if max_chain >= 0 else 0
-
-    @T.prim_func(private=True, s_tir=True)
-    def decide(
-        score: T.Buffer((batch,), "float32"),
-        threshold: T.Buffer((1,), "float32"),
-        step: T.Buffer((1,), "int64"),
-        chain: T.Buffer((slots, batch), "int32"),
-        y: T.Buffer((batch,), "bool"),
-    ):
-        for i in range(batch):
-            with T.sblock("row"):
-                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
-                T.writes(y[0:batch])
-                now: T.int32 = T.Cast("int32", step[0])
-                slot: T.int32 = now % slots
-                pair: T.int32 = (i + half) % batch
-                y[i] = (
-                    (now >= stride)
-                    and (score[i] >= threshold[0])
-                    and (score[pair] >= threshold[0])
-                    and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
-                )
-
-    return decide
+from fastcar_compile.lowering.kernels import OPAQUE
 
 
 def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
@@ -46,6 +18,7 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
         step: T.Buffer((1,), "int64"),
         y: T.Buffer((rows, width), "float32"),
     ):
+        T.func_attr({"op_pattern": OPAQUE})
         for i, c in T.grid(rows, width):
             with T.sblock("copy"):
                 T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
@@ -65,6 +38,7 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
         value: T.Buffer((rows, width), "float32"),
         step: T.Buffer((1,), "int64"),
     ):
+        T.func_attr({"op_pattern": OPAQUE})
         for i, c in T.grid(rows, width):
             with T.sblock("copy"):
                 T.reads(value[0:rows, 0:width], step[0:1])
@@ -81,6 +55,7 @@ def chain_read(slots: int, rows: int) -> PrimFunc:
     def read_chain(
         chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
     ):
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("copy"):
                 T.reads(chain[0:slots, 0:rows], step[0:1])
@@ -97,6 +72,7 @@ def chain_write(slots: int, rows: int) -> PrimFunc:
     def write_chain(
         chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
     ):
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("copy"):
                 T.reads(value[0:rows], step[0:1])

@@ -1,0 +1,39 @@
+"""The replay gate."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.lowering.kernels import OPAQUE
+
+
+def gate(batch: int, slots: int, stride: int, max_chain: int, couple: bool) -> PrimFunc:
+    """bool [B]: step >= stride, score >= threshold, chain below max_chain, and the pair row too when coupled."""
+    half = batch // 2 if couple else 0
+    limited = 1 if max_chain >= 0 else 0
+
+    @T.prim_func(private=True, s_tir=True)
+    def decide(
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        chain: T.Buffer((slots, batch), "int32"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                now: T.int32 = T.Cast("int32", step[0])
+                slot: T.int32 = now % slots
+                pair: T.int32 = (i + half) % batch
+                y[i] = (
+                    (now >= stride)
+                    and (score[i] >= threshold[0])
+                    and (score[pair] >= threshold[0])
+                    and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+                )
+
+    return decide

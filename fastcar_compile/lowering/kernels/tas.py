@@ -1,0 +1,38 @@
+"""The temporal attention score."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.lowering.kernels import OPAQUE
+
+Shape = tuple[int, int, int, int]
+
+
+def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
+    """Mean over heads of scale * <query, key at position - stride>: float32 [B]."""
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    group = hq // hkv
+
+    @T.prim_func(private=True, s_tir=True)
+    def temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), "float32"),
+        position: T.Buffer((1,), "int64"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        for i in range(b):
+            with T.sblock("row"):
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
+                T.writes(y[0:b])
+                acc = T.alloc_buffer((1,), "float32", scope="local")
+                before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
+                acc[0] = T.float32(0)
+                for h, c in T.grid(hq, d):
+                    acc[0] += q[i, h, 0, c] * keys[i, h // group, before, c]
+                y[i] = acc[0] * T.float32(scale / hq)
+
+    return temporal_score

@@ -1,0 +1,172 @@
+"""Every kernel against its eager operator; the int8 ones bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tvm.tirx import PrimFunc
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.kernels.attention import attention
+from fastcar_compile.lowering.kernels.cache_write import cache_write
+from fastcar_compile.lowering.kernels.gate import gate
+from fastcar_compile.lowering.kernels.linear import linear
+from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
+from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
+from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
+from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.lowering.kernels.tas import tas
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.quant import quantize_weight, sigmoid_table
+from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
+
+fastcar = torch.ops.fastcar
+few = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+def run(kernel: PrimFunc, *arguments: Tensor) -> list[Tensor]:
+    """Compile one kernel and call it; returns every argument as it is afterwards."""
+    library = tvm.compile(tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")}), target=host_target())
+    tensors: list[Any] = [tvm.runtime.tensor(a.numpy()) for a in arguments]
+    library["main"](*tensors)
+    return [torch.from_numpy(np.array(t.numpy())) for t in tensors]
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.integers(0, 99))
+def test_linear(m: int, n: int, k: int, seed: int) -> None:
+    seeded(seed)
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    y = run(linear(m, n, k), x, w, torch.zeros(m, n))[-1]
+    torch.testing.assert_close(y, x @ w.T, atol=1e-4, rtol=1e-4)
+
+
+def test_linear_parallel() -> None:
+    seeded(0)
+    x, w = torch.randn(1, 640), torch.randn(480, 640)
+    y = run(linear(1, 480, 640), x, w, torch.zeros(1, 480))[-1]
+    torch.testing.assert_close(y, x @ w.T, atol=1e-3, rtol=1e-4)
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-35, 1e-3, 1.0, 300.0]), st.integers(0, 99))
+def test_quantize_rows_is_exact(m: int, k: int, size: float, seed: int) -> None:
+    seeded(seed)
+    x = torch.randn(m, k) * size
+    _, q, s = run(quantize_rows(m, k), x, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
+    expected_q, expected_s = eager_quantize_rows(x)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 300), st.integers(0, 99))
+def test_linear_w8a8_is_exact(m: int, n: int, k: int, seed: int) -> None:
+    seeded(seed)
+    x, (w, ws) = torch.randn(m, k), quantize_weight(torch.randn(n, k))
+    q, s = eager_quantize_rows(x)
+    y = run(linear_w8a8(m, n, k), q, s, w, ws, torch.zeros(m, n))[-1]
+    assert torch.equal(y, fastcar.linear_w8a8(x, w, ws, None))
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_linear_w8a8_at_the_largest_values(sign: int) -> None:
+    """Two products in int16 must not overflow, even with a weight of -128."""
+    q = torch.full((1, 256), 127, dtype=torch.int8)
+    w = torch.full((4, 256), 127 if sign > 0 else -128, dtype=torch.int8)
+    y = run(linear_w8a8(1, 4, 256), q, torch.ones(1), w, torch.ones(4), torch.zeros(1, 4))[-1]
+    assert torch.equal(y, (q.float() @ w.float().T))
+
+
+@few
+@given(st.integers(1, 3000), st.sampled_from([0.1, 4.0, 30.0]), st.integers(0, 99))
+def test_sigmoid_lut_is_exact(size: int, scale: float, seed: int) -> None:
+    seeded(seed)
+    x = torch.randn(size) * scale
+    y = run(sigmoid_lut(size, len(sigmoid_table())), x, sigmoid_table(), torch.zeros(size))[-1]
+    assert torch.equal(y, fastcar.sigmoid_lut(x))
+
+
+@few
+@given(
+    st.integers(1, 2),
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([(1, 0), (1, 20), (1, 36), (5, 0), (5, 30), (5, 33)]),
+    st.sampled_from([1, 6, 8, 20, 32, 80]),
+    st.integers(0, 99),
+)
+def test_attention(b: int, heads: tuple[int, int], rows: tuple[int, int], d: int, seed: int) -> None:
+    seeded(seed)
+    (hq, hkv), (t, position), s = heads, rows, 37
+    q, k, v = torch.randn(b, hq, t, d), torch.randn(b, hkv, s, d), torch.randn(b, hkv, s, d)
+    k[:, :, position + t :] = torch.nan
+    v[:, :, position + t :] = torch.nan
+    at = torch.tensor([position])
+    y = run(attention((b, hq, t, d), (b, hkv, s, d), 0.3), q, k, v, at, torch.zeros(b, hq, t, d))[-1]
+    expected = fastcar.attention(q, k, v, at, 0.3)
+    seen = min(t, s - position)
+    torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
+
+
+@few
+@given(st.integers(1, 2), st.sampled_from([(4, 4), (4, 2)]), st.integers(0, 36), st.integers(1, 20), st.integers(0, 9))
+def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: int) -> None:
+    seeded(seed)
+    q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
+    at = torch.tensor([position])
+    y = run(tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25), q, k, at, torch.zeros(b))[-1]
+    torch.testing.assert_close(y, fastcar.tas(q, k, at, stride, 0.25), atol=1e-5, rtol=1e-5)
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 12), st.integers(0, 9))
+def test_cache_write(b: int, rows: int, position: int, seed: int) -> None:
+    """Rows at or beyond S are dropped."""
+    seeded(seed)
+    cache, value, at = torch.randn(b, 2, 9, 12), torch.randn(b, 2, rows, 12), torch.tensor([position])
+    y = run(cache_write((b, 2, 9, 12), rows), cache, value, at)[0]
+    assert torch.equal(y, fastcar.cache_write(cache, value, at))
+
+
+@few
+@given(st.integers(0, 20), st.sampled_from([-1, 1, 2]), st.booleans(), st.integers(0, 99))
+def test_gate(step: int, max_chain: int, couple: bool, seed: int) -> None:
+    seeded(seed)
+    score, threshold = torch.randn(4).round(decimals=1), torch.randn(1).round(decimals=1)
+    chain, now = torch.randint(0, 3, (5, 4), dtype=torch.int32), torch.tensor([step])
+    kernel = gate(4, 5, 6, max_chain, couple)
+    y = run(kernel, score, threshold, now, chain, torch.zeros(4, dtype=torch.bool))[-1]
+    assert torch.equal(y, fastcar.gate(score, threshold, now, chain, 6, max_chain, couple))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), 1.0])
+def test_gate_at_the_threshold(value: float) -> None:
+    """Equality replays; +inf never passes a finite score, -inf always does."""
+    score, chain = torch.tensor([1.0, 0.9]), torch.zeros(4, 2, dtype=torch.int32)
+    arguments = (score, torch.tensor([value]), torch.tensor([9]), chain)
+    y = run(gate(2, 4, 4, -1, False), *arguments, torch.zeros(2, dtype=torch.bool))[-1]
+    assert torch.equal(y, fastcar.gate(*arguments, 4, -1, False))
+
+
+@few
+@given(st.integers(0, 20), st.integers(0, 9))
+def test_slots(step: int, seed: int) -> None:
+    seeded(seed)
+    cache, value, now = torch.randn(5, 2, 12), torch.randn(2, 12), torch.tensor([step])
+    assert torch.equal(run(slot_read((5, 2, 12)), cache, now, torch.zeros(2, 12))[-1], fastcar.slot_read(cache, now))
+    assert torch.equal(run(slot_write((5, 2, 12)), cache, value, now)[0], fastcar.slot_write(cache, value, now))
+    chain, count = torch.randint(0, 9, (5, 2), dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
+    read = run(chain_read(5, 2), chain, now, torch.zeros(2, dtype=torch.int32))[-1]
+    assert torch.equal(read, fastcar.slot_read(chain, now))
+    assert torch.equal(run(chain_write(5, 2), chain, count, now)[0], fastcar.slot_write(chain, count, now))
