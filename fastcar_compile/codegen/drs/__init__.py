@@ -1,0 +1,1 @@
+"""Dynamic Resource Scheduling: the control table and its simulator (docs/drs_table.md)."""

@@ -1,0 +1,1 @@
+"""HLS C++ of the accelerator: design choice, weight packing, sources and their C simulation."""

@@ -1,0 +1,190 @@
+"""C simulation: the emitted HLS sources built with g++ and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.drs.simulator import DispatchRecord
+from fastcar_compile.codegen.drs.table import Status
+from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY
+from fastcar_compile.errors import BackendError, InputError, UserError
+
+Array = NDArray[Any]
+
+FLAGS = (
+    "-std=c++14 -O2 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas -fPIC -shared"
+).split()
+SOURCES = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
+INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
+
+
+def ap_types_folder() -> Path:
+    """The folder of ap_int.h: $AP_TYPES, else the one in the installed hls4ml, which is found but not imported.
+
+    Raises:
+        BackendError: there is none.
+    """
+    if "AP_TYPES" in os.environ:
+        folder = Path(os.environ["AP_TYPES"])
+    else:
+        spec = importlib.util.find_spec("hls4ml")
+        if spec is None or not spec.submodule_search_locations:
+            raise BackendError("the C simulation needs the ap_types headers, and hls4ml is missing", mend=INSTALL_EXTRA)
+        folder = Path(spec.submodule_search_locations[0]) / "templates" / "vivado" / "ap_types"
+    if not (folder / "ap_int.h").is_file():
+        raise BackendError("the C simulation needs ap_int.h", where=str(folder), mend=INSTALL_EXTRA)
+    return folder
+
+
+def compiler() -> str:
+    """The path of g++ ($CXX if set).
+
+    Raises:
+        BackendError: it is not installed.
+    """
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        raise BackendError(
+            f"the C simulation needs {name}, which is not on PATH",
+            mend="install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`",
+        )
+    return path
+
+
+class CsimLibrary:
+    """One emitted HLS project as a loaded library. Calls release the GIL."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        sizes = (ctypes.c_uint64 * 5)()
+        self._library.fastcar_csim_sizes(sizes)
+        self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
+
+    @classmethod
+    def build(cls, hls_dir: Path, build_dir: Path) -> CsimLibrary:
+        """Compile `hls_dir` (as written by emit_hls) into `build_dir`, or take the library already built from it.
+
+        Raises:
+            BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
+        """
+        cxx, headers = compiler(), ap_types_folder()
+        path = build_dir / f"fastcar_csim_{_digest(hls_dir, cxx, headers)}.so"
+        if not path.is_file():
+            build_dir.mkdir(parents=True, exist_ok=True)
+            _compile(cxx, headers, hls_dir, path)
+        return cls(path)
+
+    def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
+        """One kernel call.
+
+        Args:
+            x: float32 [B, H].
+            index_register: bit b = 1: row b computes, 0: row b is copied from `cached`.
+            cached: float32 [B, H].
+            weights: uint8 [stream bytes] of one layer; not read when no row computes.
+
+        Returns:
+            float32 [B, H].
+        """
+        x, cached = self._rows("x", x), self._rows("cached", cached)
+        stream = self._stream(weights)
+        y = np.empty_like(x)
+        register = ctypes.c_uint32(index_register & 0xFFFFFFFF)
+        self._library.fastcar_csim_mlp(_at(x), register, _at(cached), _at(stream), _at(y))
+        return y
+
+    def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, Array, Array]:
+        """The exact sums of every row of x (float32 [B, H]), from the kernel's own compute cores.
+
+        Returns:
+            int32 gate [B, I], up [B, I], down [B, H].
+        """
+        x, stream = self._rows("x", x), self._stream(weights)
+        gate = np.empty((self.batch, self.intermediate), np.int32)
+        up, down = np.empty_like(gate), np.empty((self.batch, self.hidden), np.int32)
+        for row in range(self.batch):
+            self._library.fastcar_csim_accumulators(
+                _at(x[row]), _at(stream), _at(gate[row]), _at(up[row]), _at(down[row])
+            )
+        return gate, up, down
+
+    def drs(
+        self, table: bytes, layer: int, index_register: int, capacity: int = RECORD_CAPACITY
+    ) -> tuple[list[DispatchRecord], Status]:
+        """The DRS controller on a binary table: dispatch records and status; `capacity` records at most."""
+        words = np.frombuffer(table + bytes(-len(table) % 4), np.uint32)
+        result = np.zeros(capacity + 2, np.uint32)
+        numbers = (ctypes.c_uint32(v & 0xFFFFFFFF) for v in (len(table), layer, index_register, capacity))
+        self._library.fastcar_csim_drs(_at(words), *numbers, _at(result))
+        records = [DispatchRecord.from_word(int(word)) for word in result[2 : 2 + int(result[1])]]
+        return records, Status(int(result[0]))
+
+    def _rows(self, name: str, rows: Array) -> Array:
+        if rows.shape != (self.batch, self.hidden) or rows.dtype != np.float32:
+            raise InputError(
+                f"{name} is {rows.dtype} {list(rows.shape)}; the kernel takes float32 {[self.batch, self.hidden]}"
+            )
+        return np.ascontiguousarray(rows)
+
+    def _stream(self, weights: Array) -> Array:
+        if weights.shape != (self.stream_bytes,) or weights.dtype != np.uint8:
+            raise UserError(
+                f"the weight stream is {weights.dtype} {list(weights.shape)}; the kernel takes uint8 "
+                f"[{self.stream_bytes}]",
+                mend="pack the weights with pack_mlp and the design of these sources",
+            )
+        stream = np.ascontiguousarray(weights)
+        return stream if stream.ctypes.data % 16 == 0 else _aligned(stream)
+
+
+def _aligned(stream: Array) -> Array:
+    buffer = np.empty(stream.size + 16, np.uint8)
+    start = -buffer.ctypes.data % 16
+    aligned = buffer[start : start + stream.size]
+    aligned[:] = stream
+    return aligned
+
+
+def _at(array: Array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _digest(hls_dir: Path, cxx: str, headers: Path) -> str:
+    missing = [name for name in SOURCES if not (hls_dir / name).is_file()]
+    if missing:
+        raise BackendError(
+            f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), mend="compile the model again"
+        )
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256("\0".join([version, str(headers), *FLAGS]).encode())
+    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in SOURCES)]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path) -> None:
+    """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = Path(folder) / path.name
+        sources = [str(hls_dir / name) for name in SOURCES]
+        command = [cxx, *FLAGS, f"-I{hls_dir}", "-isystem", str(headers), *sources, "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BackendError(
+                f"g++ could not build the C simulation:\n{done.stderr.strip()[-2000:]}",
+                where=str(hls_dir),
+                mend="compile the model again; if it persists, report it with this text",
+            )
+        os.replace(output, path)

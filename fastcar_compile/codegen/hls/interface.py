@@ -1,0 +1,105 @@
+"""The typed interface of a kernel: signature, pragmas, connections and host call all come from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastcar_compile.codegen.hls.design import MlpDesign
+
+RECORD_CAPACITY = 128
+"""Most dispatch records that one layer can have; `result` holds two words more."""
+
+
+@dataclass(frozen=True)
+class KernelPort:
+    """One argument of a kernel.
+
+    Args:
+        ctype: element type (memory) or type (scalar) in C++.
+        mode: "m_axi" for memory, "s_axilite" for a scalar.
+        bundle: the AXI port that a memory argument uses.
+        depth: elements that C/RTL co-simulation has to map.
+        writable: whether the kernel writes this memory.
+    """
+
+    name: str
+    ctype: str
+    mode: Literal["m_axi", "s_axilite"] = "s_axilite"
+    bundle: str = "control"
+    depth: int = 0
+    writable: bool = False
+
+    @property
+    def declaration(self) -> str:
+        """The argument in the C++ signature."""
+        if self.mode == "s_axilite":
+            return f"{self.ctype} {self.name}"
+        return f"{'' if self.writable else 'const '}{self.ctype}* {self.name}"
+
+    def pragmas(self) -> list[str]:
+        """Interface pragmas of this argument."""
+        control = f"#pragma HLS INTERFACE mode=s_axilite port={self.name} bundle=control"
+        if self.mode == "s_axilite":
+            return [control]
+        memory = f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave depth={self.depth}"
+        burst = "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
+        return [f"{memory} {burst}", control]
+
+
+@dataclass(frozen=True)
+class KernelInterface:
+    """A top-level function and its arguments, in order."""
+
+    name: str
+    ports: tuple[KernelPort, ...]
+
+    def signature(self) -> str:
+        """The C++ declaration, without `extern "C"` and semicolon."""
+        return f"void {self.name}({', '.join(p.declaration for p in self.ports)})"
+
+    def pragmas(self) -> list[str]:
+        """One or two interface pragmas per argument, and the block control."""
+        lines = [line for port in self.ports for line in port.pragmas()]
+        return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
+
+    def host_parameters(self) -> str:
+        """Parameters of the host function that sets the arguments."""
+        types = (f"const Buffer& {p.name}" if p.mode == "m_axi" else f"{p.ctype} {p.name}" for p in self.ports)
+        return ", ".join(["Run& run", *types])
+
+    def bundles(self) -> list[str]:
+        """AXI ports of the kernel, in order of first use."""
+        return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
+
+
+def mlp_interface(design: MlpDesign) -> KernelInterface:
+    """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
+    rows = design.spec.batch * design.row_words
+    stream = design.ports * design.port_words
+    weights = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)]
+    return KernelInterface(
+        "fastcar_mlp",
+        (
+            *weights,
+            KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", rows),
+            KernelPort("cached", "fastcar::word_t", "m_axi", "gmem_y", rows),
+            KernelPort("y", "fastcar::word_t", "m_axi", "gmem_y", rows, writable=True),
+            KernelPort("index_register", "uint32_t"),
+        ),
+    )
+
+
+def drs_interface(table_words: int) -> KernelInterface:
+    """The DRS controller; result = status, number of records, records."""
+    return KernelInterface(
+        "fastcar_drs",
+        (
+            KernelPort("table", "uint32_t", "m_axi", "gmem_table", table_words),
+            KernelPort("table_bytes", "uint32_t"),
+            KernelPort("layer", "uint32_t"),
+            KernelPort("index_register", "uint32_t"),
+            KernelPort("capacity", "uint32_t"),
+            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RECORD_CAPACITY + 2, writable=True),
+        ),
+    )

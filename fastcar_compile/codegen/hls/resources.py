@@ -1,0 +1,52 @@
+"""Resource estimates. All of them are estimates of this project, not synthesis results.
+
+A BRAM36 is counted by its simple dual port shapes (UG573): 512 x 72, 1024 x 36, 2048 x 18, 4096 x 9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+BRAM_SHAPES = ((72, 512), (36, 1024), (18, 2048), (9, 4096))
+LUT_RAM_DEPTH = 64
+"""Memories this shallow go to LUTs: 64 bits each."""
+
+LANE_LUT, LANE_FF = 30, 45
+"""One int8 multiply-accumulate lane around its DSP: its share of the adder tree and the pipeline. Estimate."""
+
+CORE_LUT, CORE_FF, CORE_DSP = 9_000, 11_000, 32
+"""One core besides its lanes: a float32 divider, about ten multipliers, converters, control. Estimate."""
+
+PORT_LUT, PORT_FF, PORT_BRAM = 2_500, 3_500, 4
+"""One 128-bit AXI master with its burst buffers. Estimate."""
+
+BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
+"""DRS controller, AXI-Lite control and the row processes. Estimate."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of LUT, FF, DSP slices and BRAM36 blocks."""
+
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+
+    def over(self, lut: int, ff: int, dsp: int, bram36: int) -> list[str]:
+        """One text per resource whose use is above the limit given."""
+        pairs = {"LUT": (self.lut, lut), "FF": (self.ff, ff), "DSP": (self.dsp, dsp), "BRAM36": (self.bram36, bram36)}
+        return [f"{name} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
+
+
+def bram_blocks(bits: int, depth: int) -> int:
+    """BRAM36 blocks of a memory of `depth` words of `bits` bits; 0 when it goes to LUTs."""
+    if depth <= LUT_RAM_DEPTH:
+        return 0
+    return min(ceil(bits / width) * ceil(depth / height) for width, height in BRAM_SHAPES)
+
+
+def lut_ram(bits: int, depth: int) -> int:
+    """LUTs of a memory that is too shallow for block RAM, else 0."""
+    return bits if depth <= LUT_RAM_DEPTH else 0

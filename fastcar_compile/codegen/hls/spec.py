@@ -1,0 +1,97 @@
+"""What the kernel has to compute, and what the board has to give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastcar_compile.errors import UserError
+
+MAX_ROWS = 32
+"""Bits of the Index Register."""
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """The MLP of one decoder layer, as the accelerator sees it.
+
+    Args:
+        hidden: H, inputs and outputs of the MLP.
+        intermediate: I, outputs of gate and up.
+        batch: B, rows per call, at most 32.
+        layers: decoder layers that share the kernel.
+        cores: C, compute cores that the rows are spread over.
+        activation: name of the nonlinearity; the kernels have "silu".
+        gated: whether the MLP is down(act(gate(x)) * up(x)).
+    """
+
+    hidden: int
+    intermediate: int
+    batch: int
+    layers: int
+    cores: int
+    activation: str = "silu"
+    gated: bool = True
+
+    def check(self) -> None:
+        """Raises UserError when no kernel exists for this MLP."""
+        if self.activation != "silu" or not self.gated:
+            kind = f"{'gated' if self.gated else 'plain'} MLP with activation {self.activation!r}"
+            raise UserError(
+                f"there is no HLS kernel for a {kind}",
+                mend="compile for a CPU target; the HLS kernels are SwiGLU (gated, silu)",
+            )
+        sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "layers": self.layers}
+        wrong = [f"{name} = {value}" for name, value in sizes.items() if value < 1]
+        for name, value in {"batch": self.batch, "cores": self.cores}.items():
+            if not 1 <= value <= MAX_ROWS:
+                wrong.append(f"{name} = {value} (1 to {MAX_ROWS}: the Index Register has {MAX_ROWS} bits)")
+        if max(self.hidden, self.intermediate) > 1 << 16:
+            wrong.append(f"hidden = {self.hidden}, intermediate = {self.intermediate} (at most 65536: int32 sums)")
+        if self.cores > self.batch >= 1:
+            wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
+        if wrong:
+            raise UserError(f"the MLP cannot be built: {'; '.join(wrong)}", mend="change the model or the batch size")
+
+
+@dataclass(frozen=True)
+class BoardBudget:
+    """What a design may use of a board. Counts are after utilisation limits (see `of_device` for whole-device counts).
+
+    Args:
+        part: vendor part name.
+        clock_mhz: fabric clock, MHz.
+        lut: look-up tables.
+        ff: flip-flops.
+        dsp: DSP slices.
+        bram36: 36 Kib block RAMs.
+        uram: 288 Kib blocks; the kernels do not need them.
+        axi_ports: memory ports from the fabric.
+        axi_bits: data bits of one port.
+    """
+
+    part: str
+    clock_mhz: float
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int
+    axi_ports: int
+    axi_bits: int
+
+    @classmethod
+    def of_device(
+        cls, part: str, clock_mhz: float, *, lut: int, ff: int, dsp: int, bram36: int, uram: int, ports: int, bits: int
+    ) -> BoardBudget:
+        """The budget of a whole device: 70 % of its LUT, 50 % of its FF, 80 % of its DSP, BRAM and URAM."""
+        return cls(
+            part=part,
+            clock_mhz=clock_mhz,
+            lut=lut * 70 // 100,
+            ff=ff * 50 // 100,
+            dsp=dsp * 80 // 100,
+            bram36=bram36 * 80 // 100,
+            uram=uram * 80 // 100,
+            axi_ports=ports,
+            axi_bits=bits,
+        )

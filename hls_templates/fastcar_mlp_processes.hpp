@@ -1,0 +1,211 @@
+// The DATAFLOW processes of the MLP top: every stream has one producer and one consumer.
+#ifndef FASTCAR_MLP_PROCESSES_HPP
+#define FASTCAR_MLP_PROCESSES_HPP
+
+#include <hls_stream.h>
+
+#include "fastcar_mapping.hpp"
+#include "fastcar_mlp_core.hpp"
+
+namespace fastcar {
+
+// One word of every weight port.
+template <int PORTS>
+struct Beat {
+    word_t port[PORTS];
+};
+
+// Section `section` of the weight stream, in one long burst; nothing is read when no row computes.
+template <class C>
+void read_weights(const word_t* weights, int section, uint32_t index_register, hls::stream<word_t>& out) {
+    FASTCAR_NO_INLINE
+    if (count_rows(index_register, C::BATCH) > 0) {
+        for (int i = 0; i < Shapes<C>::PORT_WORDS; ++i) {
+            FASTCAR_PIPELINE(1)
+            out.write(weights[section * Shapes<C>::PORT_WORDS + i]);
+        }
+    }
+}
+
+// The one weight stream, shared by all cores that have a row.
+template <class C>
+void share_weights(hls::stream<word_t> in[C::PORTS], uint32_t index_register,
+                   hls::stream<Beat<C::PORTS> > out[C::CORES]) {
+    FASTCAR_NO_INLINE
+    const int count = count_rows(index_register, C::BATCH);
+    const int beats = count > 0 ? Shapes<C>::PORT_WORDS : 0;
+    for (int i = 0; i < beats; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, Shapes<C>::PORT_WORDS)
+        Beat<C::PORTS> beat;
+        for (int p = 0; p < C::PORTS; ++p) {
+            FASTCAR_UNROLL
+            beat.port[p] = in[p].read();
+        }
+        for (int c = 0; c < C::CORES; ++c) {
+            FASTCAR_UNROLL
+            if (c < count) {
+                out[c].write(beat);
+            }
+        }
+    }
+}
+
+// Rows that compute, each to its core; replayed rows are not read.
+template <class C>
+void read_rows(const word_t* x, uint32_t index_register, hls::stream<word_t> out[C::CORES]) {
+    FASTCAR_NO_INLINE
+    ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
+    map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
+    for (int row = 0; row < C::BATCH; ++row) {
+        if (row_computes(index_register, row)) {
+            const int core = mapping[row].to_int();
+            for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
+                FASTCAR_PIPELINE(1)
+                out[core].write(x[row * Shapes<C>::ROW_WORDS + i]);
+            }
+        }
+    }
+}
+
+// Rows back in order: from their core, or bit for bit from the cache.
+template <class C>
+void write_rows(const word_t* cached, uint32_t index_register, hls::stream<word_t> in[C::CORES], word_t* y) {
+    FASTCAR_NO_INLINE
+    ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
+    map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
+    for (int row = 0; row < C::BATCH; ++row) {
+        const bool computes = row_computes(index_register, row);
+        const int core = mapping[row].to_int();
+        for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
+            FASTCAR_PIPELINE(1)
+            const int at = row * Shapes<C>::ROW_WORDS + i;
+            y[at] = computes ? in[core].read() : cached[at];
+        }
+    }
+}
+
+template <class S>
+void fetch_tile(hls::stream<Beat<S::PORTS> >& weights, word_t scales[S::PORTS][S::SCALE_WORDS],
+                word_t tile[S::PORTS][S::TILE_WORDS]) {
+    FASTCAR_NO_INLINE
+    for (int i = 0; i < S::SCALE_WORDS + S::TILE_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
+        const Beat<S::PORTS> beat = weights.read();
+        for (int p = 0; p < S::PORTS; ++p) {
+            FASTCAR_UNROLL
+            if (i < S::SCALE_WORDS) {
+                scales[p][i] = beat.port[p];
+            } else {
+                tile[p][i - S::SCALE_WORDS] = beat.port[p];
+            }
+        }
+    }
+}
+
+// Tiles are double-buffered: while one is multiplied, the next is fetched and the one before is finished.
+template <class S>
+void gate_up_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S::CHANNEL_WORDS][INT8_LANES],
+                   const float row_scale[S::ROWS], int rows, float a[S::ROWS][S::N / 2]) {
+    FASTCAR_NO_INLINE
+    for (int t = 0; t < S::TILES; ++t) {
+        FASTCAR_DATAFLOW
+        word_t scales[S::PORTS][S::SCALE_WORDS];
+        FASTCAR_PARTITION(scales, 1)
+        FASTCAR_BLOCKS(scales, 3)
+        word_t tile[S::PORTS][S::TILE_WORDS];
+        FASTCAR_PARTITION(tile, 1)
+        int32_t acc[S::ROWS][S::PORTS][S::TILE];
+        FASTCAR_PARTITION(acc, 1)
+        FASTCAR_PARTITION(acc, 2)
+        fetch_tile<S>(weights, scales, tile);
+        mac_tile<S>(tile, q, rows, acc);
+        finish_gate_up<S>(scales, acc, row_scale, rows, t, a);
+    }
+}
+
+template <class S>
+void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S::CHANNEL_WORDS][INT8_LANES],
+                const float row_scale[S::ROWS], int rows, float y[S::ROWS][S::N]) {
+    FASTCAR_NO_INLINE
+    for (int t = 0; t < S::TILES; ++t) {
+        FASTCAR_DATAFLOW
+        word_t scales[S::PORTS][S::SCALE_WORDS];
+        FASTCAR_PARTITION(scales, 1)
+        FASTCAR_BLOCKS(scales, 3)
+        word_t tile[S::PORTS][S::TILE_WORDS];
+        FASTCAR_PARTITION(tile, 1)
+        int32_t acc[S::ROWS][S::PORTS][S::TILE];
+        FASTCAR_PARTITION(acc, 1)
+        FASTCAR_PARTITION(acc, 2)
+        fetch_tile<S>(weights, scales, tile);
+        mac_tile<S>(tile, q, rows, acc);
+        finish_down<S>(scales, acc, row_scale, rows, t, y);
+    }
+}
+
+template <class C>
+void load_core_rows(hls::stream<word_t>& in, int rows, float x[Shapes<C>::ROWS][C::HIDDEN]) {
+    FASTCAR_NO_INLINE
+    word_t word = 0;
+    for (int r = 0; r < rows; ++r) {
+        FASTCAR_TRIPS(1, Shapes<C>::ROWS)
+        for (int k = 0; k < C::HIDDEN; ++k) {
+            FASTCAR_PIPELINE(1)
+            if (k % FLOAT_LANES == 0) {
+                word = in.read();
+            }
+            x[r][k] = unpack_float(word, k % FLOAT_LANES);
+        }
+    }
+}
+
+template <class C>
+void store_core_rows(const float y[Shapes<C>::ROWS][C::HIDDEN], int rows, hls::stream<word_t>& out) {
+    FASTCAR_NO_INLINE
+    for (int r = 0; r < rows; ++r) {
+        FASTCAR_TRIPS(1, Shapes<C>::ROWS)
+        float lanes[FLOAT_LANES] = {0.0f, 0.0f, 0.0f, 0.0f};
+        FASTCAR_PARTITION(lanes, 0)
+        for (int k = 0; k < Shapes<C>::ROW_WORDS * FLOAT_LANES; ++k) {
+            FASTCAR_PIPELINE(1)
+            lanes[k % FLOAT_LANES] = k < C::HIDDEN ? y[r][k] : 0.0f;
+            if (k % FLOAT_LANES == FLOAT_LANES - 1) {
+                out.write(pack_float(lanes));
+            }
+        }
+    }
+}
+
+// One core: its rows (if any) through gate, up, SwiGLU and down.
+template <class C, int CORE>
+void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::PORTS> >& weights,
+          hls::stream<word_t>& out) {
+    FASTCAR_NO_INLINE
+    typedef typename Shapes<C>::GateUp GateUp;
+    typedef typename Shapes<C>::Down Down;
+    const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
+    float x[GateUp::ROWS][GateUp::K];
+    int8_t x_int8[GateUp::ROWS][GateUp::CHANNEL_WORDS][INT8_LANES];
+    float x_scale[GateUp::ROWS];
+    float a[Down::ROWS][Down::K];
+    int8_t a_int8[Down::ROWS][Down::CHANNEL_WORDS][INT8_LANES];
+    float a_scale[Down::ROWS];
+    float y[Down::ROWS][Down::N];
+    FASTCAR_PARTITION(x_int8, 1)
+    FASTCAR_PARTITION(x_int8, 3)
+    FASTCAR_PARTITION(a_int8, 1)
+    FASTCAR_PARTITION(a_int8, 3)
+    if (rows > 0) {
+        load_core_rows<C>(in, rows, x);
+        quantize_rows<GateUp>(x, rows, x_int8, x_scale);
+        gate_up_stage<GateUp>(weights, x_int8, x_scale, rows, a);
+        quantize_rows<Down>(a, rows, a_int8, a_scale);
+        down_stage<Down>(weights, a_int8, a_scale, rows, y);
+        store_core_rows<C>(y, rows, out);
+    }
+}
+
+}  // namespace fastcar
+
+#endif

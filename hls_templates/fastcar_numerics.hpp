@@ -1,0 +1,94 @@
+// w8a8 numerics, bit for bit as docs/architecture.md defines them: IEEE float32, one rounding per operation, no FMA.
+// (The fabric's float operators flush denormals to zero; equality with the reference holds for normal numbers.)
+// Comparisons are written so that a NaN takes a defined branch and no conversion to integer is out of range.
+#ifndef FASTCAR_NUMERICS_HPP
+#define FASTCAR_NUMERICS_HPP
+
+#include <stdint.h>
+
+#include "fastcar_pragmas.hpp"
+#include "fastcar_sigmoid_table.hpp"
+#include "fastcar_word.hpp"
+
+namespace fastcar {
+
+static const float SMALLEST_AMAX = 1e-30f;
+static const float ONE_OVER_127 = 1.0f / 127.0f;
+
+// Round half to even; |value| < 2^22. `value - whole` is exact, so nothing rounds twice.
+inline int32_t round_half_even(float value) {
+    FASTCAR_INLINE
+    const int32_t whole = static_cast<int32_t>(value);
+    const float rest = value - static_cast<float>(whole);
+    const bool odd = (whole & 1) != 0;
+    const bool up = rest > 0.5f || (rest == 0.5f && odd);
+    const bool down = rest < -0.5f || (rest == -0.5f && odd);
+    return whole + (up ? 1 : 0) - (down ? 1 : 0);
+}
+
+inline float clamp(float value, float limit) {
+    FASTCAR_INLINE
+    const float low = value < limit ? value : limit;
+    return low > -limit ? low : -limit;
+}
+
+inline float absolute(float value) {
+    FASTCAR_INLINE
+    return float_of_bits(bits_of_float(value) & 0x7FFFFFFFu);
+}
+
+inline float row_amax_floor(float amax) {
+    FASTCAR_INLINE
+    return amax > SMALLEST_AMAX ? amax : SMALLEST_AMAX;
+}
+
+// Clamping first is the same as rounding first: the limits are integers.
+inline int8_t quantize(float value, float inverse) {
+    FASTCAR_INLINE
+    return static_cast<int8_t>(round_half_even(clamp(value * inverse, 127.0f)));
+}
+
+// One row: float32 [K] -> int8 words [ceil(K / 16)][16], spare lanes zero; returns the row's scale.
+template <int K>
+float quantize_row(const float x[K], int8_t q[WordsFor<K, INT8_LANES>::VALUE][INT8_LANES]) {
+    FASTCAR_NO_INLINE
+    float amax = 0.0f;
+    for (int k = 0; k < K; ++k) {
+        FASTCAR_PIPELINE(1)
+        const float size = absolute(x[k]);
+        amax = size > amax ? size : amax;
+    }
+    const float floored = row_amax_floor(amax);
+    const float inverse = 127.0f / floored;
+    for (int k = 0; k < WordsFor<K, INT8_LANES>::VALUE * INT8_LANES; ++k) {
+        FASTCAR_PIPELINE(1)
+        q[k / INT8_LANES][k % INT8_LANES] = k < K ? quantize(x[k], inverse) : static_cast<int8_t>(0);
+    }
+    return floored * ONE_OVER_127;
+}
+
+inline float dequantize(int32_t accumulator, float row_scale, float channel_scale) {
+    FASTCAR_INLINE
+    const float scale = row_scale * channel_scale;
+    return static_cast<float>(accumulator) * scale;
+}
+
+// Table sigmoid: 513 knots on [-16, 16], linear in between, integers only.
+inline float sigmoid(float x) {
+    FASTCAR_INLINE
+    const int32_t fixed = round_half_even(clamp(x, 16.0f) * 1024.0f) + 16384;
+    const int32_t index = (fixed >> 6) < 511 ? (fixed >> 6) : 511;
+    const int32_t fraction = fixed - (index << 6);
+    const int32_t sum = SIGMOID_TABLE[index] * (64 - fraction) + SIGMOID_TABLE[index + 1] * fraction + 32;
+    return static_cast<float>(sum >> 6) * (1.0f / 16777216.0f);
+}
+
+inline float gated_silu(float gate, float up) {
+    FASTCAR_INLINE
+    const float silu = gate * sigmoid(gate);
+    return silu * up;
+}
+
+}  // namespace fastcar
+
+#endif
