@@ -4,8 +4,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
-# The CPU build of torch is tried first (CUDA builds are gigabytes); where its index cannot be reached, pip's own choice is taken.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -29,8 +27,7 @@ bench: $(STAMP)
 # torch goes first, so that resolving the rest finds it satisfied and does not replace it.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --retries 1 --no-deps --index-url $(TORCH_INDEX) "$(TORCH)" \
-	    || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev,csim,example]"
 	touch $@
 

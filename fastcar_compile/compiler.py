@@ -106,7 +106,9 @@ def _configure(
     frame = tokens_per_frame or facts.tokens_per_frame
     if frame is None:
         frame = DEFAULT_TOKENS_PER_FRAME
-        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
+        text = (
+            f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
+        )
         warnings.warn(text, UserWarning, stacklevel=3)
     return CompileConfig(
         target=board.name,

@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import fx
 
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.emit_accelerator import emit_accelerator
-from fastcar_compile.emit_host import emit_host, emit_onnx
+from fastcar_compile.emit_host import emit_host
 from fastcar_compile.graph_io import graph_to_json, graph_to_text
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ir_io import graphs_to_json, program_sections
@@ -35,20 +34,14 @@ def emit_artifact(
         _emit_graphs(writer, program, original)
         writer.write_tensors("weights/model.safetensors", program.params)
         say("lowering with TVM")
-        host = emit_host(writer, program, accelerator=board.kind == "fpga" and config.quant == "w8a8")
-        say("exporting ONNX")
-        emit_onnx(writer, program)
-        accelerator = None
-        if board.kind == "fpga":
-            say("emitting the accelerator")
-            accelerator = emit_accelerator(writer, program, config, board)
+        host = emit_host(writer, program, accelerator=False)
         sections = program_sections(program) | {
             "config": config.to_json(),
             "target": board.model_dump(mode="json"),
             "pipeline": pipeline,
             "log": program.log,
             "host": host,
-            "accelerator": accelerator,
+            "accelerator": None,
         }
         for name, value in sections.items():
             writer.section(name, value)

@@ -1,4 +1,4 @@
-"""The host parts of an artifact: TVM libraries and the ONNX model."""
+"""The host part of an artifact: TVM libraries."""
 
 from __future__ import annotations
 
@@ -35,10 +35,3 @@ def emit_host(writer: ArtifactWriter, program: DecoderProgram, *, accelerator: b
         lowered.export(writer.file(library))
         section[name] = {"library": library, **lowered.arguments()}
     return {"triple": triple, "programs": section}
-
-
-def emit_onnx(writer: ArtifactWriter, program: DecoderProgram) -> None:
-    """graph/decoder.onnx."""
-    from fastcar_compile.codegen.onnx.export import export_onnx
-
-    export_onnx(program, writer.file("graph/decoder.onnx"))

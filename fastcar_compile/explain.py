@@ -12,7 +12,11 @@ from fastcar_compile.ir import DecoderConfig, LayerSite, StateSpec, module_path_
 
 
 def explain_program(
-    config: DecoderConfig, sites: Sequence[LayerSite], state: Sequence[StateSpec], pipeline: str, layer: int | None = None
+    config: DecoderConfig,
+    sites: Sequence[LayerSite],
+    state: Sequence[StateSpec],
+    pipeline: str,
+    layer: int | None = None,
 ) -> str:
     """Per layer: what was matched and where, what replay inserted, what is cached, and why."""
     if layer is not None and not 0 <= layer < len(sites):
@@ -32,18 +36,22 @@ def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -
         f"  found    attention {site.attention}: {site.num_heads} query heads, {site.num_kv_heads} key/value heads of "
         f"{site.head_dim}, scale {site.scale:.6g}; query {site.query}, key cache {site.key_cache}",
         f"  found    MLP {site.mlp_input} -> {site.mlp_output}: linear -> {site.activation}{product} -> linear, "
-        f"{site.hidden} -> {site.intermediate} -> {site.hidden}; closed by {site.exit} = {site.residual} + {site.region_output}",
+        f"{site.hidden} -> {site.intermediate} -> {site.hidden}; "
+        f"closed by {site.exit} = {site.residual} + {site.region_output}",
     ]
     if site.replay:
         stride = config.tokens_per_frame
         lines += [
-            f"  inserted TAS of {site.query} with the key {stride} positions back, gate at threshold {site.threshold:g}, "
+            f"  inserted TAS of {site.query} with the key {stride} positions back, "
+            f"gate at threshold {site.threshold:g}, "
             f"cond around norm and MLP (replay_branch_{site.layer} | compute_branch_{site.layer})",
-            f"  why      a row whose score reaches the threshold keeps the MLP output of {stride} forwards ago; the MLP is "
-            "skipped when every row does",
+            f"  why      a row whose score reaches the threshold keeps the MLP output of {stride} forwards ago; "
+            "the MLP is skipped when every row does",
         ]
     else:
-        lines.append("  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes")
+        lines.append(
+            "  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes"
+        )
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / 2**20:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 

@@ -40,8 +40,14 @@ def capture(
         with step_module(model, batch_size, max_seq_len) as (step, headless):
             facts = ModelFacts.of(model)
             graph = import_exported(_export(step, facts, batch_size, 1, headless))
-            chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless)) if prefill_chunk > 1 else None
-    return DecoderProgram(graph, chunk, _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk), outputs=["logits"])
+            chunk = (
+                import_exported(_export(step, facts, batch_size, prefill_chunk, headless))
+                if prefill_chunk > 1
+                else None
+            )
+    return DecoderProgram(
+        graph, chunk, _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk), outputs=["logits"]
+    )
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
         arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # Caches are plain attributes of HF's cache object; torch.export says so for each, and lifts them all the same.
+            # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
             warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
             return torch.export.export(step, (), arguments, strict=False)
     except UserError:

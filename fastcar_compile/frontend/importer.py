@@ -69,7 +69,8 @@ class _Importer:
                 f"the step module takes {names}, but the step protocol wants one of {sorted(_TOKEN_NAMES)} "
                 f"and one of {list(_POSITION_NAMES)}",
                 where="inputs of the exported program",
-                mend="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); see docs/step_protocol.md",
+                mend="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
+                "see docs/step_protocol.md",
             )
 
     def _attribute(self, node: fx.Node) -> fx.Node:
@@ -111,7 +112,7 @@ class _Importer:
         user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
         if len(user) != 1 or len(results) != 1:
             raise CompileError(
-                f"the step module returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs",
+                f"the step returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs",
                 where="outputs of the exported program",
                 mend="return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions",
             )

@@ -1,4 +1,4 @@
-"""Graph editing shared by the passes: inserted nodes always carry a value, a source line and the pass that made them."""
+"""Graph editing shared by the passes: inserted nodes carry a value, a source line and their pass."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class _Matcher:
         self._check_shape(region, linears, region_output)
         activation = next(ACTIVATIONS[n.target.overloadpacket] for n in region if is_op(n, *ACTIVATIONS))  # type: ignore[union-attr]
         query, key_cache, value_cache = self.attention.args[0], *self.attention.args[1:3]
-        batch, heads, _, dim = query.meta["val"].shape  # type: ignore[union-attr]
+        _, heads, _, dim = query.meta["val"].shape  # type: ignore[union-attr]
         return LayerSite(
             layer=self.layer,
             module_path=module_path_of(linears[0]).rpartition(".")[0],

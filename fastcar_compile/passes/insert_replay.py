@@ -69,9 +69,7 @@ class _Inserter:
         self.module, self.graph = program.graph_module, program.graph_module.graph
         self.config = program.config
         self.step = add_placeholder(self.graph, "step", (1,), torch.int64, options.name)
-        self.thresholds = add_placeholder(
-            self.graph, "thresholds", (len(program.sites),), torch.float32, options.name
-        )
+        self.thresholds = add_placeholder(self.graph, "thresholds", (len(program.sites),), torch.float32, options.name)
         self.decisions: dict[int, fx.Node] = {}
         self.scores: dict[int, fx.Node] = {}
         self.updates: list[tuple[StateSpec, fx.Node]] = []

@@ -85,7 +85,11 @@ class _Normalizer:
             for start in self._probe_positions(capacity, steps):
                 index = self._at(write.index, start)
                 if index is None or not torch.equal(index.reshape(-1), torch.arange(start, start + steps)):
-                    self._problem(write.origin, f"buffer '{write.root}' is not written at cache_position", "write new keys and values at cache_position")
+                    self._problem(
+                        write.origin,
+                        f"buffer '{write.root}' is not written at cache_position",
+                        "write new keys and values at cache_position",
+                    )
                     break
 
     def _attention(
@@ -105,7 +109,9 @@ class _Normalizer:
         dim = query.meta["val"].shape[-1]  # type: ignore[union-attr]
         arguments = (query, found[0].node, found[1].node, self.position, float(scale or dim**-0.5))  # type: ignore[union-attr]
         with self.graph.inserting_before(node):
-            new = call(self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name)
+            new = call(
+                self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name
+            )
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         return [(found[0], StateRole.KEY_CACHE, layer), (found[1], StateRole.VALUE_CACHE, layer)]  # type: ignore[list-item]
@@ -163,5 +169,3 @@ def _sdpa_options(node: fx.Node) -> dict[str, object]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-

@@ -67,7 +67,10 @@ def _attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.No
         owner.register_buffer(leaf, value)
     node = module.graph.get_attr(target)
     node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    node.meta |= {"made_by": QuantizeW8A8.name, "val": fake_mode_of(module.graph).from_tensor(value, static_shapes=True)}
+    node.meta |= {
+        "made_by": QuantizeW8A8.name,
+        "val": fake_mode_of(module.graph).from_tensor(value, static_shapes=True),
+    }
     return node
 
 

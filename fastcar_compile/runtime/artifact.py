@@ -78,7 +78,9 @@ class Artifact:
         if self._original is not None:
             return self._original
         data = self._json("graph/before.json")
-        missing = {n["target"]: n["type"] for n in data["nodes"] if n["op"] == "get_attr" and n["target"] not in self.params}
+        missing = {
+            n["target"]: n["type"] for n in data["nodes"] if n["op"] == "get_attr" and n["target"] not in self.params
+        }
         stand_ins = {
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, (dtype, shape) in missing.items()

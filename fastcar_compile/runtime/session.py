@@ -62,7 +62,9 @@ class Session:
         if isinstance(threshold, int | float):
             threshold = [float(threshold) if can else None for can in self._can_replay]
         if len(threshold) != layers:
-            raise InputError(f"{len(threshold)} thresholds for {layers} layers", mend="give one number, or one per layer")
+            raise InputError(
+                f"{len(threshold)} thresholds for {layers} layers", mend="give one number, or one per layer"
+            )
         for layer, value in enumerate(threshold):
             if value is not None and np.isnan(value):
                 raise InputError(f"the threshold of layer {layer} is NaN")
@@ -118,9 +120,7 @@ class Session:
         self.stats.add(result.decisions)
         return torch.from_numpy(np.array(result.logits[:, 0]))
 
-    def generate(
-        self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False
-    ) -> Tensor:
+    def generate(self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False) -> Tensor:
         """Reset, read the prompt, sample one token from it and decode the others: num_tokens - 1 decode forwards.
 
         Args:
@@ -133,12 +133,15 @@ class Session:
             InputError: the decoder is headless, or prompt and tokens do not fit the cache.
         """
         if self._config.takes_embeddings:
-            raise InputError("a headless decoder has no tokens to sample", mend="use prefill() and step() with embeddings")
+            raise InputError(
+                "a headless decoder has no tokens to sample", mend="use prefill() and step() with embeddings"
+            )
         ids = self._checked(prompt, steps=None)
         length = ids.shape[1] + num_tokens - 1
         if num_tokens < 1 or length > self._config.max_seq_len:
             raise InputError(
-                f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit max_seq_len {self._config.max_seq_len}"
+                f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit "
+                f"max_seq_len {self._config.max_seq_len}"
             )
         self.reset()
         sample = sample or greedy
@@ -160,13 +163,17 @@ class Session:
         array = inputs.detach().cpu().numpy() if isinstance(inputs, Tensor) else np.asarray(inputs)
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
         if array.dtype != dtype:
-            raise InputError(f"{config.input_name} are {array.dtype}, expected {dtype}", mend=f"convert them to {dtype}")
+            raise InputError(
+                f"{config.input_name} are {array.dtype}, expected {dtype}", mend=f"convert them to {dtype}"
+            )
         tail = (config.hidden_size,) if config.takes_embeddings else ()
         time = () if steps == 1 else ("P",)
         expected = (config.batch_size, *time, *tail)
         fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
         if not fits or 0 in array.shape:
-            raise InputError(f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]")
+            raise InputError(
+                f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
+            )
         if config.vocab_size is not None and not config.takes_embeddings:
             self._check_ids(array, config.vocab_size)
         return np.ascontiguousarray(array[:, None] if steps == 1 else array)
@@ -175,4 +182,6 @@ class Session:
     def _check_ids(ids: Array, vocab_size: int) -> None:
         if ids.min() < 0 or ids.max() >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
-            raise InputError(f"token {bad} is outside the vocabulary of {vocab_size}", mend=f"use ids 0 .. {vocab_size - 1}")
+            raise InputError(
+                f"token {bad} is outside the vocabulary of {vocab_size}", mend=f"use ids 0 .. {vocab_size - 1}"
+            )

@@ -34,7 +34,8 @@ class _Program:
         self._run = machine["run"]
         self.inputs: list[str] = spec["inputs"]
         self.outputs: list[str] = spec["outputs"]
-        self._params = [params[n] for n in spec["params"]]
+        self._names: list[str] = spec["params"]
+        self._params = [params[n] for n in self._names]
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         results = self._run(*[feeds[n] for n in self.inputs], *self._params)

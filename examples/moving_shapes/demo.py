@@ -1,0 +1,104 @@
+"""Compile the shipped decoder for a board, decode one video dense and with replay, and show both."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from evaluate import HELD_OUT_SEED, frame_nll, load_model
+from render import write_gif, write_strip
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from video import TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos
+
+import fastcar_compile as fc
+
+GIVEN_FRAMES = 2
+TEMPERATURE = 0.5
+
+
+def teacher_forced(session: fc.Session, tokens: Tensor) -> tuple[float, float]:
+    """Decode a whole video int64 [1, 2049] with its own tokens as input.
+
+    Returns:
+        NLL over frames 2-8 in nats per token, and tokens per second.
+    """
+    session.reset()
+    logits = [session.prefill(tokens[:, :1])]
+    start = time.perf_counter()
+    for i in track(range(1, tokens.shape[1] - 1), "  teacher-forced", transient=True):
+        logits.append(session.step(tokens[:, i]))
+    seconds = time.perf_counter() - start
+    nll = frame_nll(torch.stack(logits, 1), tokens[:, 1:])[1:].mean()
+    return float(nll), (tokens.shape[1] - 2) / seconds
+
+
+def generated(session: fc.Session, tokens: Tensor, seed: int) -> np.ndarray:
+    """Frames 3-8 sampled after two given frames: uint8 [8, 32, 32]."""
+    random = torch.Generator().manual_seed(seed)
+
+    def sample(logits: Tensor) -> Tensor:
+        return torch.multinomial(torch.softmax(logits / TEMPERATURE, -1), 1, generator=random)[:, 0]
+
+    prompt = tokens[:, : 1 + GIVEN_FRAMES * TOKENS_PER_FRAME]
+    rest = session.generate(prompt, tokens.shape[1] - prompt.shape[1], sample=sample, progress=True)
+    return detokenize(torch.cat([prompt[:, 1:], rest], 1).numpy())[0]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/demo"))
+    parser.add_argument("--target", default="zcu102")
+    parser.add_argument("--threshold", type=float, default=2.0)
+    parser.add_argument("--video", type=int, default=0, help="index of the held-out video")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    console = Console()
+    truth = make_videos(options.video + 1, HELD_OUT_SEED)[options.video :]
+    tokens = torch.from_numpy(with_bos(tokenize(truth)))
+    with console.status("compiling") as status, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        artifact = fc.compile(
+            load_model(),
+            target=options.target,
+            quant="w8a8",
+            replay=fc.ReplayConfig(threshold=options.threshold),
+            output=options.out / "artifact",
+            progress=lambda stage: status.update(f"compiling: {stage}"),
+        )
+    rows, results = {"truth": truth[0]}, {}
+    table = Table("decode", "replay ratio", "of t >= F", "NLL, frames 2-8", "tokens/s")
+    for name, threshold in (("dense", float("inf")), ("replay", options.threshold)):
+        session = artifact.session(backend="cpu")
+        session.set_threshold(threshold)
+        nll, speed = teacher_forced(session, tokens)
+        stats = session.stats
+        table.add_row(
+            name, f"{stats.replay_ratio:.1%}", f"{stats.eligible_replay_ratio:.1%}", f"{nll:.4f}", f"{speed:.0f}"
+        )
+        results[name] = {
+            "replay_ratio": stats.replay_ratio,
+            "eligible_replay_ratio": stats.eligible_replay_ratio,
+            "per_layer": stats.per_layer,
+            "nll": nll,
+            "tokens_per_second": speed,
+        }
+        rows[name] = generated(session, tokens, options.seed)
+        write_gif(rows[name], options.out / f"{name}.gif")
+    write_gif(truth[0], options.out / "truth.gif")
+    write_strip(rows, options.out / "strip.png", reference="truth")
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(table)
+    console.print(f"artifact {artifact.path}\nvideos   {options.out}/*.gif, {options.out}/strip.png")
+
+
+if __name__ == "__main__":
+    main()

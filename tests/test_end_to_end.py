@@ -1,0 +1,162 @@
+"""Model -> artifact -> session, on every backend, against the original model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import PlainDecoder, headless_llama, llama
+
+import fastcar_compile as fc
+from fastcar_compile.runtime.session import Session
+
+FRAME, LENGTH = 8, 65
+BACKENDS = ("eager", "cpu")
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """The small Llama at batch 2, in float32 and w8a8."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    return {
+        quant: fc.compile(
+            llama(),
+            target="cpu",
+            tokens_per_frame=FRAME,
+            max_seq_len=LENGTH,
+            batch_size=2,
+            quant=quant,
+            replay=fc.ReplayConfig(threshold=0.0),
+            prefill_chunk=16,
+            output=folder / quant,
+        )
+        for quant in ("none", "w8a8")
+    }
+
+
+def decode(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits [B, T - prompt + 1, V] of a prefill and the steps after it."""
+    session.reset()
+    out = [session.prefill(ids[:, :prompt])]
+    out += [session.step(ids[:, i]) for i in range(prompt, ids.shape[1])]
+    return torch.stack(out, 1)
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, 17, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("prompt", [1, 16, 21])
+def test_gate_off_equals_the_original_model(artifacts: dict[str, fc.Artifact], backend: str, prompt: int) -> None:
+    ids = tokens()
+    with torch.inference_mode():
+        expected = llama()(ids).logits[:, prompt - 1 :]
+    session = artifacts["none"].session(backend)
+    session.set_threshold(float("inf"))
+    torch.testing.assert_close(decode(session, ids, prompt), expected, atol=1e-4, rtol=0)
+    assert session.stats.replay_ratio == 0.0
+
+
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_gate_on_decisions_and_logits_agree(artifacts: dict[str, fc.Artifact], quant: str) -> None:
+    ids = tokens()
+    eager, cpu = (artifacts[quant].session(b, record=True) for b in BACKENDS)
+    expected, actual = decode(eager, ids, 1), decode(cpu, ids, 1)
+    assert 0.0 < eager.stats.replay_ratio < 0.8
+    assert (eager.stats.decisions == cpu.stats.decisions).all()
+    torch.testing.assert_close(actual, expected, atol=1e-4 if quant == "none" else 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minus_infinity_replays_all_but_the_first_frame(artifacts: dict[str, fc.Artifact], backend: str) -> None:
+    session = artifacts["none"].session(backend)
+    session.set_threshold(-float("inf"))
+    decode(session, tokens(), 1)
+    forwards = LENGTH - 1
+    assert session.stats.per_layer == pytest.approx([(forwards - FRAME) / forwards] * 2)
+
+
+def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact], tmp_path: Path) -> None:
+    """After frame one, poisoned MLP weights are never read: the logits stay finite."""
+    model = llama()
+    clean = decode_all_replay(model, tmp_path / "clean")
+    assert torch.isfinite(clean).all()
+    session = fc.load(tmp_path / "clean").session("cpu")
+    session.set_threshold(-float("inf"))
+    ids = tokens(1)
+    session.prefill(ids[:, :1])
+    for i in range(1, 1 + FRAME):
+        session.step(ids[:, i])
+    backend = session._backend
+    for name, tensor in zip(backend._decode._names, backend._decode._params, strict=True):
+        if ".mlp." in name:
+            tensor.copyfrom(torch.full(tuple(tensor.shape), torch.nan).numpy())
+    assert torch.isfinite(session.step(ids[:, 1 + FRAME])).all()
+    session.set_threshold(float("inf"))
+    assert not torch.isfinite(session.step(ids[:, 2 + FRAME])).all()
+
+
+def decode_all_replay(model: torch.nn.Module, path: Path) -> torch.Tensor:
+    replay = fc.ReplayConfig(threshold=-float("inf"))
+    artifact = fc.compile(model, "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=path)
+    return decode(artifact.session("cpu"), tokens(1), 1)
+
+
+def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) -> None:
+    first, second = artifacts["none"].session("cpu"), artifacts["none"].session("cpu")
+    ids, other = tokens(), tokens().flip(1)
+    alone = decode(first, ids, 1)
+    decode(second, other, 1)
+    decode(first, other, 1)
+    torch.testing.assert_close(decode(first, ids, 1), alone, atol=0, rtol=0)
+
+
+def test_max_chain_halves_the_chain(tmp_path: Path) -> None:
+    replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
+    artifact = fc.compile(
+        llama(), "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=tmp_path / "a"
+    )
+    session = artifact.session("cpu")
+    decode(session, tokens(1), 1)
+    assert session.stats.per_layer == pytest.approx([4 * FRAME / 64] * 2)
+
+
+def test_library_loads_in_a_fresh_process(artifacts: dict[str, fc.Artifact]) -> None:
+    artifact = artifacts["none"]
+    code = (
+        "import sys, torch, fastcar_compile as fc\n"
+        "s = fc.load(sys.argv[1]).session('cpu')\n"
+        "print(s.generate(torch.tensor([[16], [3]]), 40).tolist())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(artifact.path)], capture_output=True, text=True, check=True)
+    expected = artifact.session("cpu").generate(torch.tensor([[16], [3]]), 40)
+    assert run.stdout.strip().splitlines()[-1] == str(expected.tolist())
+
+
+def test_plain_module_of_the_step_protocol(tmp_path: Path) -> None:
+    model = PlainDecoder()
+    ids = torch.randint(0, 11, (1, 33))
+    with torch.inference_mode():
+        expected = PlainDecoder()(ids, torch.arange(33))
+    artifact = fc.compile(
+        model, "cpu", tokens_per_frame=8, replay=fc.ReplayConfig(threshold=float("inf")), output=tmp_path / "a"
+    )
+    assert [s.activation for s in artifact.sites] == ["gelu", "gelu"]
+    for backend in BACKENDS:
+        torch.testing.assert_close(decode(artifact.session(backend), ids, 1), expected, atol=1e-4, rtol=0)
+
+
+def test_headless_decoder(tmp_path: Path) -> None:
+    model = headless_llama()
+    embeddings = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(inputs_embeds=embeddings).last_hidden_state
+    model.set_input_embeddings(None)
+    artifact = fc.compile(
+        model, "cpu", tokens_per_frame=8, output=tmp_path / "a", replay=fc.ReplayConfig(threshold=1e9)
+    )
+    torch.testing.assert_close(decode(artifact.session("cpu"), embeddings, 4), expected[:, 3:], atol=1e-4, rtol=0)
