@@ -86,7 +86,7 @@ def lower(
 
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
-    """TVM's CPU pipeline on dataflow blocks: the importer leaves a function with an `If` without them, so without fusion."""
+    """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
     prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow()]
     return tvm.transform.Sequential([*prepare, relax.backend.cpu_generic.get_default_pipeline(target)])
 

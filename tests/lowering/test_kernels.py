@@ -24,8 +24,8 @@ from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.lowering.target import host_target
-from fastcar_compile.ops.quant import quantize_weight, sigmoid_table
 from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
+from fastcar_compile.ops.quant import quantize_weight, sigmoid_table
 
 fastcar = torch.ops.fastcar
 few = settings(max_examples=12, deadline=None, derandomize=True)

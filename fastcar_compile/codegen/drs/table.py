@@ -125,7 +125,7 @@ class DrsTable:
         if status is not Status.OK:
             raise UserError(f"the DRS table is not valid: {status.name}, {_EXPLAINED[status]}", mend="compile it again")
         words = words_of(data)
-        layers, rows, cores, tokens, stride = words[4:9]
+        layers, rows, cores, tokens, _stride = words[4:9]
         thresholds = struct.unpack_from(f"<{layers}f", data, 4 * HEADER_WORDS)
         programs = []
         for layer in range(layers):
@@ -160,9 +160,7 @@ def layer_words(rows: int) -> int:
     return 2 * rows + 4
 
 
-def build_table(
-    layers: int, rows: int, cores: int, tokens_per_frame: int, thresholds: Sequence[float]
-) -> DrsTable:
+def build_table(layers: int, rows: int, cores: int, tokens_per_frame: int, thresholds: Sequence[float]) -> DrsTable:
     """The control table of a decoder.
 
     Args:

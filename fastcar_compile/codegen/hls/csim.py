@@ -22,9 +22,18 @@ from fastcar_compile.errors import BackendError, InputError, UserError
 
 Array = NDArray[Any]
 
-FLAGS = (
-    "-std=c++14 -O2 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas -fPIC -shared"
-).split()
+FLAGS = [
+    "-std=c++14",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-fPIC",
+    "-shared",
+]
 SOURCES = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 

@@ -183,10 +183,7 @@ def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape) -> 
         + spec.cores * (resources.CORE_LUT + core_lut_ram)
         + axi * resources.PORT_LUT
         + resources.BASE_LUT,
-        ff=lanes * resources.LANE_FF
-        + spec.cores * resources.CORE_FF
-        + axi * resources.PORT_FF
-        + resources.BASE_FF,
+        ff=lanes * resources.LANE_FF + spec.cores * resources.CORE_FF + axi * resources.PORT_FF + resources.BASE_FF,
         dsp=lanes + spec.cores * resources.CORE_DSP,
         bram36=spec.cores * core_bram + axi * resources.PORT_BRAM + fifo_bram + resources.BASE_BRAM,
     )

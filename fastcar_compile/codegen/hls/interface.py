@@ -42,7 +42,9 @@ class KernelPort:
         control = f"#pragma HLS INTERFACE mode=s_axilite port={self.name} bundle=control"
         if self.mode == "s_axilite":
             return [control]
-        memory = f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave depth={self.depth}"
+        memory = (
+            f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave depth={self.depth}"
+        )
         burst = "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
         return [f"{memory} {burst}", control]
 
@@ -77,7 +79,9 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
     """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
     rows = design.spec.batch * design.row_words
     stream = design.ports * design.port_words
-    weights = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)]
+    weights = [
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)
+    ]
     return KernelInterface(
         "fastcar_mlp",
         (
