@@ -3,6 +3,7 @@
 #define FASTCAR_WORD_HPP
 
 #include <stdint.h>
+#include <string.h>
 
 #include "fastcar_ap_int.hpp"
 #include "fastcar_pragmas.hpp"
@@ -39,29 +40,47 @@ inline uint32_t bits_of_float(float value) {
     return cell.u;
 }
 
-// Native halves keep C simulation fast; in hardware the shifts are wires.
+// C simulation reads the bytes of a word (a little-endian host, ap_uint<128> in 16 bytes): range() of the simulation
+// headers takes fifty times as long. Hardware, and g++ with FASTCAR_WORD_BY_RANGE, take ranges, which are wires.
+#if !defined(__SYNTHESIS__) && !defined(FASTCAR_WORD_BY_RANGE)
+#define FASTCAR_WORD_BYTES
+static_assert(sizeof(word_t) == 16, "define FASTCAR_WORD_BY_RANGE for headers with another layout of ap_uint<128>");
+#endif
+
 inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
     FASTCAR_INLINE
-    const uint64_t half[2] = {word.range(63, 0).to_uint64(), word.range(127, 64).to_uint64()};
+#if defined(FASTCAR_WORD_BYTES)
+    memcpy(lanes, &word, sizeof(word_t));
+#else
     for (int i = 0; i < INT8_LANES; ++i) {
         FASTCAR_UNROLL
-        lanes[i] = static_cast<int8_t>(static_cast<uint8_t>(half[i / 8] >> (8 * (i % 8))));
+        lanes[i] = static_cast<int8_t>(static_cast<uint8_t>(word.range(8 * i + 7, 8 * i).to_uint()));
     }
+#endif
 }
 
 inline float unpack_float(const word_t& word, int lane) {
     FASTCAR_INLINE
-    const uint64_t half = lane < 2 ? word.range(63, 0).to_uint64() : word.range(127, 64).to_uint64();
-    return float_of_bits(static_cast<uint32_t>(half >> (32 * (lane % 2))));
+#if defined(FASTCAR_WORD_BYTES)
+    float lanes[FLOAT_LANES];
+    memcpy(lanes, &word, sizeof(word_t));
+    return lanes[lane];
+#else
+    return float_of_bits(word.range(32 * lane + 31, 32 * lane).to_uint());
+#endif
 }
 
 inline word_t pack_float(const float lanes[FLOAT_LANES]) {
     FASTCAR_INLINE
     word_t word = 0;
+#if defined(FASTCAR_WORD_BYTES)
+    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
+#else
     for (int i = 0; i < FLOAT_LANES; ++i) {
         FASTCAR_UNROLL
         word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
     }
+#endif
     return word;
 }
 

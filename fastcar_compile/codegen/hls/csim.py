@@ -192,7 +192,7 @@ def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BackendError(
-                f"g++ could not build the C simulation:\n{done.stderr.strip()[-2000:]}",
+                f"g++ could not build the C simulation:\n{done.stderr.strip()[:2000]}",
                 where=str(hls_dir),
                 mend="compile the model again; if it persists, report it with this text",
             )

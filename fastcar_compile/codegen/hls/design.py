@@ -9,7 +9,7 @@ from typing import Any
 from fastcar_compile.codegen.hls import resources
 from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import CompileError
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
 ROW_PORTS = 2
@@ -122,11 +122,11 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
     """The design with the most weight ports, then the longest tiles, that fits the budget.
 
     Raises:
-        UserError: no kernel exists for the MLP, or nothing fits; the text has the numbers.
+        CompileError: no kernel exists for the MLP, or nothing fits; the text has the numbers.
     """
     spec.check()
     if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:
-        raise UserError(
+        raise CompileError(
             f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
@@ -140,7 +140,7 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             if not _excess(tried):
                 return tried
     assert tried is not None
-    raise UserError(
+    raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
         f"{budget.part}: {', '.join(_excess(tried))} (estimates, least design: 1 port, {tried.lanes} lanes)",
         mend="use a larger board, a smaller batch or fewer cores",

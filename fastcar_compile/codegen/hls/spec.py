@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import CompileError
 
 MAX_ROWS = 32
 """Bits of the Index Register."""
@@ -33,10 +33,10 @@ class MlpSpec:
     gated: bool = True
 
     def check(self) -> None:
-        """Raises UserError when no kernel exists for this MLP."""
+        """Raises CompileError when no kernel exists for this MLP."""
         if self.activation != "silu" or not self.gated:
             kind = f"{'gated' if self.gated else 'plain'} MLP with activation {self.activation!r}"
-            raise UserError(
+            raise CompileError(
                 f"there is no HLS kernel for a {kind}",
                 mend="compile for a CPU target; the HLS kernels are SwiGLU (gated, silu)",
             )
@@ -50,7 +50,9 @@ class MlpSpec:
         if self.cores > self.batch >= 1:
             wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
         if wrong:
-            raise UserError(f"the MLP cannot be built: {'; '.join(wrong)}", mend="change the model or the batch size")
+            raise CompileError(
+                f"the MLP cannot be built: {'; '.join(wrong)}", mend="change the model or the batch size"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class BoardBudget:
     bram36: int
     uram: int
     axi_ports: int
-    axi_bits: int
+    axi_bits: int = 128
 
     @classmethod
     def of_device(

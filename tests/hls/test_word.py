@@ -1,0 +1,48 @@
+"""The two ways to take a memory word apart: ranges (hardware) and bytes (C simulation)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.codegen.hls.csim import ap_types_folder
+
+PROGRAM = """
+#include <stdio.h>
+#include "fastcar_word.hpp"
+int main() {
+    fastcar::word_t word = 0;
+    for (int i = 0; i < 16; ++i) word.range(8 * i + 7, 8 * i) = (37 * i + 200) % 256;
+    int8_t lanes[16];
+    fastcar::unpack_int8(word, lanes);
+    for (int i = 0; i < 16; ++i) printf("%d ", lanes[i]);
+    float in[4] = {1.5f, -0.0f, 1e-40f, -3e38f};
+    const fastcar::word_t packed = fastcar::pack_float(in);
+    for (int i = 0; i < 4; ++i) {
+        printf("%08x %08x ", packed.range(32 * i + 31, 32 * i).to_uint(),
+               fastcar::bits_of_float(fastcar::unpack_float(packed, i)));
+    }
+    return 0;
+}
+"""
+BITS = ("3fc00000", "80000000", "000116c2", "ff61b1e6")
+EXPECTED = [str((37 * i + 200 + 128) % 256 - 128) for i in range(16)] + [b for b in BITS for _ in range(2)]
+
+
+@pytest.mark.parametrize("options", [[], ["-DFASTCAR_WORD_BY_RANGE"]], ids=["bytes", "ranges"])
+def test_lanes_are_little_endian(
+    require_tool: Callable[[str], str], require_module: Callable[[str], None], options: list[str], tmp_path: Path
+) -> None:
+    require_tool("g++")
+    require_module("hls4ml")
+    source, program = tmp_path / "word.cpp", tmp_path / "word"
+    source.write_text(PROGRAM)
+    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
+    flags = ["-std=c++14", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *options, *include]
+    subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == EXPECTED
