@@ -32,9 +32,11 @@ class LoweredModule:
 
     Attributes:
         executable: TVM VM executable with the function `run`.
-        inputs: argument names in order: placeholders (state among them), then parameters.
+        inputs: names of the first arguments, in order: the graph's placeholders, state among them.
+        params: names of the arguments after them.
         outputs: result names in order; state results are the argument tensors, updated in place.
         distinct_layers: how many layer functions were compiled.
+        ir_module: the Relax module before TVM's own passes.
     """
 
     executable: Any
@@ -69,7 +71,8 @@ def lower(
     Raises:
         CompileError: operators that TVM cannot import, all of them.
     """
-    segments = segment(module, sites)
+    _check_operators(module)
+    segments = segment(module, sites, state)
     builder = relax.BlockBuilder()
     functions: dict[str, Any] = {}
     for part in segments:
@@ -78,11 +81,24 @@ def lower(
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
-    ir_module = builder.finalize() if hasattr(builder, "finalize") else builder.get()
+    ir_module = builder.finalize()
     target = host_target(cpu)
     executable = tvm.compile(ir_module, target=target, relax_pipeline=_pipeline(target))
     names = tuple(str(n.target) for n in inputs)
-    return LoweredModule(executable, names, tuple(params), tuple(outputs), len(functions), ir_module)
+    exits = {s.exit for s in sites}
+    layers = len({part.key for part in segments if exits & {n.name for n in part.outputs}})
+    return LoweredModule(executable, names, tuple(params), tuple(outputs), layers, ir_module)
+
+
+def _check_operators(module: fx.GraphModule) -> None:
+    """Raises CompileError with every operator that has no lowering, and where it comes from."""
+    known = ExportedProgramImporter().convert_map.keys() | CONVERTERS.keys()
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    unknown = [n for n in nodes if n.target.__name__ not in known]
+    if unknown:
+        problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]
+        raise CompileError.collect(problems)
 
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
@@ -138,9 +154,7 @@ def _import_segment(part: Segment) -> Any:
     try:
         return _import(exported)
     except (AssertionError, NotImplementedError, ValueError) as error:
-        unknown = [n for n in part.module.graph.nodes if n.op == "call_function" and n.target.__name__ in str(error)]
-        places = "; ".join(where(n) for n in unknown) or "unknown node"
-        raise CompileError(f"TVM cannot import this graph: {error}", where=places) from error
+        raise CompileError(f"TVM cannot import this graph: {error}", where=where(part.outputs[-1])) from error
 
 
 def _import(exported: ExportedProgram) -> Any:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fastcar_compile.graph_io import graph_to_json
 from fastcar_compile.ir import LayerSite, get_attribute
-from fastcar_compile.passes.edit import descendants, node_named, output_nodes
+from fastcar_compile.passes.edit import ancestors, descendants, node_named, output_nodes
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,46 @@ class Segment:
     key: str
 
 
-def segment(module: fx.GraphModule, sites: Sequence[LayerSite]) -> list[Segment]:
-    """Prologue, one segment per layer, epilogue. A node belongs to the last layer whose entry it depends on."""
+def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[str]) -> list[Segment]:
+    """Prologue, one segment per layer, epilogue. `state` names the state placeholders.
+
+    A node belongs to the last layer whose entry it depends on, with two corrections that keep equal layers equal: what
+    gathers results of several layers goes to the epilogue, and a layer's own state is read in the layer.
+    """
     graph = module.graph
     exits = [s.exit for s in sites]
     borders = [node_named(graph, n) for n in [sites[0].entry, *exits]] if _has(graph, sites) else []
-    rank: dict[fx.Node, int] = {}
+    rank = dict.fromkeys(graph.nodes, 0)
     for number, border in enumerate(borders, 1):
         for node in descendants(border) - {border}:
             rank[node] = number
+    _gather_last(graph, borders, rank)
+    _sink_state_reads(graph, state, rank)
     parts: list[list[fx.Node]] = [[] for _ in range(len(borders) + 1)]
     for node in graph.nodes:
         if node.op == "call_function":
-            parts[rank.get(node, 0)].append(node)
+            parts[rank[node]].append(node)
     return [_extract(module, part) for part in parts if part]
+
+
+def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node, int]) -> None:
+    """Move nodes that read several layers' inner values, and that no layer needs, to the epilogue."""
+    needed = {node for border in borders for node in ancestors(border)}
+    for node in graph.nodes:
+        layers = {rank[a] for a in node.all_input_nodes if a not in borders} - {0}
+        if node.op == "call_function" and node not in needed and (len(layers) > 1 or len(borders) in layers):
+            rank[node] = len(borders)
+
+
+def _sink_state_reads(graph: fx.Graph, state: Sequence[str], rank: dict[fx.Node, int]) -> None:
+    """Move nodes of the prologue that depend on state into the one layer that uses them."""
+    names = set(state)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.target in names]
+    reads = {node for p in placeholders for node in descendants(p)}
+    for node in reversed(graph.nodes):
+        users = {rank[u] for u in node.users}
+        if node.op == "call_function" and node in reads and rank[node] == 0 and len(users) == 1:
+            rank[node] = users.pop()
 
 
 def _has(graph: fx.Graph, sites: Sequence[LayerSite]) -> bool:
@@ -56,32 +82,33 @@ def _has(graph: fx.Graph, sites: Sequence[LayerSite]) -> bool:
 def _extract(module: fx.GraphModule, part: list[fx.Node]) -> Segment:
     inside = set(part)
     results = set(output_nodes(module.graph))
-    inputs: list[fx.Node] = []
+    inputs: dict[fx.Node, None] = {}
     for node in part:
-        inputs += [a for a in node.all_input_nodes if a not in inside and a not in inputs and not _is_branch(module, a)]
+        inputs |= dict.fromkeys(a for a in node.all_input_nodes if a not in inside and not _is_branch(module, a))
     outputs = [n for n in part if n in results or any(u not in inside and u.op != "output" for u in n.users)]
+    extracted = _copy_part(module, part, list(inputs), outputs)
+    return Segment(extracted, tuple(inputs), tuple(outputs), _key(extracted))
+
+
+def _copy_part(
+    module: fx.GraphModule, part: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
+) -> fx.GraphModule:
+    """The part as a graph of its own, with names by position."""
     graph, root = fx.Graph(), torch.nn.Module()
     values: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
         values[node] = graph.placeholder(f"in_{i}")
         values[node].meta["val"] = node.meta["val"]
+    branches = [a for n in part for a in n.all_input_nodes if _is_branch(module, a)]
+    for i, node in enumerate(dict.fromkeys(branches)):
+        root.add_module(f"branch_{i}", _canonical(module.get_submodule(str(node.target))))
+        values[node] = graph.get_attr(f"branch_{i}")
     for i, node in enumerate(part):
-        for argument in node.all_input_nodes:
-            if _is_branch(module, argument) and argument not in values:
-                name = f"branch_{len([n for n in graph.nodes if n.op == 'get_attr'])}"
-                root.add_module(name, _canonical(module.get_submodule(str(argument.target))))
-                values[argument] = graph.get_attr(name)
-        values[node] = graph.create_node(
-            node.op,
-            node.target,
-            fx.node.map_arg(node.args, lambda n: values[n]),
-            fx.node.map_arg(node.kwargs, lambda n: values[n]),
-            name=f"n_{i}",
-        )
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n_{i}")
         values[node].meta = dict(node.meta)
     graph.output(tuple(values[n] for n in outputs))
-    extracted = fx.GraphModule(root, graph)
-    return Segment(extracted, tuple(inputs), tuple(outputs), _key(extracted))
+    return fx.GraphModule(root, graph)
 
 
 def _is_branch(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -107,7 +134,8 @@ def _canonical(branch: torch.nn.Module) -> fx.GraphModule:
 
 def _key(module: fx.GraphModule) -> str:
     def strip(data: dict[str, object]) -> dict[str, object]:
-        nodes = [{k: v for k, v in n.items() if k not in ("source", "module", "made_by")} for n in data["nodes"]]  # type: ignore[union-attr,attr-defined]
+        origin = ("source", "module", "made_by")
+        nodes = [{k: v for k, v in n.items() if k not in origin} for n in data["nodes"]]  # type: ignore[union-attr,attr-defined]
         return {"nodes": nodes, "branches": {n: strip(b) for n, b in data["branches"].items()}}  # type: ignore[union-attr,attr-defined,arg-type]
 
     return json.dumps(strip(graph_to_json(module)), sort_keys=True)

@@ -15,12 +15,20 @@ from fastcar_compile.errors import BackendError
 from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
 
+_ALIGNMENT = 64
 _ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 
 
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def adopt(array: Array) -> Any:
+    """A TVM tensor over the array's own memory where that is aligned to 64 bytes, as the kernels want; else a copy."""
+    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
+        return tvm.runtime.from_dlpack(array)
+    return tvm.runtime.tensor(np.ascontiguousarray(array))
 
 
 class _Program:
@@ -34,6 +42,8 @@ class _Program:
         self._run = machine["run"]
         self.inputs: list[str] = spec["inputs"]
         self.outputs: list[str] = spec["outputs"]
+        if lacking := [n for n in spec["params"] if n not in params]:
+            raise BackendError(f"the library needs parameters that are not given: {lacking}", where=library.name)
         self._names: list[str] = spec["params"]
         self._params = [params[n] for n in self._names]
 
@@ -47,7 +57,13 @@ class CpuBackend(Backend):
 
     Args:
         root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name, as numpy arrays.
-        threads: TVM threads; None: every core that the process may use.
+        state, config: of the program.
+        threads: TVM threads; None: every core that the process may use. The pool is the calling thread's: of two
+            backends on one thread, the one constructed last sets its size.
+        decode: which of the programs is the decode step.
+
+    Raises:
+        BackendError: a library cannot be loaded, or needs a parameter that is not given.
     """
 
     def __init__(
@@ -61,7 +77,7 @@ class CpuBackend(Backend):
         decode: str = "decode",
     ) -> None:
         tvm.get_global_func("runtime.config_threadpool")(1, threads or usable_cores())
-        tensors = {name: tvm.runtime.tensor(value) for name, value in params.items()}
+        tensors = {name: adopt(value) for name, value in params.items()}
         self._decode = _Program(root / programs[decode]["library"], programs[decode], tensors)
         prefill = programs.get("prefill")
         self._prefill = _Program(root / prefill["library"], prefill, tensors) if prefill else None
@@ -85,14 +101,17 @@ class CpuBackend(Backend):
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """One decode forward; see Backend.decode."""
-        feeds = self._feeds(inputs, position)
-        feeds["step"] = tvm.runtime.tensor(np.array([step], np.int64))
-        feeds["thresholds"] = tvm.runtime.tensor(thresholds)
-        results = self._decode(feeds)
+        results = self._decode(self._feeds(inputs, position) | self._gate_feeds(step, thresholds))
         shape = (len(thresholds), inputs.shape[0])
         decisions = results["decisions"].numpy() if "decisions" in results else np.zeros(shape, bool)
         scores = results["scores"].numpy() if "scores" in results else np.zeros(shape, np.float32)
         return StepResult(results["logits"].numpy(), decisions, scores)
+
+    def _gate_feeds(self, step: int, thresholds: Array) -> dict[str, Any]:
+        return {
+            "step": tvm.runtime.tensor(np.array([step], np.int64)),
+            "thresholds": tvm.runtime.tensor(np.asarray(thresholds, np.float32)),
+        }
 
     def _feeds(self, inputs: Array, position: int) -> dict[str, Any]:
         value = tvm.runtime.tensor(np.ascontiguousarray(inputs))

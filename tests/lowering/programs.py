@@ -1,0 +1,116 @@
+"""Small decoders, captured and rewritten by the real front end and passes, and lowered once per test run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.lowering.build import LoweredModule, lower
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.cpu import CpuBackend
+from fastcar_compile.runtime.backends.eager import EagerBackend
+
+LAYERS, FRAME, LENGTH, VOCAB = 3, 8, 65, 17
+
+
+@dataclass(frozen=True)
+class Case:
+    """What distinguishes one small decoder from another; `None` thresholds never replay."""
+
+    quant: str = "none"
+    batch: int = 2
+    length: int = LENGTH
+    max_chain: int | None = None
+    couple_cfg: bool = False
+    bias: bool = False
+    thresholds: tuple[float | None, ...] = (0.0,) * LAYERS
+
+
+@cache
+def program(case: Case) -> DecoderProgram:
+    """The rewritten decode step and prefill chunk of a random Llama."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=case.length,
+        mlp_bias=case.bias,
+        attention_bias=case.bias,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    captured = capture(
+        model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6
+    )
+    run_pipeline(captured, analysis_pipeline())
+    replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
+    options = CompileConfig(
+        target="cpu",
+        tokens_per_frame=FRAME,
+        max_seq_len=case.length,
+        batch_size=case.batch,
+        quant=case.quant,  # type: ignore[arg-type]
+        replay=replay,
+        prefill_chunk=6,
+    )
+    return run_pipeline(captured, rewrite_pipeline(options, LAYERS))
+
+
+@cache
+def lowered(case: Case) -> LoweredModule:
+    """The decode step in TVM."""
+    source = program(case)
+    return lower(source.graph_module, source.outputs, source.sites, source.state_names())
+
+
+def export(case: Case, folder: Path) -> dict[str, Any]:
+    """Write decode.so and prefill.so; returns the manifest's `host.programs`."""
+    source = program(case)
+    assert source.prefill is not None
+    prefill = lower(source.prefill, source.prefill_outputs, source.sites, source.state_names())
+    section = {}
+    for name, module in (("decode", lowered(case)), ("prefill", prefill)):
+        module.export(folder / f"{name}.so")
+        section[name] = {"library": f"{name}.so", **module.arguments()}
+    return section
+
+
+def cpu_backend(
+    case: Case, folder: Path, programs: dict[str, Any], params: dict[str, np.ndarray] | None = None
+) -> CpuBackend:
+    """A backend on exported libraries."""
+    source = program(case)
+    params = params or {name: tensor.numpy() for name, tensor in source.params.items()}
+    return CpuBackend(folder, programs, params, source.state, source.config, threads=2)
+
+
+def eager_backend(case: Case) -> EagerBackend:
+    """The reference."""
+    source = program(case)
+    return EagerBackend(
+        source.graph_module,
+        source.outputs,
+        source.prefill,
+        source.prefill_outputs,
+        source.state,
+        source.config.prefill_chunk,
+    )
+
+
+def tokens(case: Case, count: int, seed: int = 3) -> np.ndarray:
+    """int64 [count, B, 1]."""
+    return np.random.default_rng(seed).integers(0, VOCAB, (count, case.batch, 1))

@@ -1,0 +1,147 @@
+"""Libraries as files: same bytes, loaded in a fresh process, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from safetensors.torch import save_file
+
+from fastcar_compile.errors import BackendError, CompileError
+from fastcar_compile.ir_io import program_sections
+from fastcar_compile.lowering.build import lower
+from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
+from fastcar_compile.ops.offload import bound_accelerator
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import offload_pipeline
+from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
+from fastcar_compile.runtime.backends.eager import EagerBackend
+
+from .programs import FRAME, LAYERS, Case, cpu_backend, export, program, tokens
+
+FRESH = """
+import json, sys
+import numpy as np
+from safetensors.numpy import load_file
+from fastcar_compile.ir_io import config_from_json, state_from_json
+from fastcar_compile.runtime.backends.cpu import CpuBackend
+from pathlib import Path
+folder = Path(sys.argv[1])
+spec = json.loads((folder / "spec.json").read_text())
+backend = CpuBackend(
+    folder, spec["programs"], load_file(folder / "weights.safetensors"),
+    state_from_json(spec["state"]), config_from_json(spec["decoder"]), threads=1,
+)
+limits = np.zeros(spec["layers"], np.float32)
+logits = [backend.decode(t, i, i, limits).logits for i, t in enumerate(np.load(folder / "tokens.npy"))]
+np.save(folder / "logits.npy", np.stack(logits))
+"""
+
+AGAIN = """
+import sys
+from pathlib import Path
+from lowering.programs import Case, export
+export(Case(), Path(sys.argv[1]))
+"""
+
+
+def _python(code: str, folder: Path) -> None:
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code, str(folder)]
+    environment = {"PYTHONPATH": f"{tests}:{tests.parent}", "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "17"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_fresh_process_needs_files_only(tmp_path: Path) -> None:
+    case = Case()
+    programs = export(case, tmp_path)
+    source = program(case)
+    save_file({n: t.contiguous().clone() for n, t in source.params.items()}, tmp_path / "weights.safetensors")
+    sections = program_sections(source)
+    spec = {"programs": programs, "state": sections["state"], "decoder": sections["decoder"], "layers": LAYERS}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    np.save(tmp_path / "tokens.npy", tokens(case, 2 * FRAME))
+    _python(FRESH, tmp_path)
+    backend, limits = cpu_backend(case, tmp_path, programs), np.zeros(LAYERS, np.float32)
+    expected = [backend.decode(t, i, i, limits).logits for i, t in enumerate(tokens(case, 2 * FRAME))]
+    np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), np.stack(expected))
+
+
+def test_same_inputs_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    export(Case(), tmp_path)
+    _python(AGAIN, tmp_path / "again")
+    for name in ("decode.so", "prefill.so"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_offloaded_mlps_reach_the_accelerator(tmp_path: Path) -> None:
+    """The host program hands every computing row to the packed function, and none when all rows replay."""
+    case = Case(quant="w8a8", thresholds=(0.0, None, 0.0))
+    host = copy.deepcopy(program(case))
+    run_pipeline(host, offload_pipeline())
+    lower_host = lower(host.graph_module, host.outputs, host.sites, host.state_names())
+    lower_host.export(tmp_path / "offload.so")
+    programs = {"offload": {"library": "offload.so", **lower_host.arguments()}}
+    params = {n: t.numpy() for n, t in host.params.items()}
+    calls: list[int] = []
+
+    def accelerator(layer: int, x: torch.Tensor, replay: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        calls.append(layer)
+        return torch.where(replay[:, None], cached, torch.tanh(x) * (layer + 1))
+
+    def packed(x: object, replay: object, cached: object, layer: int, out: object) -> None:
+        values = [torch.from_numpy(np.array(t.numpy())) for t in (x, replay, cached)]  # type: ignore[attr-defined]
+        out.copyfrom(accelerator(int(layer), *values).numpy())  # type: ignore[attr-defined]
+
+    tvm.register_global_func(OFFLOAD_FUNCTION, packed, override=True)
+    backend = CpuBackend(tmp_path, programs, params, host.state, host.config, threads=1, decode="offload")
+    eager = EagerBackend(host.graph_module, host.outputs, None, [], host.state, 0)
+    limits = np.full(LAYERS, -np.inf, np.float32)
+    for i, token in enumerate(tokens(case, 2 * FRAME)):
+        calls.clear()
+        actual = backend.decode(token, i, i, limits)
+        assert calls == ([0, 1, 2] if i < FRAME else [1])
+        with bound_accelerator(accelerator):
+            np.testing.assert_allclose(actual.logits, eager.decode(token, i, i, limits).logits, atol=5e-2)
+
+
+def test_every_unsupported_operator_is_named() -> None:
+    source = copy.deepcopy(program(Case()))
+    graph = source.graph_module.graph
+    logits = graph.output_node().args[0][0]  # type: ignore[index]
+    with graph.inserting_before(graph.output_node()):
+        for op in (torch.ops.aten.lgamma.default, torch.ops.aten.cummax.default):
+            node = graph.call_function(op, (logits,))
+            node.meta = {"val": logits.meta["val"], "source": "decoder.py:12"}
+    with pytest.raises(CompileError, match=r"(?s)2 problems.*aten\.lgamma\.default.*decoder\.py:12.*aten\.cummax"):
+        lower(source.graph_module, source.outputs, source.sites, source.state_names())
+
+
+def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
+    programs = export(Case(), tmp_path)
+    params = {n: t.numpy() for n, t in program(Case()).params.items() if "lm_head" not in n}
+    with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
+        cpu_backend(Case(), tmp_path, programs, params)
+    (tmp_path / "decode.so").unlink()
+    with pytest.raises(BackendError, match="cannot be loaded"):
+        cpu_backend(Case(), tmp_path, programs)
+
+
+def test_aligned_weights_are_not_copied() -> None:
+    base = np.zeros(256, np.float32)
+    start = -base.ctypes.data % 64 // 4
+    aligned, shifted = base[start : start + 64], base[start + 1 : start + 65]
+    assert np.from_dlpack(adopt(aligned)).ctypes.data == aligned.ctypes.data
+    assert np.from_dlpack(adopt(shifted)).ctypes.data != shifted.ctypes.data
+    frozen = aligned.copy()
+    frozen.flags.writeable = False
+    np.testing.assert_array_equal(adopt(frozen).numpy(), frozen)

@@ -1,0 +1,177 @@
+"""The whole decode step and prefill chunk against the eager graph, and what must not happen in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.relax.backend.cpu_generic import pipeline
+
+from fastcar_compile.ir import StateRole
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.runtime.backends.base import Backend
+
+from .programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, eager_backend, export, lowered, program, tokens
+
+STEPS = 3 * FRAME + 5
+CASES = [
+    Case(),
+    Case(batch=1, bias=True),
+    Case(max_chain=1, couple_cfg=True),
+    Case(thresholds=(0.0, None, 0.0)),
+    Case(quant="w8a8"),
+    Case(quant="w8a8", batch=1, bias=True),
+]
+INF = float("inf")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Backend, Backend]:
+    folder = tmp_path_factory.mktemp("libraries")
+    case = request.param
+    return case, eager_backend(case), cpu_backend(case, folder, export(case, folder))
+
+
+def _median_scores(case: Case, eager: Backend) -> np.ndarray:
+    """Thresholds that replay about half of the rows: between two scores, far from rounding errors of either."""
+    eager.reset()
+    never = np.full(LAYERS, INF, np.float32)
+    scores = [eager.decode(t, i, i, never).scores for i, t in enumerate(tokens(case, STEPS))]
+    ordered = np.sort(np.stack(scores, 1).reshape(LAYERS, -1), 1)
+    middle = slice(ordered.shape[1] // 4, 3 * ordered.shape[1] // 4)
+    widest = [np.argmax(np.diff(row[middle])) + middle.start for row in ordered]
+    return np.array([(row[i] + row[i + 1]) / 2 for row, i in zip(ordered, widest, strict=True)], np.float32)
+
+
+@pytest.mark.parametrize("thresholds", ["never", "mixed", "always"])
+def test_decode_equals_eager(built: tuple[Case, Backend, Backend], thresholds: str) -> None:
+    case, eager, cpu = built
+    values = {"never": np.full(LAYERS, INF), "always": np.full(LAYERS, -INF), "mixed": _median_scores(case, eager)}
+    limits = values[thresholds].astype(np.float32)
+    eager.reset()
+    cpu.reset()
+    decided = []
+    for i, token in enumerate(tokens(case, STEPS)):
+        expected, actual = eager.decode(token, i, i, limits), cpu.decode(token, i, i, limits)
+        np.testing.assert_array_equal(actual.decisions, expected.decisions, err_msg=f"step {i}")
+        np.testing.assert_allclose(actual.scores, expected.scores, atol=_tolerance(case), err_msg=f"step {i}")
+        np.testing.assert_allclose(actual.logits, expected.logits, atol=_tolerance(case), err_msg=f"step {i}")
+        decided.append(actual.decisions)
+    replayed = np.mean(decided)
+    assert (replayed == 0) == (thresholds == "never")
+
+
+def _tolerance(case: Case) -> float:
+    """In w8a8 a last-bit difference of attention can move an activation by one int8 step."""
+    return 1e-4 if case.quant == "none" else 5e-2
+
+
+def test_prefill_then_decode_equals_eager(built: tuple[Case, Backend, Backend]) -> None:
+    case, eager, cpu = built
+    never = np.full(LAYERS, INF, np.float32)
+    chunk = tokens(case, 6)[:, :, 0].T
+    eager.reset()
+    cpu.reset()
+    for start in (0, 6):
+        expected, actual = eager.prefill(chunk, start), cpu.prefill(chunk, start)
+        np.testing.assert_allclose(actual, expected, atol=_tolerance(case))
+    for i, token in enumerate(tokens(case, 4)):
+        expected_step, actual_step = eager.decode(token, 12 + i, i, never), cpu.decode(token, 12 + i, i, never)
+        np.testing.assert_allclose(actual_step.logits, expected_step.logits, atol=_tolerance(case))
+
+
+def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
+    case = Case()
+    programs = export(case, tmp_path)
+    always = np.full(LAYERS, -INF, np.float32)
+    first, second = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs)
+    alone = [first.decode(t, i, i, always).logits for i, t in enumerate(tokens(case, STEPS))]
+    first.reset()
+    for i, (token, other) in enumerate(zip(tokens(case, STEPS), tokens(case, STEPS, seed=4), strict=True)):
+        np.testing.assert_array_equal(first.decode(token, i, i, always).logits, alone[i])
+        second.decode(other, i, i, always)
+
+
+def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
+    """With poisoned MLP weights the logits stay finite exactly while every row replays."""
+    case = Case()
+    programs = export(case, tmp_path)
+    healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
+    poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
+    source, victim = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs, poisoned)
+    inputs = tokens(case, FRAME + 1)
+    for i in range(FRAME):
+        source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))
+    for limit, finite in ((-INF, True), (INF, False)):
+        victim._state = {n: tvm.runtime.tensor(np.array(v.numpy())) for n, v in source._state.items()}
+        logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
+        assert np.isfinite(logits).all() == finite
+
+
+def test_state_is_updated_in_place(tmp_path: Path) -> None:
+    """No result is a copy: every state comes back as the very memory that went in."""
+    case = Case()
+    backend = cpu_backend(case, tmp_path, export(case, tmp_path))
+    before = {n: np.from_dlpack(t).ctypes.data for n, t in backend._state.items()}
+    feeds = backend._feeds(tokens(case, 1)[0], 0) | backend._gate_feeds(0, np.zeros(LAYERS, np.float32))
+    results = backend._decode(feeds)
+    assert {n: np.from_dlpack(results[n]).ctypes.data for n in before} == before
+    after = {n: np.from_dlpack(t).ctypes.data for n, t in backend._state.items()}
+    assert after == before
+    assert backend._state["key_cache_0"].numpy()[:, :, 0].any()
+
+
+def test_storage_does_not_grow_with_the_cache() -> None:
+    """The decode step of a 16 times longer cache allocates the same storage: nothing of a cache's size is ever copied."""
+    small, large = (_storage(lowered(Case(length=n)).executable.as_text()) for n in (LENGTH, 1031))
+    assert small > 0
+    assert small == large
+
+
+def _storage(code: str) -> int:
+    return code.count("vm.builtin.alloc_storage")
+
+
+def test_only_the_planned_storage_is_bounded() -> None:
+    """No planned buffer of the long-cache program is as large as one of its caches."""
+    case = Case(length=1031)
+    planned = [int(n) for n in re.findall(r"R\.shape\(\[(\d+)\]\)", planned_script(case))]
+    caches = [s.nbytes for s in program(case).state if s.role is StateRole.KEY_CACHE]
+    assert planned
+    assert max(planned) < min(caches)
+
+
+def planned_script(case: Case) -> str:
+    """The Relax module after memory planning, where every storage has its size in bytes."""
+    target = host_target()
+    with target:
+        module = tvm.transform.Sequential([*library_and_dataflow(target), relax.transform.StaticPlanBlockMemory()])(
+            lowered(case).ir_module
+        )
+    functions = [f for f in module.functions.values() if isinstance(f, relax.Function)]
+    return "\n".join(line for f in functions for line in f.script().splitlines() if "alloc_storage" in line)
+
+
+def library_and_dataflow(target: tvm.target.Target) -> list[tvm.transform.Pass]:
+    """TVM's CPU passes up to memory planning."""
+    passes = [*pipeline.legalize_passes(target), *pipeline.dataflow_lower_passes(target)]
+    return [relax.transform.ConvertToDataflow(), *passes]
+
+
+def test_one_function_per_distinct_layer() -> None:
+    """A layer that never replays is a second layer function; kernels are shared by name."""
+    assert lowered(Case()).distinct_layers == 1
+    assert lowered(Case(thresholds=(0.0, None, 0.0))).distinct_layers == 2
+
+
+def test_the_mlp_is_inside_the_branch() -> None:
+    """The layer function itself has no linear of the MLP's width; the compute branch has all three."""
+    functions = {v.name_hint: f.script() for v, f in lowered(Case()).ir_module.functions_items()}
+    branches = [text for name, text in functions.items() if "false_branch" in name and "segment" in name]
+    assert [text.count("R.call_tir(linear_f32") for text in branches] == [3]
+    layer = next(text for name, text in functions.items() if "cond_result" in text and "branch" not in name)
+    assert layer.count("R.call_tir(linear_f32") == 4
