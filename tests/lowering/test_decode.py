@@ -126,7 +126,7 @@ def test_state_is_updated_in_place(tmp_path: Path) -> None:
 
 
 def test_storage_does_not_grow_with_the_cache() -> None:
-    """The decode step of a 16 times longer cache allocates the same storage: nothing of a cache's size is ever copied."""
+    """The decode step of a 16 times longer cache allocates the same storage: no cache is copied."""
     small, large = (_storage(lowered(Case(length=n)).executable.as_text()) for n in (LENGTH, 1031))
     assert small > 0
     assert small == large

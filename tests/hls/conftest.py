@@ -1,0 +1,48 @@
+"""C simulation libraries, built once per session. Missing tools skip by name, or fail where CI=true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.codegen.hls.csim import CsimLibrary
+from fastcar_compile.codegen.hls.emit import emit_hls
+from hls.library import DESIGNS
+
+Build = Callable[[str], CsimLibrary]
+
+
+@pytest.fixture
+def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str], None]) -> None:
+    """Skips (or in CI fails) unless g++ and the ap_types headers of hls4ml are there."""
+    require_tool("g++")
+    require_module("hls4ml")
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """`build_once(name)`: the library of DESIGNS[name]; needs `csim_tools`."""
+    folder = tmp_path_factory.getbasetemp() / "csim"  # one folder for all test packages: a library is built once
+
+    @cache
+    def build(name: str) -> CsimLibrary:
+        sources: Path = folder / name
+        emit_hls(DESIGNS[name], sources)
+        return CsimLibrary.build(sources, folder / "libraries")
+
+    return build
+
+
+@pytest.fixture(params=sorted(DESIGNS))
+def design_name(request: pytest.FixtureRequest) -> str:
+    """The name of each design in turn."""
+    return request.param
+
+
+@pytest.fixture
+def library(csim_tools: None, build_once: Build, design_name: str) -> CsimLibrary:
+    """The C simulation of `design_name`."""
+    return build_once(design_name)

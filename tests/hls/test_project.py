@@ -1,0 +1,250 @@
+"""The emitted project: choice of the design, files, interfaces, test bench and error texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcar_compile.codegen.hls.csim import CsimLibrary, ap_types_folder
+from fastcar_compile.codegen.hls.design import choose_design
+from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.interface import drs_interface, mlp_interface
+from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.errors import BackendError, UserError
+from hls.library import DESIGNS, Layer, assert_same_bits, design, sigmoid, sigmoid_table, zcu102
+
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.endswith(".hpp"))
+
+
+def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A finished command with its texts."""
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@settings(deadline=None)
+@given(
+    hidden=st.integers(1, 9000), intermediate=st.integers(1, 20000), batch=st.integers(1, 4), ports=st.integers(3, 12)
+)
+def test_designs_keep_their_budget_and_cover_every_channel(
+    hidden: int, intermediate: int, batch: int, ports: int
+) -> None:
+    made, budget = design(hidden, intermediate, batch, batch, ports), zcu102(ports)
+    assert made.ports + 2 <= ports
+    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    for stage, channels in ((made.gate_up, 2 * intermediate), (made.down, hidden)):
+        assert stage.tiles * stage.tile * stage.ports >= channels
+        assert (stage.tiles - 1) * stage.tile * stage.ports < channels
+    assert made.gate_up.tile * made.ports % 2 == 0
+
+
+def test_the_seven_billion_parameter_shape_fits_zcu102() -> None:
+    made = design(4096, 11008, 2, 2)
+    assert (made.ports, made.lanes) == (4, 128)
+    assert made.usage.bram36 <= 912 * 80 // 100
+    assert json.loads(json.dumps(made.to_json()))["ports"] == 4
+
+
+def test_fewer_ports_when_the_lanes_do_not_fit() -> None:
+    assert design(128, 352, 32, 4).ports == 2  # 4 ports would take 2,048 lanes of 2,016 DSP
+
+
+def test_what_does_not_fit_is_told_in_numbers() -> None:
+    spec = MlpSpec(hidden=128, intermediate=352, batch=2, layers=4, cores=2)
+    with pytest.raises(UserError, match=r"does not fit xczu9eg.*DSP 96 of 10"):
+        choose_design(spec, replace(zcu102(), dsp=10))
+    with pytest.raises(UserError, match=r"has 2 memory port.s. of 128 bits; the kernel needs 3 of 128"):
+        choose_design(spec, zcu102(2))
+    with pytest.raises(UserError, match="no HLS kernel for a gated MLP with activation 'gelu'"):
+        choose_design(replace(spec, activation="gelu"), zcu102())
+    with pytest.raises(UserError, match=r"batch = 33 .*; cores = 0 "):
+        choose_design(replace(spec, batch=33, cores=0), zcu102())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    hidden=st.integers(1, 70), intermediate=st.integers(1, 70), ports=st.integers(3, 10), seed=st.integers(0, 2**32 - 1)
+)
+def test_packing_keeps_every_weight_and_pads_with_zeros(hidden: int, intermediate: int, ports: int, seed: int) -> None:
+    made = design(hidden, intermediate, 1, 1, ports)
+    layer = Layer.random(hidden, intermediate, np.random.default_rng(seed))
+    ones = [np.ones_like(a) for a in layer.arguments]
+    ones[1::2] = [np.zeros_like(a) for a in layer.arguments[1::2]]
+    stream = pack_mlp(*ones, made)
+    assert stream.shape == (made.stream_bytes,)
+    assert stream.sum() == 3 * hidden * intermediate
+    assert stream.size % (16 * made.ports) == 0
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    layer = Layer.random(128, 351, np.random.default_rng(0))
+    with pytest.raises(UserError, match=r"gate_q is int8 \[351, 128\]; the design expects int8 \[352, 128\]"):
+        pack_mlp(*layer.arguments, DESIGNS["example"])
+
+
+def test_same_design_same_bytes(tmp_path: Path) -> None:
+    first, second = (emit_hls(DESIGNS["example"], tmp_path / name) for name in ("one", "two"))
+    assert [p.name for p in first] == [p.name for p in second]
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+    for path in first:
+        assert str(tmp_path) not in path.read_text()
+        assert not re.search(r"\b20\d\d-\d\d|__DATE__|__TIME__", path.read_text())
+
+
+def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
+    made = DESIGNS["example"]
+    emit_hls(made, tmp_path)
+    for kernel in (mlp_interface(made), drs_interface(100)):
+        text = (tmp_path / f"{kernel.name}.cpp").read_text()
+        for name in [*(p.name for p in kernel.ports), "return"]:
+            assert re.search(rf"#pragma HLS INTERFACE mode=s_axilite port={name} bundle=control\n", text), name
+        for port in kernel.ports:
+            memory = re.search(rf"mode=m_axi port={port.name} bundle={port.bundle} ", text)
+            assert (memory is not None) == (port.mode == "m_axi")
+
+
+def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
+    emit_hls(DESIGNS["example"], tmp_path)
+    config = (tmp_path / "hls_config.cfg").read_text()
+    assert "part=xczu9eg-ffvb1156-2-e\n" in config
+    assert "clock=250MHz\n" in config
+    assert "syn.top=fastcar_drs\n" in (tmp_path / "drs_hls_config.cfg").read_text()
+    link = (tmp_path / "link.cfg").read_text().splitlines()
+    assert "nk=fastcar_mlp:1:fastcar_mlp_1" in link
+    assert "sp=fastcar_mlp_1.weights_3:HP3" in link
+    assert "freqHz=250000000:fastcar_drs_1" in link
+
+
+def test_sigmoid_table_header_holds_the_documented_integers() -> None:
+    text = (files("hls_templates") / "fastcar_sigmoid_table.hpp").read_text()
+    numbers = [int(n) for n in re.findall(r"\d+", text.split("{\n", 2)[2])]
+    assert numbers == sigmoid_table().tolist()
+
+
+def compile_headers(names: list[str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """g++ on one source per header that includes nothing else."""
+    sources = [folder / f"{name}.cpp" for name in names]
+    for source in sources:
+        source.write_text(f'#include "{source.stem}"\n')
+    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
+    return run("g++", "-std=c++14", "-fsyntax-only", *WARNINGS, *options, *include, *map(str, sources))
+
+
+def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
+    assert len(HEADERS) == 9
+    done = compile_headers(HEADERS, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_headers_compile_without_pragmas(csim_tools: None, tmp_path: Path) -> None:
+    names = ["fastcar_mlp_processes.hpp", "fastcar_drs.hpp"]
+    done = compile_headers(names, tmp_path, "-DFASTCAR_PRAGMAS_NONE", "-Wunknown-pragmas")
+    assert done.returncode == 0, done.stderr
+
+
+def test_sigmoid_and_rounding_of_the_kernel_at_every_step(csim_tools: None, tmp_path: Path) -> None:
+    """All 32,769 inputs the table can tell apart, the ties between them, and what lies outside."""
+    steps = np.arange(-2 * 16384 - 64, 2 * 16384 + 65, dtype=np.int32)
+    source = tmp_path / "steps.cpp"
+    source.write_text(
+        '#include <stdio.h>\n#include "fastcar_numerics.hpp"\n'
+        "int main() {\n"
+        f"  for (int i = {steps[0]}; i <= {steps[-1]}; ++i) {{\n"
+        "    const float pair[2] = {fastcar::sigmoid(i / 2048.0f), fastcar::round_half_even(i / 2.0f) + 0.0f};\n"
+        "    fwrite(pair, sizeof(float), 2, stdout);\n  }\n  return 0;\n}\n"
+    )
+    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
+    program = str(tmp_path / "steps")
+    built = run("g++", "-std=c++14", "-O2", "-ffp-contract=off", *WARNINGS, *include, str(source), "-o", program)
+    assert built.returncode == 0, built.stderr
+    output = subprocess.run([program], capture_output=True, check=True).stdout
+    got = np.frombuffer(output, np.float32).reshape(-1, 2)
+    assert_same_bits(np.ascontiguousarray(got[:, 0]), sigmoid(steps.astype(np.float32) / np.float32(2048)))
+    np.testing.assert_array_equal(got[:, 1], np.rint(steps / 2.0))
+
+
+@pytest.mark.parametrize("design_name", ["one_port_many_tiles"])
+def test_test_bench_passes(
+    csim_tools: None, require_tool: Callable[[str], str], design_name: str, tmp_path: Path
+) -> None:
+    require_tool("make")
+    emit_hls(DESIGNS[design_name], tmp_path)
+    done = run("make", "csim", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS: " in done.stdout
+
+
+def test_test_bench_finds_a_wrong_kernel(csim_tools: None, require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    require_tool("make")
+    emit_hls(DESIGNS["eight_ports_one_row"], tmp_path)
+    header = tmp_path / "fastcar_numerics.hpp"
+    header.write_text(header.read_text().replace("(up ? 1 : 0)", "0"))
+    done = run("make", "csim", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "FAIL: " in done.stdout
+
+
+def test_makefile_asks_for_the_headers(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    require_tool("make")
+    emit_hls(DESIGNS["example"], tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "AP_TYPES"}
+    done = subprocess.run(["make"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode != 0
+    assert "set AP_TYPES to the folder of ap_int.h" in done.stdout
+
+
+def test_host_calls_set_every_argument_in_order(csim_tools: None, tmp_path: Path) -> None:
+    emit_hls(DESIGNS["example"], tmp_path)
+    source = tmp_path / "host.cpp"
+    source.write_text(
+        '#include "fastcar_host.hpp"\n'
+        "struct Run { int next = 0; bool good = true;\n"
+        "  template <class T> void set_arg(int i, const T&) { good = good && i == next++; } };\n"
+        "int main() { Run run; int b = 0;\n"
+        "  fastcar_host::set_fastcar_mlp(run, b, b, b, b, b, b, b, 3u);\n"
+        "  return run.good && run.next == 8 ? 0 : 1; }\n"
+    )
+    built = run("g++", "-std=c++14", *WARNINGS, str(source), "-o", str(tmp_path / "host"))
+    assert built.returncode == 0, built.stderr
+    assert run(str(tmp_path / "host")).returncode == 0
+
+
+def test_the_library_is_reused(csim_tools: None, build_once: Callable[[str], CsimLibrary], tmp_path: Path) -> None:
+    emit_hls(DESIGNS["eight_ports_one_row"], tmp_path / "hls")
+    first = CsimLibrary.build(tmp_path / "hls", tmp_path / "build")
+    (library,) = (tmp_path / "build").iterdir()
+    stamp = library.stat().st_mtime_ns
+    second = CsimLibrary.build(tmp_path / "hls", tmp_path / "build")
+    assert [p.stat().st_mtime_ns for p in (tmp_path / "build").iterdir()] == [stamp]
+    assert (first.hidden, first.stream_bytes) == (second.hidden, DESIGNS["eight_ports_one_row"].stream_bytes)
+
+
+def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emit_hls(DESIGNS["example"], tmp_path / "hls")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendError, match="needs no-such-compiler, which is not on PATH"):
+        CsimLibrary.build(tmp_path / "hls", tmp_path)
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setenv("AP_TYPES", str(tmp_path))
+    with pytest.raises(BackendError, match=r"needs ap_int.h\n(.*\n)*.*install the extra `csim`"):
+        CsimLibrary.build(tmp_path / "hls", tmp_path)
+
+
+def test_sources_that_do_not_compile_are_reported(csim_tools: None, tmp_path: Path) -> None:
+    emit_hls(DESIGNS["example"], tmp_path / "hls")
+    (tmp_path / "hls" / "fastcar_config.hpp").write_text("#error damaged\n")
+    with pytest.raises(BackendError, match=r"(?s)g\+\+ could not build the C simulation:.*#error damaged"):
+        CsimLibrary.build(tmp_path / "hls", tmp_path / "build")
+    assert not list((tmp_path / "build").glob("*.so"))
