@@ -146,7 +146,14 @@ def _all(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
 
+def _embedding(node: fx.Node, importer: Any) -> relax.Var:
+    """TVM's own converter reads out of bounds for an id outside the vocabulary; this one clips it."""
+    e = _Emitter(node, importer)
+    return e.builder.emit(relax.op.take(e.args[0], e.args[1], axis=0, mode="clip"))
+
+
 CONVERTERS: dict[str, Converter] = {
+    "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
     "linear_w8a8.default": _linear_w8a8,

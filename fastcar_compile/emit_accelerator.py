@@ -1,0 +1,79 @@
+"""The accelerator parts of an artifact: HLS project, packed MLP weights and the DRS control table."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import torch
+
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.ir import DecoderProgram, LayerSite
+from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.targets import Target
+
+WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
+
+MAX_CORES = 4
+"""More cores than batch rows would idle; four share one weight stream without more ports."""
+
+
+def emit_accelerator(
+    writer: ArtifactWriter, program: DecoderProgram, config: CompileConfig, board: Target
+) -> dict[str, Any] | None:
+    """Write hls/, drs/ and weights/accelerator.safetensors; returns the manifest's section.
+
+    Raises:
+        CompileError: the MLP does not fit the board, or its shape has no kernel.
+    """
+    from fastcar_compile.codegen.drs.table import build_table
+    from fastcar_compile.codegen.hls.design import choose_design
+    from fastcar_compile.codegen.hls.emit import emit_hls
+    from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+    from fastcar_compile.codegen.hls.weights import pack_mlp
+
+    if config.quant != "w8a8":
+        text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return None
+    site = program.sites[0]
+    spec = MlpSpec(
+        hidden=site.hidden,
+        intermediate=site.intermediate,
+        batch=config.batch_size,
+        layers=len(program.sites),
+        cores=min(config.batch_size, MAX_CORES),
+        activation=site.activation,
+        gated=site.gated,
+    )
+    memory = board.memories[0]
+    fabric = board.fabric
+    assert fabric is not None and board.part is not None
+    budget = BoardBudget(
+        part=board.part,
+        clock_mhz=fabric.clock_mhz,
+        axi_ports=memory.ports,
+        axi_bits=memory.width_bits,
+        **board.budget(),
+    )
+    design = choose_design(spec, budget)
+    emit_hls(design, writer.root / "hls")
+    streams = {f"layer_{s.layer}": pack_mlp(*_weights(program, s), design) for s in program.sites}
+    writer.write_tensors(WEIGHTS, streams)
+    thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
+    table = build_table(len(program.sites), config.batch_size, spec.cores, config.tokens_per_frame, thresholds)
+    writer.write_bytes(TABLE, table.to_bytes())
+    writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
+    return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE}
+
+
+def _weights(program: DecoderProgram, site: LayerSite) -> list[Any]:
+    """int8 weights and float32 scales of gate, up and down as numpy arrays, in the order of the kernel."""
+    params = program.params
+    arrays: list[Any] = []
+    for name in site.weights:
+        for suffix in ("int8", "scale"):
+            tensor = params[f"{name}_{suffix}"]
+            arrays.append(tensor.to(torch.int8 if suffix == "int8" else torch.float32).numpy())
+    return arrays
