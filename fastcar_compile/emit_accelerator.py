@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+from fastcar_compile.codegen.drs.table import build_table
+from fastcar_compile.codegen.hls.design import choose_design
+from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.ir import DecoderProgram, LayerSite
 from fastcar_compile.runtime.store import ArtifactWriter
@@ -27,12 +32,6 @@ def emit_accelerator(
     Raises:
         CompileError: the MLP does not fit the board, or its shape has no kernel.
     """
-    from fastcar_compile.codegen.drs.table import build_table
-    from fastcar_compile.codegen.hls.design import choose_design
-    from fastcar_compile.codegen.hls.emit import emit_hls
-    from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
-    from fastcar_compile.codegen.hls.weights import pack_mlp
-
     if config.quant != "w8a8":
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
@@ -47,17 +46,7 @@ def emit_accelerator(
         activation=site.activation,
         gated=site.gated,
     )
-    memory = board.memories[0]
-    fabric = board.fabric
-    assert fabric is not None and board.part is not None
-    budget = BoardBudget(
-        part=board.part,
-        clock_mhz=fabric.clock_mhz,
-        axi_ports=memory.ports,
-        axi_bits=memory.width_bits,
-        **board.budget(),
-    )
-    design = choose_design(spec, budget)
+    design = choose_design(spec, _budget(board))
     emit_hls(design, writer.root / "hls")
     streams = {f"layer_{s.layer}": pack_mlp(*_weights(program, s), design) for s in program.sites}
     writer.write_tensors(WEIGHTS, streams)
@@ -66,6 +55,18 @@ def emit_accelerator(
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE}
+
+
+def _budget(board: Target) -> BoardBudget:
+    assert board.fabric is not None
+    memory = board.memories[0]
+    return BoardBudget(
+        part=board.part or "",
+        clock_mhz=board.fabric.clock_mhz,
+        axi_ports=memory.ports,
+        axi_bits=memory.width_bits,
+        **board.budget(),
+    )
 
 
 def _weights(program: DecoderProgram, site: LayerSite) -> list[Any]:

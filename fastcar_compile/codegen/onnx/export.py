@@ -41,7 +41,7 @@ def export_onnx(program: DecoderProgram, path: Path) -> None:
     names = [output_name(n) if n in states else n for n in program.outputs]
     exported = torch.export.export(module, tuple(program.example_inputs()), strict=False)
     try:
-        with _quiet_exporter():
+        with quiet_exporter():
             model = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -52,8 +52,7 @@ def export_onnx(program: DecoderProgram, path: Path) -> None:
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        last = next(reversed(program.graph_module.graph.nodes))
-        raise CompileError(f"the graph cannot be exported to ONNX: {error}", where=where(last)) from error
+        raise _export_error(program.graph_module, error) from error
     assert model is not None
     proto = model.model_proto
     _strip(proto)
@@ -62,8 +61,19 @@ def export_onnx(program: DecoderProgram, path: Path) -> None:
     onnx.checker.check_model(str(path), full_check=True)
 
 
+def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
+    """The innermost cause, one line of it, and the first node whose operator it names."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).splitlines()[0]
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and repr(n.target) in text]
+    place = where(nodes[0]) if nodes else "the decode step"
+    return CompileError(f"the graph cannot be exported to ONNX: {text}", where=place)
+
+
 @contextmanager
-def _quiet_exporter() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Without the exporter's notes on torchvision, which no decoder needs, and on its own deprecated calls."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
