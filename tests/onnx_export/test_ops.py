@@ -99,7 +99,7 @@ def test_slots(path: Path, step: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 352, 128), (3, 70, 33)])
 def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, outer: int) -> None:
-    """Extreme weights: 16-bit intermediate sums would saturate. onnxruntime fuses the scaling, so the last bit is free."""
+    """Extreme weights: 16-bit intermediate sums would saturate. onnxruntime fuses the scaling, so not bit for bit."""
     x = torch.randn(rows, inner)
     x[0] = 1.0
     weight = torch.full((outer, inner), 127, dtype=torch.int8)
