@@ -190,7 +190,9 @@ def test_test_bench_finds_a_wrong_kernel(csim_tools: None, require_tool: Callabl
     require_tool("make")
     emit_hls(DESIGNS["eight_ports_one_row"], tmp_path)
     header = tmp_path / "fastcar_numerics.hpp"
-    header.write_text(header.read_text().replace("(up ? 1 : 0)", "0"))
+    right, wrong = "rest > 0.5f", "rest > 0.75f"  # compiles without a warning, rounds wrongly
+    assert header.read_text().count(right) == 1
+    header.write_text(header.read_text().replace(right, wrong))
     done = run("make", "csim", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
     assert done.returncode != 0
     assert "FAIL: " in done.stdout
