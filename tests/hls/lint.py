@@ -63,8 +63,8 @@ def find_forbidden(text: str) -> list[str]:
 def find_unbounded_loops(text: str) -> list[str]:
     """`for` loops whose bound is neither a constant (in capitals) nor told with FASTCAR_TRIPS."""
     code = code_of(text)
-    loops = re.findall(r"\bfor \(([^)]*)\) \{((?:[^\n]*\n){3})", code)
-    found = [] if len(loops) == len(re.findall(r"\bfor\b", code)) else ["a loop is not of the form for (...) {"]
+    loops = re.findall(r"\bfor \(([^)]*)\) \{(?=((?:[^\n]*\n){3}))", code)
+    found = [] if len(loops) == len(re.findall(r"\bfor\s*\(", code)) else ["a loop is not of the form for (...) {"]
     for head, body in loops:
         bound = re.search(r"; (\w+) < ([^;]+); \+\+\1$", head)
         constant = bound is not None and re.fullmatch(r"\d+|[^a-z]*|.*(?:::[A-Z_]+)[^a-z]*", bound[2]) is not None
