@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastcar_compile.codegen.drs.simulator import DispatchRecord, simulate
-from fastcar_compile.codegen.drs.table import NONE, Opcode, Status, build_table
+from fastcar_compile.codegen.drs.simulator import simulate
+from fastcar_compile.codegen.drs.table import Opcode, Status, build_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drs_table.md").read_text()
 EXAMPLE = build_table(2, 2, 2, 64, [0.75, float("inf")])
@@ -17,17 +17,11 @@ def dump(data: bytes) -> str:
     return "\n".join(f"{at:04x}  {data[at : at + 16].hex(' ', -4)}" for at in range(0, len(data), 16))
 
 
-def word_of(record: DispatchRecord) -> int:
-    """The record as the controller writes it."""
-    row, core = (NONE if value is None else value for value in (record.row, record.core))
-    return record.opcode << 24 | row << 16 | core << 8
-
-
 def dispatches() -> str:
     """One line per Index Register value of the example."""
     lines = []
     for register in range(4):
-        words = " ".join(f"{word_of(r):08x}" for r in simulate(EXAMPLE, 0, register).records)
+        words = " ".join(f"{r.word:08x}" for r in simulate(EXAMPLE, 0, register).records)
         names = ", ".join(
             r.opcode.name + ("" if r.row is None else f" {r.row}") + ("" if r.core is None else f" on {r.core}")
             for r in simulate(EXAMPLE, 0, register).records

@@ -111,7 +111,10 @@ def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
     config = (tmp_path / "hls_config.cfg").read_text()
     assert "part=xczu9eg-ffvb1156-2-e\n" in config
     assert "clock=250MHz\n" in config
-    assert "syn.top=fastcar_drs\n" in (tmp_path / "drs_hls_config.cfg").read_text()
+    assert "tb.file=testbench.cpp\n" in config
+    drs_config = (tmp_path / "drs_hls_config.cfg").read_text()
+    assert "syn.top=fastcar_drs\n" in drs_config
+    assert "tb.file=drs_testbench.cpp\n" in drs_config
     link = (tmp_path / "link.cfg").read_text().splitlines()
     assert "nk=fastcar_mlp:1:fastcar_mlp_1" in link
     assert "sp=fastcar_mlp_1.weights_3:HP3" in link
@@ -174,23 +177,42 @@ def test_sigmoid_and_rounding_of_the_kernel_at_every_step(csim_tools: None, tmp_
 def test_test_bench_passes(
     csim_tools: None, require_tool: Callable[[str], str], design_name: str, cxx: str, tmp_path: Path
 ) -> None:
-    """Also with words taken apart by ranges, as in hardware."""
+    """Both test benches; also with words taken apart by ranges, as in hardware."""
     require_tool("make")
     emit_hls(DESIGNS[design_name], tmp_path)
     done = run("make", "csim", f"CXX={cxx}", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS: " in done.stdout
+    assert "PASS: DRS, " in done.stdout
+    assert done.stdout.count("PASS: ") == 2
 
 
-def test_test_bench_finds_a_wrong_kernel(csim_tools: None, require_tool: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("header", "right", "wrong", "bench"),
+    [
+        ("fastcar_numerics.hpp", "rest > 0.5f", "rest > 0.75f", "testbench"),
+        ("fastcar_drs.hpp", "return computing > 0;", "return computing > 1;", "drs_testbench"),
+    ],
+    ids=["mlp", "drs"],
+)
+def test_test_benches_find_a_wrong_kernel(
+    csim_tools: None,
+    require_tool: Callable[[str], str],
+    header: str,
+    right: str,
+    wrong: str,
+    bench: str,
+    tmp_path: Path,
+) -> None:
+    """The mutations compile without a warning."""
     require_tool("make")
     emit_hls(DESIGNS["eight_ports_one_row"], tmp_path)
-    header = tmp_path / "fastcar_numerics.hpp"
-    right, wrong = "rest > 0.5f", "rest > 0.75f"  # compiles without a warning, rounds wrongly
-    assert header.read_text().count(right) == 1
-    header.write_text(header.read_text().replace(right, wrong))
-    done = run("make", "csim", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
-    assert done.returncode != 0
+    text = (tmp_path / header).read_text()
+    assert text.count(right) == 1
+    (tmp_path / header).write_text(text.replace(right, wrong))
+    built = run("make", bench, f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    done = run(f"./{bench}", cwd=tmp_path)
+    assert done.returncode == 1
     assert "FAIL: " in done.stdout
 
 
