@@ -43,7 +43,7 @@ def test_compile(compiled: tuple[Path, dict[str, Any]]) -> None:
 def test_inspect(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, _ = compiled
     sites = json.loads(fastcar("inspect", path, "--sites", "--json").stdout)["sites"]
-    assert [s["module_path"] for s in sites] == ["model.layers.0", "model.layers.1"]
+    assert [s["module_path"] for s in sites] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert "fastcar.tas" not in fastcar("inspect", path, "--before").stdout
     after = fastcar("inspect", path, "--after").stdout
     assert after.count("torch.ops.fastcar.tas.default") == 2
