@@ -7,13 +7,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.verify import verify_program
 
-_NAME = re.compile(r"[a-z0-9-]+")
+_PASS = re.compile(r"([a-z0-9-]+)(\{.*?\})?(?:,|$)")
 
 
 @dataclass(frozen=True)
@@ -62,39 +62,21 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
     """
     passes: list[Pass] = []
     end = 0
-    while end < len(text):
-        match = _NAME.match(text, end)
-        if match is None:
-            raise _malformed(text, end)
-        options: object = {}
+    for match in _PASS.finditer(text):
+        if match.start() != end:
+            break
+        name, options = match.group(1), match.group(2)
+        if name not in registry:
+            raise CompileError(f"unknown pass '{name}'", mend=f"use one of: {', '.join(sorted(registry))}")
+        arguments = {k: _from_plain(v) for k, v in json.loads(options or "{}").items()}
+        known = {f.name for f in fields(registry[name])}
+        if unknown := sorted(set(arguments) - known):
+            raise CompileError(f"pass '{name}' has no option {unknown}", mend=f"its options: {sorted(known)}")
+        passes.append(registry[name](**arguments))
         end = match.end()
-        if text.startswith("{", end):
-            options, end = _options(text, end)
-        passes.append(_construct(match.group(), options, registry))
-        if end < len(text) and not (text[end] == "," and end + 1 < len(text)):
-            raise _malformed(text, end)
-        end += 1
+    if end != len(text):
+        raise CompileError(f"malformed pipeline text at character {end}: {text[end : end + 40]!r}")
     return passes
-
-
-def _options(text: str, start: int) -> tuple[object, int]:
-    try:
-        return json.JSONDecoder().raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        raise _malformed(text, start) from error
-
-
-def _construct(name: str, options: Any, registry: Mapping[str, type[Pass]]) -> Pass:
-    if name not in registry:
-        raise CompileError(f"unknown pass '{name}'", mend=f"use one of: {', '.join(sorted(registry))}")
-    known = {f.name for f in fields(registry[name])}
-    if unknown := sorted(set(options) - known):
-        raise CompileError(f"pass '{name}' has no option {unknown}", mend=f"its options: {sorted(known)}")
-    return registry[name](**{k: _from_plain(v) for k, v in options.items()})
-
-
-def _malformed(text: str, at: int) -> CompileError:
-    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}")
 
 
 def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProgram:
