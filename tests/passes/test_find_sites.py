@@ -14,7 +14,7 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.normalize_state import NormalizeState
 
-from .golden import check_golden, check_truthful, module_text, program_text
+from .golden import check_golden, check_truthful, program_text
 from .tiny import FRAME, ROWS, VOCAB, WIDTH, TinyBlock, after
 
 BEFORE = (NormalizeState(), Canonicalize())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -78,12 +79,22 @@ class TinyDecoder(nn.Module):
 
 def captured(*blocks: type[TinyBlock], chunk: int = CHUNK, batch: int = BATCH) -> DecoderProgram:
     """A tiny decoder as the front end delivers it, before the first pass."""
+    return copy.deepcopy(_captured(blocks, chunk, batch))
+
+
+@cache
+def _captured(blocks: tuple[type[TinyBlock], ...], chunk: int, batch: int) -> DecoderProgram:
     model = TinyDecoder(*blocks, batch=batch)
     return capture(model, batch_size=batch, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=chunk)
 
 
 def after(*passes: Pass, blocks: Sequence[type[TinyBlock]] = ()) -> DecoderProgram:
     """A tiny decoder after these passes."""
+    return copy.deepcopy(_after(passes, tuple(blocks)))
+
+
+@cache
+def _after(passes: tuple[Pass, ...], blocks: tuple[type[TinyBlock], ...]) -> DecoderProgram:
     return run_pipeline(captured(*blocks), passes)
 
 
