@@ -224,7 +224,7 @@ def broken() -> Iterator[tuple[str, object]]:
 
     yield "3 outputs in the graph, 4 named", output
     yield "state lost is not both an input and an output of the decode step", spec
-    yield "state key_cache_0: specified (1, 2), in the graph (2, 1, 9, 4)", shape
+    yield "state key_cache_0: specified (1, 2), in the graph (2, 1, 14, 4)", shape
     yield "site 0: residual names gone, which is not in the graph", site
     yield "site 0: exit names away, which is not in the graph", site
     yield "decode step: linear has no meta['val']", value

@@ -18,7 +18,7 @@ from fastcar_compile.passes.base import Pass, run_pipeline
 from fastcar_compile.runtime.backends.base import StepResult
 from fastcar_compile.runtime.backends.eager import EagerBackend
 
-BATCH, ROWS, FRAME, WIDTH, VOCAB, CHUNK = 2, 9, 3, 8, 5, 2
+BATCH, ROWS, FRAME, WIDTH, VOCAB, CHUNK = 2, 14, 3, 8, 5, 2
 
 
 class TinyMlp(nn.Module):
