@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.verify import verify_program
 
-_PASS = re.compile(r"([a-z0-9-]+)(\{.*?\})?(?:,|$)")
+_NAME = re.compile(r"[a-z0-9-]+")
+_INFINITIES = ("inf", "-inf")
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class Pass(ABC):
 
 
 def _plain(value: object) -> object:
-    """JSON has no infinities: they are written as strings."""
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+    """JSON has no infinities: they are written as strings, which no text option may then be."""
+    if value in _INFINITIES:
+        raise InternalError(f"the text {value!r} cannot be an option of a pass: it would be read back as a number")
+    if isinstance(value, float) and math.isinf(value):
         return str(value)
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
@@ -42,7 +46,7 @@ def _plain(value: object) -> object:
 
 
 def _from_plain(value: object) -> object:
-    if value in ("inf", "-inf"):
+    if value in _INFINITIES:
         return float(str(value))
     if isinstance(value, list):
         return tuple(_from_plain(v) for v in value)
@@ -62,21 +66,40 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
     """
     passes: list[Pass] = []
     end = 0
-    for match in _PASS.finditer(text):
-        if match.start() != end:
-            break
-        name, options = match.group(1), match.group(2)
+    while end < len(text) or passes:
+        match = _NAME.match(text, end)
+        if match is None:
+            raise _malformed(text, end)
+        name, end = match.group(), match.end()
         if name not in registry:
             raise CompileError(f"unknown pass '{name}'", mend=f"use one of: {', '.join(sorted(registry))}")
-        arguments = {k: _from_plain(v) for k, v in json.loads(options or "{}").items()}
+        options, end = _options(text, end)
         known = {f.name for f in fields(registry[name])}
-        if unknown := sorted(set(arguments) - known):
+        if unknown := sorted(set(options) - known):
             raise CompileError(f"pass '{name}' has no option {unknown}", mend=f"its options: {sorted(known)}")
-        passes.append(registry[name](**arguments))
-        end = match.end()
-    if end != len(text):
-        raise CompileError(f"malformed pipeline text at character {end}: {text[end : end + 40]!r}")
+        passes.append(registry[name](**options))
+        if end == len(text):
+            break
+        if text[end] != ",":
+            raise _malformed(text, end)
+        end += 1
     return passes
+
+
+def _options(text: str, start: int) -> tuple[dict[str, Any], int]:
+    """The JSON object at `start`, if there is one, and the index after it."""
+    if not text.startswith("{", start):
+        return {}, start
+    try:
+        # A JSON reader, not a pattern: braces and commas also occur inside of strings and nested values.
+        options, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise _malformed(text, start) from error
+    return {k: _from_plain(v) for k, v in options.items()}, end
+
+
+def _malformed(text: str, at: int) -> CompileError:
+    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}")
 
 
 def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProgram:
@@ -100,4 +123,5 @@ def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProg
 
 def _fingerprint(program: DecoderProgram) -> tuple[object, ...]:
     graphs = tuple(module.print_readable(print_output=False) for module in program.graphs())
-    return (*graphs, tuple(program.sites), tuple(program.state), tuple(program.outputs))
+    signature = (tuple(program.outputs), tuple(program.prefill_outputs), program.config)
+    return (*graphs, tuple(program.sites), tuple(program.state), *signature)

@@ -44,7 +44,7 @@ class InsertReplay(Pass):
     couple_cfg: bool = False
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Raises CompileError when the thresholds or the coupling do not fit the program."""
+        """Raises CompileError when the options do not fit the program, or when replay is there already."""
         self._check(program)
         writer = _Inserter(program, self)
         for site, threshold in zip(program.sites, self.thresholds, strict=True):
@@ -54,6 +54,8 @@ class InsertReplay(Pass):
         return True
 
     def _check(self, program: DecoderProgram) -> None:
+        if "decisions" in program.outputs:
+            raise CompileError("insert-replay ran already", mend="name it once in the pipeline")
         if len(self.thresholds) != len(program.sites):
             raise CompileError(f"{len(self.thresholds)} thresholds for {len(program.sites)} layers")
         if self.couple_cfg and program.config.batch_size % 2:

@@ -1,0 +1,84 @@
+"""canonicalize: asserts, no-op casts and inactive dropout go; everything else stays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from fastcar_compile.ir import DecoderConfig, DecoderProgram
+from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.normalize_state import NormalizeState
+
+from .golden import check_golden, check_truthful, nodes_of, program_text
+from .tiny import after, logits, prefill_logits
+
+aten = torch.ops.aten
+
+
+def test_golden() -> None:
+    program = after(NormalizeState())
+    before = program_text(program)
+    Canonicalize().apply(program)
+    check_golden("canonicalize", before, program_text(program))
+
+
+def test_second_application_changes_nothing() -> None:
+    check_truthful(after(NormalizeState()), Canonicalize())
+
+
+def test_logits_stay_the_same_bit_for_bit() -> None:
+    program = after(NormalizeState())
+    before, before_prefill = logits(program), prefill_logits(program)
+    Canonicalize().apply(program)
+    for module in program.graphs():
+        module.recompile()
+    np.testing.assert_array_equal(logits(program), before)
+    np.testing.assert_array_equal(prefill_logits(program), before_prefill)
+
+
+def test_kept_nodes_keep_their_source() -> None:
+    program = after(NormalizeState(), Canonicalize())
+    kept = [n for n in nodes_of(program) if n.op == "call_function" and n.meta.get("made_by") != "import"]
+    assert all(n.meta["stack_trace"] and n.meta["nn_module_stack"] for n in kept)
+
+
+KEPT, DROPPED = True, False
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "kept"),
+    [
+        (aten.to.dtype, (torch.float32,), DROPPED),
+        (aten.to.dtype, (torch.float64,), KEPT),
+        (aten._to_copy.default, (), DROPPED),
+        (aten.contiguous.default, (), DROPPED),
+        (aten.alias.default, (), DROPPED),
+        (aten.detach.default, (), DROPPED),
+        (aten.dropout.default, (0.5, False), DROPPED),
+        (aten.dropout.default, (0.5, True), KEPT),
+        (aten.relu.default, (), KEPT),
+    ],
+)
+def test_one_node(target: torch._ops.OpOverload, arguments: tuple[object, ...], kept: bool) -> None:
+    program = program_of(target, arguments)
+    assert Canonicalize().apply(program) is not kept
+    left = [n.target for n in program.graph_module.graph.nodes if n.op == "call_function"]
+    assert left == ([target] if kept else []) + [aten.neg.default]
+
+
+def program_of(target: torch._ops.OpOverload, arguments: tuple[object, ...]) -> DecoderProgram:
+    """return -target(x, *arguments)"""
+    graph = fx.Graph()
+    x = graph.placeholder("tokens")
+    node = graph.call_function(target, (x, *arguments))
+    last = graph.call_function(aten.neg.default, (node,))
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(2, 3)
+        node.meta["val"] = target(x.meta["val"], *arguments)
+        last.meta["val"] = aten.neg.default(node.meta["val"])
+    graph.output((last,))
+    config = DecoderConfig(2, 9, 3, 0, 3, None, True, 0)
+    return DecoderProgram(fx.GraphModule(torch.nn.Module(), graph), None, config, outputs=["logits"])

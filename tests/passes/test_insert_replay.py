@@ -1,0 +1,143 @@
+"""insert-replay: TAS, gate, cond and the MLP cache around every MLP that has a threshold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import DecoderProgram, StateRole
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+
+from .golden import check_golden, check_origins, everything, module_text, program_text
+from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, after, captured, decode, logits, token_ids
+
+INF = float("inf")
+
+
+def replaying(*thresholds: float | None, **options: object) -> DecoderProgram:
+    """The tiny decoder with one layer per threshold."""
+    item = InsertReplay(thresholds, **options)  # type: ignore[arg-type]
+    return after(*analysis_pipeline(), item, blocks=(TinyBlock,) * len(thresholds))
+
+
+def test_golden() -> None:
+    program = after(*analysis_pipeline())
+    before = program_text(program)
+    InsertReplay((1.5,), max_chain=4, couple_cfg=True).apply(program)
+    check_golden("insert-replay", before, program_text(program))
+
+
+def test_golden_of_a_layer_without_threshold() -> None:
+    program = after(*analysis_pipeline())
+    before = program_text(program)
+    assert InsertReplay((None,)).apply(program) is True
+    check_golden("insert-replay-none", before, program_text(program))
+
+
+def test_prefill_is_left_alone() -> None:
+    before = after(*analysis_pipeline())
+    program = replaying(0.0)
+    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+    assert program.prefill_outputs == before.prefill_outputs
+
+
+@pytest.mark.parametrize("thresholds", [(1.5,), (None,)])
+def test_second_application_is_refused_and_changes_nothing(thresholds: tuple[float | None, ...]) -> None:
+    program = replaying(*thresholds)
+    before = everything(program)
+    with pytest.raises(CompileError, match="insert-replay ran already"):
+        InsertReplay(thresholds).apply(program)
+    assert everything(program) == before
+
+
+def test_inserted_nodes_keep_their_source() -> None:
+    program = replaying(1.5)
+    # gate: 3, cond and its operands: 4, state: 6, decisions and scores: 2, branches: 4, view of the result: 1
+    assert check_origins(program, "insert-replay") == 20
+
+
+def test_every_node_of_the_mlp_moves_into_the_compute_branch() -> None:
+    before = after(*analysis_pipeline())
+    program = replaying(1.5)
+    site = before.sites[0]
+    branch = {n.name for n in program.graph_module.compute_branch_0.graph.nodes}  # type: ignore[union-attr]
+    outer = {n.name for n in program.graph_module.graph.nodes}
+    moved = {*site.linears, site.mlp_input, "silu", "mul"}
+    assert moved <= branch
+    assert not moved & outer
+
+
+def test_the_replay_branch_reads_no_weight() -> None:
+    branch = replaying(1.5).graph_module.replay_branch_0
+    used = [n.name for n in branch.graph.nodes if n.op == "placeholder" and n.users]  # type: ignore[union-attr]
+    assert used == ["cached"]
+
+
+def test_state_and_outputs() -> None:
+    program = replaying(1.5, None)
+    added = [(s.name, s.role, s.shape, s.dtype) for s in program.state if s.name.startswith(("mlp", "chain"))]
+    assert added == [
+        ("mlp_cache_0", StateRole.MLP_CACHE, (FRAME, BATCH, WIDTH), torch.float32),
+        ("chain_count_0", StateRole.CHAIN_COUNT, (FRAME, BATCH), torch.int32),
+    ]
+    caches = ["key_cache_0", "value_cache_0", "key_cache_1", "value_cache_1"]
+    assert program.outputs == ["logits", "decisions", "scores", *caches, "mlp_cache_0", "chain_count_0"]
+    assert [(s.replay, s.threshold) for s in program.sites] == [(True, 1.5), (False, None)]
+
+
+@pytest.mark.parametrize("thresholds", [(1.5,), (0.0, None), (None,)])
+def test_closed_gate_keeps_the_logits(thresholds: tuple[float | None, ...]) -> None:
+    expected = logits(after(*analysis_pipeline(), blocks=(TinyBlock,) * len(thresholds)))
+    np.testing.assert_array_equal(logits(replaying(*thresholds), INF), expected)
+
+
+def test_closed_gate_keeps_the_logits_of_w8a8() -> None:
+    expected = logits(after(*analysis_pipeline(), QuantizeW8A8()))
+    program = after(*analysis_pipeline(), QuantizeW8A8(), InsertReplay((1.5,)))
+    np.testing.assert_array_equal(logits(program, INF), expected)
+
+
+def test_open_gate_replays_from_the_second_frame() -> None:
+    decisions = np.stack([r.decisions for r in decode(replaying(0.0, None), -INF)])
+    assert decisions.shape == (ROWS, 2, BATCH)
+    assert decisions[:, 0].sum() == (ROWS - FRAME) * BATCH
+    assert decisions[FRAME:, 0].all()
+    assert not decisions[:, 1].any()
+
+
+def test_scores_are_the_attention_logits_one_frame_back() -> None:
+    """An independent TAS from the weights: q(t) . k(t - F) / sqrt(D), mean over the two query heads."""
+    program = replaying(0.0)
+    results = decode(program, INF)
+    q, k = queries_and_keys(program)
+    for t in range(FRAME, ROWS):
+        expected = np.einsum("bhd,bd->bh", q[t], k[t - FRAME]).mean(1) * 0.5
+        np.testing.assert_allclose(results[t].scores[0], expected, atol=1e-5)
+
+
+def queries_and_keys(program: DecoderProgram) -> tuple[np.ndarray, np.ndarray]:
+    """q [T, B, 2, 4] and k [T, B, 4] of layer 0, whose input is the embedding alone."""
+    params = {k: v.double().numpy() for k, v in program.params.items()}
+    h = params["embed.weight"][token_ids()]
+    x = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5) * params["blocks.0.norm_1.weight"]
+    qkv = (x @ params["blocks.0.qkv.weight"].T).transpose(1, 0, 2)
+    return qkv[..., :8].reshape(ROWS, BATCH, 2, 4), qkv[..., 8:12]
+
+
+def test_thresholds_must_fit_the_layers() -> None:
+    with pytest.raises(CompileError, match="2 thresholds for 1 layers"):
+        InsertReplay((1.0, 2.0)).apply(after(*analysis_pipeline()))
+
+
+def test_coupling_wants_pairs() -> None:
+    odd = run_pipeline(captured(batch=3), analysis_pipeline())
+    before = everything(odd)
+    with pytest.raises(CompileError, match="row b with row b \\+ B / 2, but batch_size is 3"):
+        InsertReplay((1.0,), couple_cfg=True).apply(odd)
+    assert everything(odd) == before
+    assert InsertReplay((1.0,), couple_cfg=True).apply(after(*analysis_pipeline())) is True

@@ -1,0 +1,107 @@
+"""offload-mlp: a w8a8 MLP becomes one call to the accelerator, with the row mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastcar_compile.errors import BackendError
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.offload import bound_accelerator
+from fastcar_compile.passes.edit import is_op
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.offload_mlp import OffloadMlp
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+
+from .golden import check_golden, check_origins, check_truthful, everything, module_text, nodes_of, program_text
+from .tiny import BATCH, FRAME, ROWS, after, decode, logits
+
+fastcar = torch.ops.fastcar
+INF = float("inf")
+W8A8 = (*analysis_pipeline(), QuantizeW8A8())
+REPLAY = (*W8A8, InsertReplay((1.5,)))
+
+
+class Accelerator:
+    """The MLP from the stored weights; keeps the masks it was called with."""
+
+    def __init__(self, program: DecoderProgram) -> None:
+        self.params, self.masks = program.params, []
+
+    def __call__(self, layer: int, x: Tensor, replay: Tensor, cached: Tensor) -> Tensor:
+        assert layer == 0
+        self.masks.append(replay.clone())
+        gate, up = self.linear("gate", x), self.linear("up", x)
+        y = self.linear("down", gate * fastcar.sigmoid_lut(gate) * up)
+        return torch.where(replay[:, None], cached, y)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        weight, scale = (self.params[f"blocks.0.mlp.{name}.weight_{k}"] for k in ("int8", "scale"))
+        return fastcar.linear_w8a8(x, weight, scale, self.params.get(f"blocks.0.mlp.{name}.bias"))
+
+
+@pytest.mark.parametrize(("name", "passes"), [("offload-mlp", REPLAY), ("offload-mlp-dense", W8A8)])
+def test_golden(name: str, passes: tuple) -> None:
+    program = after(*passes)
+    before = program_text(program)
+    OffloadMlp().apply(program)
+    check_golden(name, before, program_text(program))
+
+
+@pytest.mark.parametrize("passes", [REPLAY, W8A8])
+def test_second_application_changes_nothing(passes: tuple) -> None:
+    check_truthful(after(*passes), OffloadMlp())
+
+
+@pytest.mark.parametrize(("passes", "count"), [(REPLAY, 3), (W8A8, 5)])
+def test_inserted_nodes_keep_their_source(passes: tuple, count: int) -> None:
+    assert check_origins(after(*passes, OffloadMlp()), "offload-mlp") == count
+
+
+def test_float_mlps_stay_on_the_host() -> None:
+    program = after(*analysis_pipeline(), InsertReplay((1.5,)))
+    before = everything(program)
+    assert OffloadMlp().apply(program) is False
+    assert everything(program) == before
+
+
+def test_prefill_stays_on_the_host() -> None:
+    before, program = after(*REPLAY), after(*REPLAY, OffloadMlp())
+    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+    assert [n.name for n in nodes_of(program) if is_op(n, fastcar.offloaded_mlp)] == ["offloaded_mlp_default"]
+
+
+@pytest.mark.parametrize(("passes", "threshold"), [(REPLAY, INF), (REPLAY, 0.0), (REPLAY, -INF), (W8A8, INF)])
+def test_outputs_stay_the_same_bit_for_bit(passes: tuple, threshold: float) -> None:
+    expected = logits(after(*passes), threshold)
+    program = after(*passes)
+    accelerator = Accelerator(program)
+    OffloadMlp().apply(program)
+    program.graph_module.recompile()
+    with bound_accelerator(accelerator):
+        np.testing.assert_array_equal(logits(program, threshold), expected)
+    calls = FRAME if threshold == -INF else ROWS
+    assert len(accelerator.masks) <= calls
+    assert not any(m.all() for m in accelerator.masks)
+
+
+def test_the_accelerator_gets_the_decisions_and_is_not_called_when_all_rows_replay() -> None:
+    host = after(*REPLAY, OffloadMlp())
+    accelerator = Accelerator(after(*REPLAY))
+    with bound_accelerator(accelerator):
+        scores = np.stack([r.scores[0] for r in decode(host, INF)])[FRAME:]
+    threshold = float(np.median(scores))
+    accelerator.masks.clear()
+    with bound_accelerator(accelerator):
+        decisions = np.stack([r.decisions[0] for r in decode(host, threshold)])
+    expected = [d for d in decisions if not d.all()]
+    assert 0 < decisions.sum() < (ROWS - FRAME) * BATCH
+    np.testing.assert_array_equal(torch.stack(accelerator.masks).numpy(), np.stack(expected))
+
+
+def test_without_an_accelerator_the_error_says_so() -> None:
+    with pytest.raises(BackendError, match="no accelerator is bound"):
+        decode(after(*REPLAY, OffloadMlp()))

@@ -1,0 +1,307 @@
+"""Replay semantics (design section 2) against a plain Python reference: the operators, then the whole graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from passes.tiny import FRAME, ROWS, VOCAB, TinyBlock, TinyDecoder, backend_of, captured
+
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.runtime.session import Session
+
+fastcar = torch.ops.fastcar
+INF, LAYERS, BATCH = float("inf"), 2, 4
+
+
+@dataclass
+class Reference:
+    """One layer's rule, word for word: no tensor operator of the package is used here."""
+
+    frame: int
+    batch: int
+    max_chain: int | None = None
+    couple: bool = False
+    cache: dict[tuple[int, int], Any] = field(default_factory=dict)
+    chain: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def decide(self, t: int, scores: list[float], tau: float) -> list[bool]:
+        slot = t % self.frame
+        replay = []
+        for row in range(self.batch):
+            passes = t >= self.frame and scores[row] >= tau
+            tired = self.max_chain is not None and self.chain.get((slot, row), 0) >= self.max_chain
+            replay.append(passes and not tired)
+        if self.couple:
+            half = self.batch // 2
+            replay = [replay[b % half] and replay[b % half + half] for b in range(self.batch)]
+        return replay
+
+    def step(self, t: int, scores: list[float], tau: float, computed: list[Any]) -> tuple[list[bool], list[Any]]:
+        """Decisions, and the MLP output of every row, `computed` being what the MLP gives now."""
+        replay = self.decide(t, scores, tau)
+        for row, again in enumerate(replay):
+            key = (t % self.frame, row)
+            self.chain[key] = self.chain.get(key, 0) + 1 if again else 0
+            self.cache[key] = self.cache[key] if again else computed[row]
+        return replay, [self.cache[t % self.frame, row] for row in range(self.batch)]
+
+
+@dataclass
+class Operators:
+    """The same layer out of the package's operators, wired as docs/architecture.md says."""
+
+    frame: int
+    batch: int
+    max_chain: int | None = None
+    couple: bool = False
+
+    def __post_init__(self) -> None:
+        self.cache = torch.zeros(self.frame, self.batch, 1)
+        self.chain = torch.zeros(self.frame, self.batch, dtype=torch.int32)
+
+    def step(self, t: int, scores: list[float], tau: float, computed: list[float]) -> tuple[list[bool], list[float]]:
+        step, limit = torch.tensor([t]), -1 if self.max_chain is None else self.max_chain
+        arguments = (torch.tensor(scores), torch.tensor([tau]), step, self.chain, self.frame, limit, self.couple)
+        replay = fastcar.gate(*arguments)
+        cached = fastcar.slot_read(self.cache, step)
+        y = torch.where(replay[:, None], cached, torch.tensor(computed)[:, None])
+        self.cache = fastcar.slot_write(self.cache, y, step)
+        count = torch.where(replay, fastcar.slot_read(self.chain, step) + 1, 0)
+        self.chain = fastcar.slot_write(self.chain, count.to(torch.int32), step)
+        return replay.tolist(), y[:, 0].tolist()
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[dict[str, Any], float, list[list[float]]]:
+    """Options, a threshold, and scores [T][B] that often meet the threshold exactly."""
+    couple = draw(st.booleans())
+    batch = draw(st.sampled_from([2, 4]) if couple else st.integers(1, 4))
+    max_chain = draw(st.none() | st.integers(0, 3))
+    options = {"frame": draw(st.integers(1, 4)), "batch": batch, "max_chain": max_chain, "couple": couple}
+    tau = draw(st.sampled_from([-INF, -1.0, 0.0, 0.5, INF]))
+    score = st.sampled_from([-INF, -1.0, 0.0, 0.5, 0.75, INF, float("nan")])
+    rows = st.lists(score, min_size=batch, max_size=batch)
+    return options, tau, draw(st.lists(rows, max_size=14))
+
+
+@settings(deadline=None)
+@given(layers())
+def test_operators_follow_the_reference(case: tuple[dict[str, Any], float, list[list[float]]]) -> None:
+    options, tau, scores = case
+    reference, operators = Reference(**options), Operators(**options)
+    for t, row in enumerate(scores):
+        computed = [float(1 + t * len(row) + b) for b in range(len(row))]
+        assert operators.step(t, row, tau, computed) == reference.step(t, row, tau, computed)
+        for (slot, b), count in reference.chain.items():
+            assert operators.chain[slot, b] == count
+            assert operators.cache[slot, b] == reference.cache[slot, b]
+
+
+def replays(forwards: int, frame: int, max_chain: int) -> int:
+    """Of k visits to a slot the first computes; then max_chain replay, one computes, and so on."""
+    total = 0
+    for slot in range(min(frame, forwards)):
+        later = (forwards - slot - 1) // frame
+        total += later - later // (max_chain + 1)
+    return total
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 4))
+def test_chain_limit_gives_the_exact_count(frame: int, forwards: int, max_chain: int) -> None:
+    operators = Operators(frame, 1, max_chain)
+    made = sum(operators.step(t, [0.0], -INF, [1.0])[0][0] for t in range(forwards))
+    assert made == replays(forwards, frame, max_chain)
+
+
+@settings(deadline=None)
+@given(layers())
+def test_coupled_rows_replay_only_when_both_would(case: tuple[dict[str, Any], float, list[list[float]]]) -> None:
+    options, tau, scores = case
+    if options["batch"] % 2:
+        options["batch"], scores = 2 * options["batch"], [row * 2 for row in scores]
+    coupled = Operators(**options | {"couple": True})
+    for t, row in enumerate(scores):
+        alone = Operators(**options | {"couple": False})
+        alone.chain = coupled.chain
+        single = np.array(alone.step(t, row, tau, row)[0]).reshape(2, -1)
+        pair = np.array(coupled.step(t, row, tau, row)[0]).reshape(2, -1)
+        np.testing.assert_array_equal(pair, np.broadcast_to(single.all(0), pair.shape))
+
+
+@cache
+def program(max_chain: int | None = None, couple: bool = False) -> DecoderProgram:
+    """A two-layer decoder, batch 4, rewritten."""
+    item = InsertReplay((0.0,) * LAYERS, max_chain, couple)
+    return run_pipeline(captured(*(TinyBlock,) * LAYERS, batch=BATCH), [*analysis_pipeline(), item])
+
+
+@cache
+def model() -> TinyDecoder:
+    """The decoder itself: its MLPs are the independent recomputation."""
+    return TinyDecoder(*(TinyBlock,) * LAYERS, batch=BATCH).eval()
+
+
+class Recorder:
+    """Runs the rewritten graph, and keeps what went into and came out of every branch."""
+
+    def __init__(self, source: DecoderProgram, thresholds: list[float]) -> None:
+        self.backend = backend_of(source)
+        self.thresholds = np.array(thresholds, np.float32)
+        self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, branch in self.backend._decode.named_children():
+            if "_branch_" in name:
+                branch.register_forward_hook(lambda _m, args, out, name=name: self.keep(name, args[0], out[0]))
+
+    def keep(self, name: str, hidden: torch.Tensor, y: torch.Tensor) -> None:
+        self.calls.append((name, hidden.clone(), y.clone()))
+
+    def state(self, name: str) -> np.ndarray:
+        return self.backend._state[name].clone().numpy()
+
+    def step(self, ids: np.ndarray, prompt: int, t: int) -> Any:
+        self.calls.clear()
+        return self.backend.decode(ids[:, prompt + t, None], prompt + t, t, self.thresholds)
+
+
+def video(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (BATCH, ROWS))
+
+
+def run(source: DecoderProgram, thresholds: list[float], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Decisions [T, L, B], scores [T, L, B] and logits [T, B, V] of a whole video without a prompt."""
+    recorder = Recorder(source, thresholds)
+    results = [recorder.step(ids, 0, t) for t in range(ROWS)]
+    logits = np.stack([r.logits[:, 0] for r in results])
+    return np.stack([r.decisions for r in results]), np.stack([r.scores for r in results]), logits
+
+
+def middling(ids: np.ndarray) -> list[float]:
+    """Per layer a threshold in the widest gap between the middle scores, so that rounding decides nothing."""
+    scores = np.sort(run(program(), [INF] * LAYERS, ids)[1][FRAME:].transpose(1, 0, 2).reshape(LAYERS, -1))
+    middle = scores[:, scores.shape[1] // 4 : 3 * scores.shape[1] // 4]
+    at = np.diff(middle).argmax(1)
+    low, high = (middle[np.arange(LAYERS), at + i] for i in (0, 1))
+    assert (high - low > 1e-4).all()
+    return [float(v) for v in (low + high) / 2]
+
+
+GATES = st.sampled_from([(None, False), (1, False), (2, True), (None, True)])
+
+
+@settings(deadline=None, max_examples=6)
+@example((None, False), 0, 0, "middle")
+@example((2, True), 2, 0, "middle")
+@given(GATES, st.sampled_from([0, 2]), st.integers(0, 99), st.sampled_from([0.0, -INF, "middle"]))
+def test_whole_graph_follows_the_reference(gate: tuple[Any, Any], prompt: int, seed: int, tau: float | str) -> None:
+    ids = video(seed)
+    thresholds = middling(ids) if tau == "middle" else [float(tau)] * LAYERS
+    recorder = Recorder(program(*gate), thresholds)
+    if prompt:
+        recorder.backend.prefill_chunk = prompt
+        recorder.backend.prefill(ids[:, :prompt], 0)
+    references = [Reference(FRAME, BATCH, *gate) for _ in range(LAYERS)]
+    for t in range(ROWS - prompt):
+        result = recorder.step(ids, prompt, t)
+        assert len(recorder.calls) == LAYERS
+        for layer, reference in enumerate(references):
+            check_layer(recorder, reference, result, layer, t)
+
+
+def check_layer(recorder: Recorder, reference: Reference, result: Any, layer: int, t: int) -> None:
+    branch, hidden, y = recorder.calls[layer]
+    block = model().blocks[layer]
+    with torch.inference_mode():
+        fresh = block.mlp(block.norm_2(hidden))[:, 0]  # type: ignore[operator]
+    scores, tau = result.scores[layer].tolist(), float(recorder.thresholds[layer])
+    before = dict(reference.cache)
+    replay, expected = reference.step(t, scores, tau, list(y.numpy()))
+    assert result.decisions[layer].tolist() == replay
+    assert branch == f"{'replay' if all(replay) else 'compute'}_branch_{layer}"
+    for row in range(BATCH):
+        # A replayed row is the last computed one bit for bit; a computed one is the model's own MLP of this input.
+        np.testing.assert_array_equal(y[row].numpy(), expected[row])
+        if replay[row]:
+            np.testing.assert_array_equal(y[row].numpy(), before[t % FRAME, row])
+        else:
+            np.testing.assert_allclose(y[row].numpy(), fresh[row].numpy(), atol=1e-6)
+    cache, chain = recorder.state(f"mlp_cache_{layer}"), recorder.state(f"chain_count_{layer}")
+    for slot, row in np.ndindex(FRAME, BATCH):
+        np.testing.assert_array_equal(cache[slot, row], reference.cache.get((slot, row), np.zeros(8, np.float32)))
+        assert chain[slot, row] == reference.chain.get((slot, row), 0)
+
+
+def test_plus_infinity_replays_nothing_and_minus_infinity_all_but_the_first_frame() -> None:
+    assert not run(program(), [INF] * LAYERS, video(1))[0].any()
+    decisions = run(program(), [-INF] * LAYERS, video(1))[0]
+    assert not decisions[:FRAME].any()
+    assert decisions[FRAME:].all()
+    np.testing.assert_array_equal(decisions.sum(0), np.full((LAYERS, BATCH), ROWS - FRAME))
+
+
+@pytest.mark.parametrize("max_chain", [1, 2, 3])
+def test_whole_graph_with_chain_limit_gives_the_exact_count(max_chain: int) -> None:
+    decisions = run(program(max_chain), [-INF] * LAYERS, video(2))[0]
+    assert 0 < replays(ROWS, FRAME, max_chain) < ROWS - FRAME
+    np.testing.assert_array_equal(decisions.sum(0), np.full((LAYERS, BATCH), replays(ROWS, FRAME, max_chain)))
+
+
+def test_coupled_pairs_of_the_whole_graph_agree() -> None:
+    ids = video(3)
+    thresholds = middling(ids)
+    first, second = np.split(run(program(None, False), thresholds, ids)[0], 2, axis=2)
+    assert (first != second).any(), "without coupling the pairs of this video disagree"
+    first, second = np.split(run(program(None, True), thresholds, ids)[0], 2, axis=2)
+    assert first.any()
+    np.testing.assert_array_equal(first, second)
+
+
+@settings(deadline=None, max_examples=3)
+@given(st.permutations(range(BATCH)), st.integers(0, 99))
+def test_permuting_the_batch_permutes_decisions_and_logits(order: list[int], seed: int) -> None:
+    ids = video(seed)
+    thresholds = middling(ids)
+    decisions, _, logits = run(program(2), thresholds, ids)
+    other_decisions, _, other_logits = run(program(2), thresholds, ids[order])
+    assert decisions.any()
+    np.testing.assert_array_equal(other_decisions, decisions[:, :, order])
+    np.testing.assert_allclose(other_logits, logits[:, order], atol=1e-5)
+
+
+def test_a_row_does_not_see_the_others() -> None:
+    ids, other = video(4), video(5)
+    other[1] = ids[1]
+    thresholds = middling(ids)
+    decisions, _, logits = run(program(), thresholds, ids)
+    other_decisions, _, other_logits = run(program(), thresholds, other)
+    assert (decisions != other_decisions).any()
+    np.testing.assert_array_equal(other_decisions[:, :, 1], decisions[:, :, 1])
+    np.testing.assert_allclose(other_logits[:, 1], logits[:, 1], atol=1e-5)
+
+
+def test_reset_gives_the_same_video_again() -> None:
+    source, ids = program(2), video(6)
+    session = Session(backend_of(source), source.config, middling(ids), record=True)
+
+    def watch(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        session.reset()
+        logits = [session.prefill(tokens[:, :3]), *[session.step(tokens[:, i]) for i in range(3, ROWS)]]
+        return torch.stack(logits).numpy(), np.array(session.stats.decisions)
+
+    logits, decisions = watch(ids)
+    assert decisions.any()
+    other, _ = watch(video(7))
+    assert (other != logits).any()
+    again, same = watch(ids)
+    np.testing.assert_array_equal(again, logits)
+    np.testing.assert_array_equal(same, decisions)
