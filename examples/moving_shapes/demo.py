@@ -22,7 +22,7 @@ import fastcar_compile as fc
 
 GIVEN_FRAMES = 2
 THRESHOLDS = (None, -25.0, -14.0, None)
-"""One TAS threshold per layer. The first and the last layer of this decoder lose the picture when they replay by TAS."""
+"""A TAS threshold per layer. First and last layer of this decoder lose the picture when they replay by TAS."""
 
 
 def teacher_forced(session: fc.Session, tokens: Tensor) -> tuple[float, float]:
