@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastcar_compile.codegen.drs.table import build_table
-from fastcar_compile.codegen.hls.design import choose_design
+from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.emit import emit_hls
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.codegen.hls.weights import pack_mlp
@@ -48,7 +48,7 @@ def emit_accelerator(
     )
     design = choose_design(spec, _budget(board))
     emit_hls(design, writer.root / "hls")
-    streams = {f"layer_{s.layer}": pack_mlp(*_weights(program, s), design) for s in program.sites}
+    streams = {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
     writer.write_tensors(WEIGHTS, streams)
     thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
     table = build_table(len(program.sites), config.batch_size, spec.cores, config.tokens_per_frame, thresholds)
@@ -69,12 +69,11 @@ def _budget(board: Target) -> BoardBudget:
     )
 
 
-def _weights(program: DecoderProgram, site: LayerSite) -> list[Any]:
-    """int8 weights and float32 scales of gate, up and down as numpy arrays, in the order of the kernel."""
-    params = program.params
-    arrays: list[Any] = []
+def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Any:
+    """The kernel's weight stream of one layer, uint8, from gate, up and down in this order."""
+    params, arrays = program.params, []
     for name in site.weights:
-        for suffix in ("int8", "scale"):
-            tensor = params[f"{name}_{suffix}"]
-            arrays.append(tensor.to(torch.int8 if suffix == "int8" else torch.float32).numpy())
-    return arrays
+        weight, scale = params[f"{name}_int8"], params[f"{name}_scale"]
+        arrays.append((weight.to(torch.int8).numpy(), scale.to(torch.float32).numpy()))
+    (gate, gate_scale), (up, up_scale), (down, down_scale) = arrays
+    return pack_mlp(gate, gate_scale, up, up_scale, down, down_scale, design)

@@ -47,7 +47,7 @@ def build_model() -> LlamaForCausalLM:
         eos_token_id=None,
         pad_token_id=None,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
         dtype="float32",
     )
     config.tokens_per_frame = TOKENS_PER_FRAME
