@@ -90,7 +90,7 @@ def test_tampered_file_is_refused_before_loading(tmp_path: Path) -> None:
 
 def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:
     text = artifact.explain()
-    assert "layer 1: model.model.layers.1.mlp" in text
+    assert "layer 1: model.layers.1.mlp" in text
     assert "mlp_cache_1" in text
     assert "made by  insert-replay" in artifact.explain(node="cond")
     with pytest.raises(fc.InputError, match="no node 'nothing'"):
