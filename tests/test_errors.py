@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,19 +39,81 @@ def test_unmatched_mlps_are_listed_all_at_once(tmp_path: Path) -> None:
     assert "2 problems were found" in text
     assert "layer 0: the MLP cannot be matched" in text
     assert "layer 1: the MLP cannot be matched" in text
-    assert "blocks.1" in text
-    assert "where: " in text
-    assert not (tmp_path / "a").exists()
+    assert [f"where: blocks.{i}.down, " in text for i in (0, 1)] == [True, True]
+    assert len(re.findall(r"tests/decoders\.py:\d+, node linear", text)) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokens_per_frame_must_be_shorter_than_the_cache(tmp_path: Path) -> None:
     with pytest.raises(fc.CompileError, match=r"tokens_per_frame \(65\) is not smaller than max_seq_len \(65\)"):
         fc.compile(llama(), "cpu", tokens_per_frame=65, output=tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_target_names_the_nearest() -> None:
-    with pytest.raises(fc.TargetError, match="zcu102"):
-        fc.compile(llama(), "zcu103", tokens_per_frame=8)
+def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(fc.TargetError, match=r"zcu103.*\n.*zcu102"):
+        fc.compile(llama(), "zcu103", tokens_per_frame=8, output=tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"batch_size": 0, "prefill_chunk": 0}, ["batch_size: ", "prefill_chunk: ", "correct the fields named"]),
+        ({"quant": "int3"}, ["quant: Input should be 'none' or 'w8a8'"]),
+        ({"batch_size": 33}, ["batch_size: Input should be less than or equal to 32"]),
+        ({"replay": fc.ReplayConfig(couple_cfg=True)}, ["couple_cfg pairs row b with row b + batch_size / 2"]),
+        ({"replay": fc.ReplayConfig(threshold=[1.0])}, ["1 thresholds were given for a decoder of 2 layers"]),
+        (
+            {"max_seq_len": 99},
+            ["4 problems were found", "'blocks.0.key_cache' holds 33 positions, but max_seq_len"],
+        ),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(fc.UserError) as error:
+        fc.compile(PlainDecoder(), "cpu", **{"tokens_per_frame": 8} | options, output=tmp_path / "a")
+    assert [t for t in texts if t not in str(error.value)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+class TwoOutputs(PlainDecoder):
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
+        y = super().forward(input_ids, cache_position)
+        return y, y + 1  # type: ignore[return-value]
+
+
+class LastToken(PlainDecoder):
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
+        return super().forward(input_ids, cache_position)[:, -1]
+
+
+class Third(PlainDecoder):
+    def forward(self, input_ids: Tensor, cache_position: Tensor, extra: Tensor) -> Tensor:
+        return super().forward(input_ids, cache_position) + extra
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("a name", "cannot compile a str"),
+        (TwoOutputs(), "the step returns 2 tensors"),
+        (LastToken(), r"the step returns shape \(1, 11\); expected \[B, T, V\] or \[B, T, H\]"),
+        (Third(), "torch.export cannot capture Third: TypeError: missing a required argument: 'extra'"),
+    ],
+)
+def test_models_that_break_the_protocol(tmp_path: Path, model: Any, text: str) -> None:
+    with pytest.raises(fc.CompileError, match=text):
+        fc.compile(model, "cpu", tokens_per_frame=8, max_seq_len=33, output=tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_output_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(fc.ArtifactError, match="the output path exists and is not a folder"):
+        fc.compile(PlainDecoder(), "cpu", tokens_per_frame=8, output=tmp_path / "a")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "mine"
 
 
 def test_missing_tokens_per_frame_warns(tmp_path: Path) -> None:
@@ -70,6 +135,48 @@ def test_bad_prompts(artifact: fc.Artifact, ids: Tensor, text: str) -> None:
         artifact.session("cpu").prefill(ids)
 
 
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (torch.zeros(1), "tokens are float32, expected int64"),
+        (torch.zeros(1, dtype=torch.int32), "tokens are int32, expected int64"),
+        (torch.zeros(1, 1, dtype=torch.int64), r"shape \[1, 1\], expected \[1\]"),
+        (torch.zeros(3, dtype=torch.int64), r"shape \[3\], expected \[1\]"),
+        (torch.tensor([-1]), "token -1 is outside the vocabulary of 17"),
+    ],
+)
+def test_a_bad_step_changes_nothing(artifact: fc.Artifact, ids: Tensor, text: str) -> None:
+    session = artifact.session("eager")
+    session.prefill(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(fc.InputError, match=text):
+        session.step(ids)
+    assert session.position == 4
+
+
+def test_a_full_cache_takes_no_more(artifact: fc.Artifact) -> None:
+    session = artifact.session("eager")
+    session.prefill(torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(fc.InputError, match="after 65 tokens the step adds 1 tokens, but max_seq_len is 65"):
+        session.step(torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(fc.InputError, match="already holds tokens"):
+        session.prefill(torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("count", [0, 63])
+def test_generation_that_does_not_fit(artifact: fc.Artifact, count: int) -> None:
+    with pytest.raises(fc.InputError, match=f"4 prompt tokens and {count} new ones do not fit max_seq_len 65"):
+        artifact.session("eager").generate(torch.zeros(1, 4, dtype=torch.int64), count)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "text"),
+    [([1.0], "1 thresholds for 2 layers"), (float("nan"), "the threshold of layer 0 is NaN")],
+)
+def test_bad_thresholds(artifact: fc.Artifact, thresholds: Any, text: str) -> None:
+    with pytest.raises(fc.InputError, match=text):
+        artifact.session("eager").set_threshold(thresholds)
+
+
 def test_unknown_backend(artifact: fc.Artifact) -> None:
     with pytest.raises(fc.BackendError, match="unknown backend 'gpu'"):
         artifact.session("gpu")
@@ -86,6 +193,19 @@ def test_tampered_file_is_refused_before_loading(tmp_path: Path) -> None:
         fc.load(made.path)
     assert "decode.so" in str(error.value)
     assert "after.txt" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "weights/model.safetensors", "graph/after.json"])
+def test_a_missing_file_is_named(artifact: fc.Artifact, tmp_path: Path, name: str) -> None:
+    shutil.copytree(artifact.path, tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    with pytest.raises(fc.ArtifactError, match=name):
+        fc.load(tmp_path / "a")
+
+
+def test_a_missing_artifact_is_named(tmp_path: Path) -> None:
+    with pytest.raises(fc.ArtifactError, match="nowhere"):
+        fc.load(tmp_path / "nowhere")
 
 
 def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:

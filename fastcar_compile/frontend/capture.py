@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
@@ -33,6 +34,7 @@ def capture(
         CompileError: the model does not follow the step protocol, or cannot be exported.
     """
     if isinstance(model, ExportedProgram):
+        check_exported(model)
         graph = import_exported(model)
         chunk = None
     else:

@@ -10,10 +10,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.exported import TOKEN_NAMES
 from fastcar_compile.passes.edit import call, fake_mode_of
 
 _MADE_BY = "import"
-_TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
 _POSITION_NAMES = ("cache_position", "position")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
@@ -46,9 +46,9 @@ class _Importer:
         user = [n for n in self.exported.graph.nodes if n.op == "placeholder" and self._is_user(n)]
         user = [n for n in user if n.users or n.name in _POSITION_NAMES]
         self._check_inputs(user)
-        tokens = next(n for n in user if n.name in _TOKEN_NAMES)
+        tokens = next(n for n in user if n.name in TOKEN_NAMES)
         position = next(n for n in user if n.name in _POSITION_NAMES)
-        token_node = self.graph.placeholder(_TOKEN_NAMES[tokens.name])
+        token_node = self.graph.placeholder(TOKEN_NAMES[tokens.name])
         token_node.meta = dict(tokens.meta)
         self.values[tokens] = token_node
         position_node = self.graph.placeholder("position")
@@ -72,11 +72,11 @@ class _Importer:
 
     def _check_inputs(self, user: list[fx.Node]) -> None:
         names = [n.name for n in user]
-        tokens = [n for n in names if n in _TOKEN_NAMES]
+        tokens = [n for n in names if n in TOKEN_NAMES]
         positions = [n for n in names if n in _POSITION_NAMES]
         if len(tokens) != 1 or len(positions) != 1 or len(names) != 2:
             raise CompileError(
-                f"the step module takes {names}, but the step protocol wants one of {sorted(_TOKEN_NAMES)} "
+                f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
                 f"and one of {list(_POSITION_NAMES)}",
                 where="inputs of the exported program",
                 mend="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "

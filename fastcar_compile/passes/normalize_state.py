@@ -42,7 +42,7 @@ class NormalizeState(Pass):
         modified = False
         for module in program.graphs():
             if any(is_op(n, aten.scaled_dot_product_attention) for n in module.graph.nodes):
-                state = _Normalizer(module).run()
+                state = _Normalizer(module, program.config.max_seq_len).run()
                 modified = True
                 names = ["logits", *[s.name for s in state]]
                 if module is program.graph_module:
@@ -53,8 +53,8 @@ class NormalizeState(Pass):
 
 
 class _Normalizer:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module, self.graph = module, module.graph
+    def __init__(self, module: fx.GraphModule, max_seq_len: int) -> None:
+        self.module, self.graph, self.max_seq_len = module, module.graph, max_seq_len
         self.position = placeholder(module.graph, "position")
         self.functional = Functionalizer(module.graph, self.position)
         self.problems = self.functional.problems
@@ -82,6 +82,11 @@ class _Normalizer:
     def _check_indices(self) -> None:
         for write in self.functional.writes:
             capacity, steps = write.buffer.meta["val"].shape[2], write.node.args[1].meta["val"].shape[2]  # type: ignore[union-attr]
+            if capacity != self.max_seq_len:
+                what = f"buffer '{write.root}' holds {capacity} positions, but max_seq_len is {self.max_seq_len}"
+                mend = f"give max_seq_len={capacity}, or build the module with {self.max_seq_len} positions"
+                self._problem(write.origin, what, mend)
+                continue
             for start in self._probe_positions(capacity, steps):
                 index = self._at(write.index, start)
                 if index is None or not torch.equal(index.reshape(-1), torch.arange(start, start + steps)):

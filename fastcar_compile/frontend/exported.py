@@ -1,0 +1,47 @@
+"""What an ExportedProgram must be before it can be imported: a module is brought there, an export is as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from fastcar_compile.errors import CompileError
+
+TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
+_MEND_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
+
+
+def check_exported(exported: ExportedProgram) -> None:
+    """Check shapes and precision.
+
+    Raises:
+        CompileError: dynamic shapes, more than one token per step, or another precision than float32; all at once.
+    """
+    problems = [CompileError(t, where="inputs of the exported program", mend=_MEND_SHAPE) for t in _shapes(exported)]
+    tensors = {**exported.state_dict, **exported.constants}
+    other = [n for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)]
+    if other:
+        dtypes = sorted({str(tensors[n].dtype).removeprefix("torch.") for n in other})
+        what = f"the exported program holds {len(other)} tensors of {', '.join(dtypes)}, the first of them {other[0]}"
+        problems.append(CompileError(what, mend="export module.float(), or give the module itself"))
+    if problems:
+        raise CompileError.collect(problems)
+
+
+def _is_other_precision(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float32
+
+
+def _shapes(exported: ExportedProgram) -> list[str]:
+    found: list[str] = []
+    names = set(exported.graph_signature.user_inputs)
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or node.name not in names or not isinstance(value, Tensor):
+            continue
+        if not all(isinstance(d, int) for d in value.shape):
+            found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, value.shape))}]")
+        elif node.name in TOKEN_NAMES and (value.dim() < 2 or value.shape[1] != 1):
+            found.append(f"input {node.name} has shape {list(value.shape)}, but a decode step takes one token per row")
+    return found
