@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch import fx
 
+from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.emit_accelerator import emit_accelerator
 from fastcar_compile.emit_host import emit_host
 from fastcar_compile.graph_io import graph_to_json, graph_to_text
 from fastcar_compile.ir import DecoderProgram
@@ -33,15 +35,21 @@ def emit_artifact(
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
         writer.write_tensors("weights/model.safetensors", program.params)
+        say("exporting to ONNX")
+        export_onnx(program, writer.file("graph/decoder.onnx"))
+        accelerator = None
+        if board.kind == "fpga":
+            say("writing the HLS project and the DRS table")
+            accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, accelerator=False)
+        host = emit_host(writer, program, accelerator=accelerator is not None)
         sections = program_sections(program) | {
             "config": config.to_json(),
             "target": board.model_dump(mode="json"),
             "pipeline": pipeline,
             "log": program.log,
             "host": host,
-            "accelerator": None,
+            "accelerator": accelerator,
         }
         for name, value in sections.items():
             writer.section(name, value)

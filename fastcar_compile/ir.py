@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -191,8 +192,16 @@ def source_of(node: fx.Node) -> str:
             path, _, rest = text[6:].partition('", line ')
             if "/torch/" in path:
                 continue
-            return f"{'/'.join(PurePath(path).parts[-3:])}:{rest.split(',')[0]}"
+            return f"{_importable(path)}:{rest.split(',')[0]}"
     return ""
+
+
+def _importable(path: str) -> str:
+    """The path as `import` sees it, below the longest entry of sys.path; else its last two parts."""
+    roots = [entry for entry in sys.path if entry and path.startswith(entry.rstrip("/") + "/")]
+    if roots:
+        return path[len(max(roots, key=len).rstrip("/")) + 1 :]
+    return "/".join(PurePath(path).parts[-2:])
 
 
 def module_path_of(node: fx.Node) -> str:

@@ -122,13 +122,13 @@ inline bool word_is_valid(uint32_t word, uint32_t layer, uint32_t rows) {
     return within(opcode, LOAD_WEIGHTS, END) && layer_of(word) == layer && row_fits;
 }
 
-// Copies one layer's words up to END; returns how many, or -1 when one is not valid or END is missing.
-inline int fetch_layer(const uint32_t* words, uint32_t stride, uint32_t layer, uint32_t rows,
+// Copies one layer's words, from word `first` of the table up to END; returns how many, or -1 when one is not valid or END is missing.
+inline int fetch_layer(const uint32_t* table, uint32_t first, uint32_t stride, uint32_t layer, uint32_t rows,
                        uint32_t program[MAX_LAYER_WORDS]) {
     FASTCAR_NO_INLINE
     for (uint32_t i = 0; i < stride; ++i) {
         FASTCAR_TRIPS(1, 128)
-        const uint32_t word = words[i];
+        const uint32_t word = table[first + i];
         if (!word_is_valid(word, layer, rows)) {
             return -1;
         }
@@ -172,8 +172,8 @@ void control(const uint32_t* table, uint32_t table_bytes, uint32_t layer, uint32
         status = BAD_LAYER;
     }
     if (status == OK) {
-        const uint32_t at = header[F_INSTRUCTIONS] + layer * header[F_LAYER_WORDS];
-        length = fetch_layer(table + at, header[F_LAYER_WORDS], layer, header[F_ROWS], program);
+        const uint32_t first = header[F_INSTRUCTIONS] + layer * header[F_LAYER_WORDS];
+        length = fetch_layer(table, first, header[F_LAYER_WORDS], layer, header[F_ROWS], program);
         status = length < 0 ? BAD_INSTRUCTION : OK;
     }
     if (status == OK) {

@@ -76,29 +76,29 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS
     }
 }
 
+// One channel of the tile, dequantised. PORTS is a power of two, so the divisions are wires.
 template <class S>
-float channel_scale(const word_t scales[S::PORTS][S::SCALE_WORDS], int channel) {
+float channel_value(const word_t scales[S::PORTS][S::SCALE_WORDS], const int32_t acc[S::PORTS][S::TILE],
+                    float row_scale, int channel) {
     FASTCAR_INLINE
-    const int row = channel / S::PORTS;
-    return unpack_float(scales[channel % S::PORTS][row / FLOAT_LANES], row % FLOAT_LANES);
+    const int p = channel % S::PORTS;
+    const int j = channel / S::PORTS;
+    return dequantize(acc[p][j], row_scale, unpack_float(scales[p][j / FLOAT_LANES], j % FLOAT_LANES));
 }
 
-// Accumulators of tile t -> the gated activation a[row][n] of the neurons in that tile.
+// Accumulators of tile t -> the gated activation a[row][n] of the neurons in that tile. Nothing stands between the two
+// loops, so that they flatten into one pipeline: one value per clock, not one pipeline depth per neuron.
 template <class S>
 void finish_gate_up(const word_t scales[S::PORTS][S::SCALE_WORDS], const int32_t acc[S::ROWS][S::PORTS][S::TILE],
                     const float row_scale[S::ROWS], int rows, int t, float a[S::ROWS][S::N / 2]) {
     FASTCAR_NO_INLINE
     for (int i = 0; i < S::TILE * S::PORTS / 2; ++i) {
-        const int n = t * (S::TILE * S::PORTS / 2) + i;
-        const int gate = 2 * i;
-        const int up = 2 * i + 1;
-        const float gate_scale = channel_scale<S>(scales, gate);
-        const float up_scale = channel_scale<S>(scales, up);
         for (int r = 0; r < S::ROWS; ++r) {
             FASTCAR_PIPELINE(1)
+            const int n = t * (S::TILE * S::PORTS / 2) + i;
             if (r < rows && n < S::N / 2) {
-                const float g = dequantize(acc[r][gate % S::PORTS][gate / S::PORTS], row_scale[r], gate_scale);
-                const float u = dequantize(acc[r][up % S::PORTS][up / S::PORTS], row_scale[r], up_scale);
+                const float g = channel_value<S>(scales, acc[r], row_scale[r], 2 * i);
+                const float u = channel_value<S>(scales, acc[r], row_scale[r], 2 * i + 1);
                 a[r][n] = gated_silu(g, u);
             }
         }
@@ -111,12 +111,11 @@ void finish_down(const word_t scales[S::PORTS][S::SCALE_WORDS], const int32_t ac
                  const float row_scale[S::ROWS], int rows, int t, float y[S::ROWS][S::N]) {
     FASTCAR_NO_INLINE
     for (int i = 0; i < S::TILE * S::PORTS; ++i) {
-        const int c = t * (S::TILE * S::PORTS) + i;
-        const float scale = channel_scale<S>(scales, i);
         for (int r = 0; r < S::ROWS; ++r) {
             FASTCAR_PIPELINE(1)
+            const int c = t * (S::TILE * S::PORTS) + i;
             if (r < rows && c < S::N) {
-                y[r][c] = dequantize(acc[r][i % S::PORTS][i / S::PORTS], row_scale[r], scale);
+                y[r][c] = channel_value<S>(scales, acc[r], row_scale[r], i);
             }
         }
     }

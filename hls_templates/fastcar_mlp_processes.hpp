@@ -1,4 +1,5 @@
-// The DATAFLOW processes of the MLP top: every stream has one producer and one consumer.
+// The DATAFLOW processes of the MLP top: every stream has one producer and one consumer. An array of streams is indexed
+// by constants only (unrolled loops): a stream is a wire, there is nothing to address.
 #ifndef FASTCAR_MLP_PROCESSES_HPP
 #define FASTCAR_MLP_PROCESSES_HPP
 
@@ -62,25 +63,50 @@ void read_rows(const word_t* x, uint32_t index_register, hls::stream<word_t> out
             const int core = mapping[row].to_int();
             for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
                 FASTCAR_PIPELINE(1)
-                out[core].write(x[row * Shapes<C>::ROW_WORDS + i]);
+                const word_t word = x[row * Shapes<C>::ROW_WORDS + i];
+                for (int c = 0; c < C::CORES; ++c) {
+                    FASTCAR_UNROLL
+                    if (c == core) {
+                        out[c].write(word);
+                    }
+                }
             }
         }
     }
 }
 
-// Rows back in order: from their core, or bit for bit from the cache.
+template <class C>
+word_t read_from_core(hls::stream<word_t> in[C::CORES], int core) {
+    FASTCAR_INLINE
+    word_t word = 0;
+    for (int c = 0; c < C::CORES; ++c) {
+        FASTCAR_UNROLL
+        if (c == core) {
+            word = in[c].read();
+        }
+    }
+    return word;
+}
+
+// Rows back in order: from their core, or bit for bit from the cache. Two loops: a read under a condition is no burst.
 template <class C>
 void write_rows(const word_t* cached, uint32_t index_register, hls::stream<word_t> in[C::CORES], word_t* y) {
     FASTCAR_NO_INLINE
     ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
     map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
     for (int row = 0; row < C::BATCH; ++row) {
-        const bool computes = row_computes(index_register, row);
-        const int core = mapping[row].to_int();
-        for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
-            FASTCAR_PIPELINE(1)
-            const int at = row * Shapes<C>::ROW_WORDS + i;
-            y[at] = computes ? in[core].read() : cached[at];
+        const int first = row * Shapes<C>::ROW_WORDS;
+        if (row_computes(index_register, row)) {
+            const int core = mapping[row].to_int();
+            for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
+                FASTCAR_PIPELINE(1)
+                y[first + i] = read_from_core<C>(in, core);
+            }
+        } else {
+            for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
+                FASTCAR_PIPELINE(1)
+                y[first + i] = cached[first + i];
+            }
         }
     }
 }
@@ -193,9 +219,9 @@ void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::
     float a_scale[Down::ROWS];
     float y[Down::ROWS][Down::N];
     FASTCAR_PARTITION(x_int8, 1)
-    FASTCAR_PARTITION(x_int8, 3)
+    FASTCAR_RESHAPE(x_int8, 3)
     FASTCAR_PARTITION(a_int8, 1)
-    FASTCAR_PARTITION(a_int8, 3)
+    FASTCAR_RESHAPE(a_int8, 3)
     if (rows > 0) {
         load_core_rows<C>(in, rows, x);
         quantize_rows<GateUp>(x, rows, x_int8, x_scale);

@@ -12,6 +12,7 @@
 
 namespace fastcar {
 
+static const uint32_t INFINITY_BITS = 0x7F800000u;
 static const float SMALLEST_AMAX = 1e-30f;
 static const float ONE_OVER_127 = 1.0f / 127.0f;
 
@@ -32,11 +33,6 @@ inline float clamp(float value, float limit) {
     return low > -limit ? low : -limit;
 }
 
-inline float absolute(float value) {
-    FASTCAR_INLINE
-    return float_of_bits(bits_of_float(value) & 0x7FFFFFFFu);
-}
-
 inline float row_amax_floor(float amax) {
     FASTCAR_INLINE
     return amax > SMALLEST_AMAX ? amax : SMALLEST_AMAX;
@@ -48,21 +44,36 @@ inline int8_t quantize(float value, float inverse) {
     return static_cast<int8_t>(round_half_even(clamp(value * inverse, 127.0f)));
 }
 
+inline void store_lanes(const int8_t lanes[INT8_LANES], int8_t word[INT8_LANES]) {
+    FASTCAR_INLINE
+    for (int i = 0; i < INT8_LANES; ++i) {
+        FASTCAR_UNROLL
+        word[i] = lanes[i];
+    }
+}
+
 // One row: float32 [K] -> int8 words [ceil(K / 16)][16], spare lanes zero; returns the row's scale.
+// |x| is compared as an integer, which orders like the float and takes one clock; a NaN is passed over.
+// q is written in whole words: its lanes are one wide memory. Inlined, because the caller's q is split by row.
 template <int K>
 float quantize_row(const float x[K], int8_t q[WordsFor<K, INT8_LANES>::VALUE][INT8_LANES]) {
-    FASTCAR_NO_INLINE
-    float amax = 0.0f;
+    FASTCAR_INLINE
+    uint32_t amax = 0;
     for (int k = 0; k < K; ++k) {
         FASTCAR_PIPELINE(1)
-        const float size = absolute(x[k]);
-        amax = size > amax ? size : amax;
+        const uint32_t size = bits_of_float(x[k]) & 0x7FFFFFFFu;
+        amax = size > amax && size <= INFINITY_BITS ? size : amax;
     }
-    const float floored = row_amax_floor(amax);
+    const float floored = row_amax_floor(float_of_bits(amax));
     const float inverse = 127.0f / floored;
+    int8_t lanes[INT8_LANES] = {};
+    FASTCAR_PARTITION(lanes, 0)
     for (int k = 0; k < WordsFor<K, INT8_LANES>::VALUE * INT8_LANES; ++k) {
         FASTCAR_PIPELINE(1)
-        q[k / INT8_LANES][k % INT8_LANES] = k < K ? quantize(x[k], inverse) : static_cast<int8_t>(0);
+        lanes[k % INT8_LANES] = k < K ? quantize(x[k], inverse) : static_cast<int8_t>(0);
+        if (k % INT8_LANES == INT8_LANES - 1) {
+            store_lanes(lanes, q[k / INT8_LANES]);
+        }
     }
     return floored * ONE_OVER_127;
 }

@@ -58,12 +58,12 @@ class PlainDecoder(nn.Module):
 
     block: type[PlainBlock] = PlainBlock
 
-    def __init__(self, rows: int = 33, batch: int = 1) -> None:
+    def __init__(self, rows: int = 33, batch: int = 1, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.max_seq_len = rows
         self.embed, self.head = nn.Embedding(11, 32), nn.Linear(32, 11)
-        self.blocks = nn.ModuleList([self.block(32, rows, batch) for _ in range(2)])
+        self.blocks = nn.ModuleList([self.block(32, rows, batch) for _ in range(layers)])
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
         h = self.embed(input_ids)

@@ -40,7 +40,7 @@ def test_unmatched_mlps_are_listed_all_at_once(tmp_path: Path) -> None:
     assert "layer 0: the MLP cannot be matched" in text
     assert "layer 1: the MLP cannot be matched" in text
     assert [f"where: blocks.{i}.down, " in text for i in (0, 1)] == [True, True]
-    assert len(re.findall(r"tests/decoders\.py:\d+, node linear", text)) == 2
+    assert len(re.findall(r"decoders\.py:\d+, node linear", text)) == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,7 +210,7 @@ def test_a_missing_artifact_is_named(tmp_path: Path) -> None:
 
 def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:
     text = artifact.explain()
-    assert "layer 1: model.model.layers.1.mlp" in text
+    assert "layer 1: model.layers.1.mlp" in text
     assert "mlp_cache_1" in text
     assert "made by  insert-replay" in artifact.explain(node="cond")
     with pytest.raises(fc.InputError, match="no node 'nothing'"):

@@ -56,7 +56,7 @@ def _draw(kind: np.ndarray, centre: np.ndarray, radius: np.ndarray, present: np.
     size = radius[..., None, None]
     inside = np.stack([np.maximum(dy, dx) <= size, dy * dy + dx * dx <= size * size + 1, dy + dx <= size], -1)
     chosen = np.take_along_axis(inside, kind[..., None, None, None], -1)[..., 0]
-    return (chosen & present[..., None, None]).any(1).astype(np.uint8)
+    return np.any(chosen & present[..., None, None], axis=1, keepdims=False).astype(np.uint8)
 
 
 def tokenize(video: np.ndarray) -> np.ndarray:

@@ -68,7 +68,8 @@ def compile_command(
     if as_json:
         print_json({"path": str(artifact.path), "sites": sites, "files": len(files), "bytes": size})
     else:
-        text = f"{artifact.path}: {sites} layers with a replayable MLP, {len(files)} files, {size / 1e6:.1f} MB"
+        able = sum(site.replay for site in artifact.sites)
+        text = f"{artifact.path}: {able} of {sites} layers may replay, {len(files)} files, {size / 1e6:.1f} MB"
         stdout().print(text, soft_wrap=True, markup=False)
     return ExitCode.OK
 

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.exported import check_exported
-from fastcar_compile.frontend.huggingface import is_huggingface, static_cache_step
+from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.ir import DecoderConfig, DecoderProgram
@@ -41,12 +41,11 @@ def capture(
         prefill_chunk = min(prefill_chunk, max_seq_len)
         with step_module(model, batch_size, max_seq_len) as (step, headless):
             facts = ModelFacts.of(model)
-            graph = import_exported(_export(step, facts, batch_size, 1, headless))
-            chunk = (
-                import_exported(_export(step, facts, batch_size, prefill_chunk, headless))
-                if prefill_chunk > 1
-                else None
-            )
+            wrapper = WRAPPED_MODEL if is_huggingface(model) else ""
+            graph = import_exported(_export(step, facts, batch_size, 1, headless), wrapper)
+            chunk = None
+            if prefill_chunk > 1:
+                chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
     return DecoderProgram(
         graph, chunk, _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk), outputs=["logits"]
     )

@@ -13,6 +13,9 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 from fastcar_compile.errors import CompileError
 
+WRAPPED_MODEL = "model"
+"""Attribute of the model in TorchExportableModuleWithStaticCache."""
+
 
 def is_huggingface(model: object) -> bool:
     """Whether the model is a transformers model."""

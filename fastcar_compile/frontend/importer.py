@@ -18,8 +18,12 @@ _POSITION_NAMES = ("cache_position", "position")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
-def import_exported(exported: ExportedProgram) -> fx.GraphModule:
+def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphModule:
     """Flat fx graph of an exported step-protocol module.
+
+    Args:
+        exported: one step. wrapper: attribute path of the user's model inside the exported module, "" if it is the
+            module itself; it is left out of parameter names and module paths.
 
     Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1]. Parameters,
     buffers and constants become `get_attr` nodes; buffer writes stay in place (the normalize-state pass lifts them).
@@ -27,12 +31,12 @@ def import_exported(exported: ExportedProgram) -> fx.GraphModule:
     Raises:
         CompileError: the exported program does not follow the step protocol.
     """
-    return _Importer(exported).run()
+    return _Importer(exported, f"{wrapper}." if wrapper else "").run()
 
 
 class _Importer:
-    def __init__(self, exported: ExportedProgram) -> None:
-        self.exported = exported
+    def __init__(self, exported: ExportedProgram, prefix: str) -> None:
+        self.exported, self.prefix = exported, prefix
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.attributes: dict[str, Tensor] = {}
@@ -55,7 +59,13 @@ class _Importer:
                 self.values[node] = self._attribute(node)
         self.values[position] = self._positions(position, position_node)
         self._copy_body(self.exported.graph_module, self.exported.graph.nodes)
+        for node in self.graph.nodes:
+            if stack := node.meta.get("nn_module_stack"):
+                node.meta["nn_module_stack"] = {k: (self._user_path(path), kind) for k, (path, kind) in stack.items()}
         return fx.GraphModule(self.attributes, self.graph)
+
+    def _user_path(self, path: str) -> str:
+        return "" if f"{path}." == self.prefix else path.removeprefix(self.prefix)
 
     def _is_user(self, node: fx.Node) -> bool:
         return self.kinds[node.name].kind == InputKind.USER_INPUT
@@ -80,8 +90,9 @@ class _Importer:
         value = tensors[target]
         if not isinstance(value, Tensor):
             raise CompileError(f"the model reads {target}, a {type(value).__name__}; only tensors can be compiled")
-        self.attributes[target] = value.detach()
-        attribute = self.graph.get_attr(target)
+        name = self._user_path(target)
+        self.attributes[name] = value.detach()
+        attribute = self.graph.get_attr(name)
         attribute.meta = dict(node.meta)
         return attribute
 

@@ -146,7 +146,22 @@ def _all(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
 
+def _embedding(node: fx.Node, importer: Any) -> relax.Var:
+    """TVM's own converter reads out of bounds for an id outside the vocabulary; this one clips it."""
+    e = _Emitter(node, importer)
+    return e.builder.emit(relax.op.take(e.args[0], e.args[1], axis=0, mode="clip"))
+
+
+def _select(node: fx.Node, importer: Any) -> relax.Var:
+    """As for the embedding: TVM's own converter does not check the index."""
+    e = _Emitter(node, importer)
+    axis, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+    return e.builder.emit(relax.op.take(e.args[0], relax.const(index, "int64"), axis=axis, mode="clip"))
+
+
 CONVERTERS: dict[str, Converter] = {
+    "select.int": _select,
+    "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
     "linear_w8a8.default": _linear_w8a8,

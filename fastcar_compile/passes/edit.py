@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 
+from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import get_attribute
 
 _KEPT_META = ("nn_module_stack", "stack_trace")
@@ -96,6 +97,18 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 def in_order(graph: fx.Graph, nodes: set[fx.Node]) -> list[fx.Node]:
     """The nodes of a set in graph order."""
     return [n for n in graph.nodes if n in nodes]
+
+
+def node_arg(node: fx.Node, index: int) -> fx.Node:
+    """The positional argument at `index`, which must be a node.
+
+    Raises:
+        InternalError: it is missing, or a constant.
+    """
+    argument = node.args[index] if index < len(node.args) else None
+    if not isinstance(argument, fx.Node):
+        raise InternalError(f"argument {index} of {node.name} is {argument!r}, not a node")
+    return argument
 
 
 def is_op(node: object, *packets: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, LayerSite, module_path_of, source_of, where
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import ancestors, descendants, in_order, is_op
+from fastcar_compile.passes.edit import ancestors, descendants, in_order, is_op, node_arg
 
 aten = torch.ops.aten
 ACTIVATIONS = {aten.silu: "silu", aten.gelu: "gelu", aten.relu: "relu", aten.sigmoid: "sigmoid", aten.tanh: "tanh"}
@@ -123,7 +123,7 @@ class _Matcher:
     def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
         found = [n.target.overloadpacket.__name__ for n in region if n.op == "call_function"]  # type: ignore[union-attr]
         activations = [n for n in region if is_op(n, *ACTIVATIONS)]
-        shared = len({n.args[0] for n in linears[:-1]}) == 1
+        shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
         if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
             raise self._error(output, f"between residual and closing add: {' -> '.join(found)}", _EXPECTED)
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import where
-from fastcar_compile.passes.edit import call, is_op
+from fastcar_compile.passes.edit import call, is_op, node_arg
 
 aten = torch.ops.aten
 MADE_BY = "normalize-state"
@@ -93,8 +93,8 @@ class Functionalizer:
     def _functional(self, node: fx.Node, root: str, current: fx.Node) -> fx.Node | None:
         if is_op(node, aten.index_copy_, aten.index_put_) and current.meta["val"].dim() == 4:
             return self._cache_write(node, root, current)
-        if is_op(node, aten.copy_) and node.args[1].meta["val"].shape == current.meta["val"].shape:
-            return node.args[1]
+        if is_op(node, aten.copy_) and node_arg(node, 1).meta["val"].shape == current.meta["val"].shape:
+            return node_arg(node, 1)
         if node.target in _FUNCTIONAL:
             target = _FUNCTIONAL[node.target]
             return call(self.graph, target, (current, *node.args[1:]), origin=node, made_by=MADE_BY)
@@ -119,18 +119,17 @@ class Functionalizer:
 def _write_operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """(index, value) of a write along axis 2."""
     if is_op(node, aten.index_copy_):
-        return (node.args[2], node.args[3]) if node.args[1] in (2, -2) else (None, None)
+        return (node_arg(node, 2), node_arg(node, 3)) if node.args[1] in (2, -2) else (None, None)
     indices = list(node.args[1])  # type: ignore[arg-type]
     accumulate = len(node.args) > 3 and bool(node.args[3])
     along = len(indices) == 3 and indices[0] is None and indices[1] is None
-    return (indices[2], node.args[2]) if along and not accumulate else (None, None)
+    return (indices[2], node_arg(node, 2)) if along and not accumulate else (None, None)
 
 
 def _is_alias(node: fx.Node) -> bool:
     if is_op(node, aten.alias, aten.detach):
         return True
-    same = is_op(node, aten.to) and isinstance(node.args[0], fx.Node)
-    return same and node.args[0].meta["val"].dtype == node.meta["val"].dtype
+    return is_op(node, aten.to) and node_arg(node, 0).meta["val"].dtype == node.meta["val"].dtype
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, fake_mode_of, is_op
+from fastcar_compile.passes.edit import call, fake_mode_of, is_op, node_arg
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -53,7 +53,7 @@ def _quantize_linear(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     with graph.inserting_before(node):
         attributes = [_attribute(module, f"{target}_{n}", t, node) for n, t in (("int8", quantized), ("scale", scale))]
         bias = node.args[2] if len(node.args) > 2 else None
-        arguments = (node.args[0], *attributes, bias)
+        arguments = (node_arg(node, 0), *attributes, bias)
         new = call(graph, fastcar.linear_w8a8.default, arguments, origin=node, made_by=QuantizeW8A8.name)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

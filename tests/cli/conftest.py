@@ -70,6 +70,7 @@ class FakeSite:
     hidden: int = 128
     intermediate: int = 352
     activation: str = "silu"
+    replay: bool = True
 
 
 @dataclass

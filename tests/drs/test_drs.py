@@ -11,18 +11,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.drs.simulator import DispatchRecord, map_rows, simulate
-from fastcar_compile.codegen.drs.table import DrsTable, Opcode, Status, build_table
+from fastcar_compile.codegen.drs.table import MAGIC, NONE, VERSION, DrsTable, Opcode, Status, build_table
 from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.errors import UserError
 
-FOUR_CORES = "two_ports_four_cores"
+CORES = 8
+"""Cores of the controller in these tests."""
+
 INFINITY = float("inf")
 
 
 @pytest.fixture
 def library(csim_tools: None, build_once: Callable[[str], CsimLibrary]) -> CsimLibrary:
-    """A controller for up to four cores."""
-    return build_once(FOUR_CORES)
+    """A controller for up to eight cores."""
+    built = build_once("eight_rows_eight_cores")
+    assert built.cores == CORES
+    return built
 
 
 def table_for(rows: int = 3, cores: int = 2, layers: int = 3) -> bytes:
@@ -43,12 +47,12 @@ def changed(data: bytes, word: int, value: int, *, repair: bool = True) -> bytes
 def assert_agree(library: CsimLibrary, data: bytes, layer: int, register: int, capacity: int = 128) -> Status:
     """Both readers give the same records and status."""
     records, status = library.drs(data, layer, register, capacity)
-    trace = simulate(data, layer, register, max_cores=4, capacity=capacity)
+    trace = simulate(data, layer, register, max_cores=CORES, capacity=capacity)
     assert (records, status) == (list(trace.records), trace.status)
     return status
 
 
-@pytest.mark.parametrize("cores", [1, 2, 4])
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_every_index_register_value(library: CsimLibrary, rows: int, cores: int) -> None:
     data = table_for(rows, cores)
@@ -57,7 +61,9 @@ def test_every_index_register_value(library: CsimLibrary, rows: int, cores: int)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(1, 32), cores=st.integers(1, 4), layer=st.integers(0, 5), register=st.integers(0, 2**32 - 1))
+@given(
+    rows=st.integers(1, 32), cores=st.integers(1, CORES), layer=st.integers(0, 5), register=st.integers(0, 2**32 - 1)
+)
 def test_wide_batches(library: CsimLibrary, rows: int, cores: int, layer: int, register: int) -> None:
     expected = Status.OK if layer < 4 else Status.BAD_LAYER
     assert assert_agree(library, table_for(rows, cores, layers=4), layer, register) is expected
@@ -116,7 +122,7 @@ DAMAGED = {
     "no rows": (changed(GOOD, 5, 0), Status.BAD_HEADER),
     "33 rows": (changed(GOOD, 5, 33), Status.BAD_HEADER),
     "no cores": (changed(GOOD, 6, 0), Status.BAD_HEADER),
-    "more cores than the hardware": (changed(GOOD, 6, 5), Status.BAD_HEADER),
+    "more cores than the hardware": (changed(GOOD, 6, CORES + 1), Status.BAD_HEADER),
     "no tokens per frame": (changed(GOOD, 7, 0), Status.BAD_HEADER),
     "stride": (changed(GOOD, 8, 9), Status.BAD_HEADER),
     "stride above the limit": (changed(GOOD, 8, 129), Status.BAD_HEADER),
@@ -155,6 +161,50 @@ def test_any_one_word_replaced(library: CsimLibrary, word: int, value: int, repa
     data = changed(GOOD, word, value, repair=repair)
     for layer in range(4):
         assert_agree(library, data, layer, 0b011)
+
+
+def with_programs(rows: int, programs: list[list[int]]) -> bytes:
+    """A table with these instruction words; header and CRC-32 fit them, whatever they are."""
+    layers, stride = len(programs), len(programs[0])
+    header = [12 + layers * (1 + stride), layers, rows, 2, 64, stride, 12, 12 + layers, 0]
+    words = [*header, *[0] * layers, *(word for program in programs for word in program)]
+    body = struct.pack(f"<{len(words)}I", *words)
+    return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
+
+
+LIKELY_WORDS = st.one_of(
+    st.builds(lambda opcode, row: opcode << 24 | row << 16, st.sampled_from([2, 3]), st.integers(0, 7)),
+    st.builds(lambda opcode: opcode << 24 | NONE << 16, st.sampled_from([1, 4, 5, 6])),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.integers(1, 8),
+    program=st.lists(LIKELY_WORDS, min_size=1, max_size=20),
+    register=st.integers(0, 255),
+    capacity=st.integers(0, 20),
+)
+def test_any_program(library: CsimLibrary, rows: int, program: list[int], register: int, capacity: int) -> None:
+    """Instructions in any order, twice, after END, of rows that are not there; words that are none."""
+    assert_agree(library, with_programs(rows, [program]), 0, register, capacity)
+
+
+def test_a_full_program_without_end(library: CsimLibrary) -> None:
+    """The longest program there is: 128 words; with END in the last one 127 records, else none."""
+    barrier, end = Opcode.BARRIER << 24 | NONE << 16, Opcode.END << 24 | NONE << 16
+    assert assert_agree(library, with_programs(1, [[barrier] * 128]), 0, 1) is Status.BAD_INSTRUCTION
+    data = with_programs(1, [[barrier] * 127 + [end]])
+    assert assert_agree(library, data, 0, 1) is Status.OK
+    assert len(library.drs(data, 0, 1)[0]) == 127
+
+
+def test_every_status_occurs() -> None:
+    elsewhere = {Status.OK, Status.BAD_LAYER, Status.QUEUE_FULL}  # test_wide_batches, test_a_full_queue_is_reported
+    assert {status for _, status in DAMAGED.values()} | elsewhere == set(Status)
 
 
 @pytest.mark.parametrize("capacity", range(7))

@@ -41,8 +41,10 @@ DESIGNS = {
     "one_port_many_tiles": design(300, 201, 3, 2, ports=3),
     "two_ports_four_cores": design(37, 53, 4, 4, ports=4),
     "eight_ports_one_row": design(21, 70, 1, 1, ports=10),
+    "tails": design(72, 200, 2, 1),
+    "eight_rows_eight_cores": design(20, 24, 8, 8, ports=3),
 }
-"""Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to four rows."""
+"""Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to eight rows."""
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ def program(case: Case) -> DecoderProgram:
         initializer_range=0.2,
     )
     model = LlamaForCausalLM(config).eval()
-    captured = capture(
-        model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6
-    )
+    captured = capture(model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6)
     run_pipeline(captured, analysis_pipeline())
     replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
     options = CompileConfig(

@@ -26,7 +26,7 @@ def test_golden() -> None:
     FindSites().apply(program)
     assert program_text(program) == before, "an analysis leaves the graph alone"
     fields = dataclasses.asdict(program.sites[0])
-    assert fields.pop("source").startswith("tests/passes/tiny.py:")
+    assert fields.pop("source").startswith("passes/tiny.py:")
     check_golden("find-sites", before, "".join(f"{k}: {v}\n" for k, v in fields.items()))
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_matched(block: type[TinyBlock], found: str, expected: st
     assert found in text
     assert expected in text
     assert "where: blocks.0" in text
-    assert "tests/passes/t" in text
+    assert "passes/t" in text
     assert program_text(program) == before
     assert program.sites == []
 

@@ -25,9 +25,15 @@ class DispatchRecord:
     row: int | None
     core: int | None
 
+    @property
+    def word(self) -> int:
+        """The record as the controller writes it: opcode << 24 | row << 16 | core << 8, 0xFF for none."""
+        row, core = (NONE if value is None else value for value in (self.row, self.core))
+        return self.opcode << 24 | row << 16 | core << 8
+
     @classmethod
     def from_word(cls, word: int) -> DispatchRecord:
-        """A record as the controller writes it: opcode << 24 | row << 16 | core << 8, 0xFF for none."""
+        """The record of such a word."""
         row, core = word >> 16 & NONE, word >> 8 & NONE
         return cls(Opcode(word >> 24), None if row == NONE else row, None if core == NONE else core)
 

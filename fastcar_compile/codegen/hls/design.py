@@ -12,6 +12,9 @@ from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import CompileError
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
+SIGMOID_ROM = (1, 32, 513)
+"""Copies, bits and depth of the sigmoid table, one per core."""
+
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
 
@@ -47,6 +50,11 @@ class StageShape:
     def port_words(self) -> int:
         """128-bit words of this stage on one port."""
         return self.tiles * (self.scale_words + self.tile * self.channel_words)
+
+    def cycles(self, finish: int) -> int:
+        """Estimated clocks of the stage: fetch, multiply and finish (`finish` clocks per tile) overlap tile by tile."""
+        multiply = self.tile * self.channel_words
+        return self.tiles * max(self.scale_words + multiply, finish) + multiply + finish
 
 
 @dataclass(frozen=True)
@@ -94,13 +102,12 @@ class MlpDesign:
 
     @property
     def cycles(self) -> int:
-        """Estimated clocks of a call in which some row computes: the weight stream plus what cannot overlap it."""
+        """Estimated clocks of a call in which some row computes; pipeline depths and memory latency are left out."""
         spec, rows = self.spec, self.rows_per_core
         quantise = 2 * rows * (spec.hidden + spec.intermediate)
         move = 2 * rows * spec.hidden
-        drain = self.gate_up.tile * self.ports // 2 * rows + self.down.tile * self.ports * rows
-        fill = self.gate_up.tile * self.gate_up.channel_words + self.down.tile * self.down.channel_words
-        return self.port_words + quantise + move + drain + fill
+        gate_up = self.gate_up.cycles(self.gate_up.tile * self.ports // 2 * rows)
+        return gate_up + self.down.cycles(self.down.tile * self.ports * rows) + quantise + move
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report."""
@@ -173,7 +180,7 @@ def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape) -> 
     rows = ceil(spec.batch / spec.cores)
     lanes = ports * WORD_BYTES * rows * spec.cores
     memories = [m for stage in (gate_up, down) for m in _stage_memories(stage, ports, rows)]
-    memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden)]
+    memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden), SIGMOID_ROM]
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
     core_lut_ram = sum(count * lut_ram(bits, depth) for count, bits, depth in memories)
     axi = ports + ROW_PORTS

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from fastcar_compile.codegen.drs.table import HEADER_WORDS, layer_words
+from fastcar_compile.codegen.drs.simulator import simulate
+from fastcar_compile.codegen.drs.table import HEADER_WORDS, build_table, layer_words, words_of
 from fastcar_compile.codegen.hls.design import MlpDesign
-from fastcar_compile.codegen.hls.interface import KernelInterface, drs_interface, mlp_interface
+from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY, KernelInterface, drs_interface, mlp_interface
 
 TEMPLATES = "hls_templates"
 ZYNQ_PORTS = ("HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1")
@@ -21,6 +22,10 @@ MEMORY_TAGS = {
     "xcu280": tuple(f"HBM[{i}]" for i in range(32)),
 }
 """Part prefix -> memory tags for the linker. For another part v++ picks the memory itself."""
+
+
+BENCH_PATTERNS = 64
+"""Values of the Index Register that the DRS test bench tries at most."""
 
 
 def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
@@ -37,8 +42,11 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
         "fastcar_drs.cpp": _render("fastcar_drs.cpp", design=design, kernel=drs),
         "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
         "testbench.cpp": _render("testbench.cpp", design=design),
+        "drs_testbench.cpp": _drs_testbench(design, drs),
         "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
-        "Makefile": _render("Makefile", sources=[f"{k.name}.cpp" for k in kernels]),
+        "Makefile": _render(
+            "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=["testbench", "drs_testbench"]
+        ),
         "link.cfg": _render(
             "link.cfg",
             kernels=kernels,
@@ -46,10 +54,33 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
             hertz=round(design.budget.clock_mhz * 1e6),
         ),
     }
-    for name, kernel, bench in (("hls_config.cfg", mlp, "testbench.cpp"), ("drs_hls_config.cfg", drs, "")):
+    for name, kernel, bench in (
+        ("hls_config.cfg", mlp, "testbench.cpp"),
+        ("drs_hls_config.cfg", drs, "drs_testbench.cpp"),
+    ):
         texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
     texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
+
+
+def _drs_testbench(design: MlpDesign, drs: KernelInterface) -> str:
+    """The table has the sizes of the design, so that co-simulation maps all of it; its thresholds play no part."""
+    spec = design.spec
+    table = build_table(spec.layers, spec.batch, spec.cores, 1, [float("inf")] * spec.layers).to_bytes()
+    layer, expected = spec.layers - 1, []
+    for register in range(min(1 << spec.batch, BENCH_PATTERNS)):
+        trace = simulate(table, layer, register, capacity=RECORD_CAPACITY)
+        words = [int(trace.status), len(trace.records), *(r.word for r in trace.records)]
+        expected.append([f"0x{word:08x}u" for word in words])
+    return _render(
+        "drs_testbench.cpp",
+        kernel=drs,
+        patterns=BENCH_PATTERNS,
+        capacity=RECORD_CAPACITY,
+        table=[f"0x{word:08x}u" for word in words_of(table)],
+        layer=layer,
+        expected=expected,
+    )
 
 
 def _connections(design: MlpDesign, kernels: list[KernelInterface]) -> list[str]:

@@ -15,8 +15,9 @@ LUT_RAM_DEPTH = 64
 LANE_LUT, LANE_FF = 30, 45
 """One int8 multiply-accumulate lane around its DSP: its share of the adder tree and the pipeline. Estimate."""
 
-CORE_LUT, CORE_FF, CORE_DSP = 9_000, 11_000, 32
-"""One core besides its lanes: a float32 divider, about ten multipliers, converters, control. Estimate."""
+CORE_LUT, CORE_FF, CORE_DSP = 9_000, 11_000, 50
+"""One core besides its lanes: 14 float32 multipliers (3 DSP), 3 adders (2 DSP), 2 of the table sigmoid, two dividers,
+converters, control. The operators are counted in the sources; what one takes is an estimate."""
 
 PORT_LUT, PORT_FF, PORT_BRAM = 2_500, 3_500, 4
 """One 128-bit AXI master with its burst buffers. Estimate."""

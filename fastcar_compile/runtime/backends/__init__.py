@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.base import Backend
+from fastcar_compile.runtime.store import load_tensors
 
 if TYPE_CHECKING:
     from fastcar_compile.runtime.artifact import Artifact
 
-BACKENDS = ("cpu", "eager")
+BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager")
 
 
 def open_backend(artifact: Artifact, name: str, threads: int | None) -> Backend:
@@ -23,6 +24,10 @@ def open_backend(artifact: Artifact, name: str, threads: int | None) -> Backend:
         return _eager(artifact)
     if name == "cpu":
         return _cpu(artifact, threads)
+    if name == "onnxruntime":
+        return _onnxruntime(artifact, threads)
+    if name == "hls-csim":
+        return _hls_csim(artifact, threads)
     raise BackendError(f"unknown backend {name!r}", mend=f"use one of: {', '.join(BACKENDS)}")
 
 
@@ -56,3 +61,21 @@ def _cpu(artifact: Artifact, threads: int | None) -> Backend:
     from fastcar_compile.runtime.backends.cpu import CpuBackend
 
     return CpuBackend(**_cpu_options(artifact, threads))
+
+
+def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
+    from fastcar_compile.runtime.backends.ort import OrtBackend
+
+    return OrtBackend(artifact.path / "graph" / "decoder.onnx", artifact.program.state, artifact.config, threads)
+
+
+def _hls_csim(artifact: Artifact, threads: int | None) -> Backend:
+    accelerator = artifact.manifest.sections["accelerator"]
+    if accelerator is None:
+        mend = "compile for a target with an accelerator and quant='w8a8'"
+        raise BackendError("this artifact has no accelerator kernels", mend=mend)
+    from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+
+    weights = load_tensors(artifact.path / accelerator["weights"], "numpy")
+    table = (artifact.path / accelerator["table"]).read_bytes()
+    return HlsCsimBackend(weights=weights, table=table, **_cpu_options(artifact, threads))

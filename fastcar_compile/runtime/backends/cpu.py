@@ -37,7 +37,7 @@ class _Program:
     def __init__(self, library: Path, spec: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         try:
             machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
         self._run = machine["run"]
         self.inputs: list[str] = spec["inputs"]

@@ -1,0 +1,1 @@
+"""ONNX: the rewritten decode step with `If` and explicit state."""

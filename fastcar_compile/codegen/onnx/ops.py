@@ -1,0 +1,129 @@
+"""ONNX definitions of the `fastcar::` operators, for `torch.onnx.export(custom_translation_table=…)`.
+
+Each function mirrors the eager definition of the same name in fastcar_compile/ops; B batch rows, S cache capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnxscript import opset18 as op
+
+from fastcar_compile.ops import quant
+
+ZERO_POINT = 128
+"""Of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are exact on
+every x86-64, while signed weights saturate at 16 bits where the CPU has no VNNI (its docs, "Quantization", U8S8)."""
+
+Value = Any
+"""A traced ONNX value."""
+
+
+def _ints(*values: int) -> Value:
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(values, np.int64)))
+
+
+def _int32(value: int) -> Value:
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.int32)))
+
+
+def _float(value: float) -> Value:
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.float32)))
+
+
+def _shape(value: Value) -> list[int]:
+    return [int(d) for d in value.shape]
+
+
+def cache_write(cache: Value, value: Value, position: Value) -> Value:
+    """One row at `position`; the decode step never writes past the end."""
+    batch, heads, _, dim = _shape(cache)
+    index = op.Expand(op.Reshape(position, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, dim))
+    return op.ScatterElements(cache, index, value, axis=2)
+
+
+def attention(query: Value, key_cache: Value, value_cache: Value, position: Value, scale: float) -> Value:
+    """Softmax attention over the first position + 1 rows of the cache only."""
+    batch, heads, _, dim = _shape(query)
+    kv_heads = _shape(key_cache)[1]
+    end = op.Add(position, _ints(1))
+    keys = op.Slice(key_cache, _ints(0), end, _ints(2))
+    values = op.Slice(value_cache, _ints(0), end, _ints(2))
+    grouped = op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
+    logits = op.MatMul(op.Mul(grouped, _float(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
+    out = op.MatMul(op.Softmax(logits, axis=-1), values)
+    return op.Reshape(out, _ints(batch, heads, 1, dim))
+
+
+def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: float) -> Value:
+    """Mean over query heads of scale * <query, key one frame earlier>."""
+    batch, heads, _, dim = _shape(query)
+    kv_heads = _shape(key_cache)[1]
+    earlier = op.Max(op.Sub(position, _ints(stride)), _ints(0))
+    key = op.Gather(key_cache, earlier, axis=2)
+    grouped = op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
+    products = op.ReduceSum(op.Mul(grouped, key), _ints(-1), keepdims=0)
+    return op.Mul(op.ReduceMean(products, _ints(1, 2), keepdims=0), _float(scale))
+
+
+def gate(
+    score: Value, threshold: Value, step: Value, chain: Value, stride: int, max_chain: int, couple_cfg: bool
+) -> Value:
+    """Threshold, first frame, chain limit and guidance coupling."""
+    replay = op.And(op.GreaterOrEqual(score, threshold), op.GreaterOrEqual(step, _ints(stride)))
+    if max_chain >= 0:
+        replay = op.And(replay, op.Less(slot_read(chain, step), _int32(max_chain)))
+    if couple_cfg:
+        half = _shape(score)[0] // 2
+        both = op.And(op.Slice(replay, _ints(0), _ints(half)), op.Slice(replay, _ints(half), _ints(2 * half)))
+        replay = op.Concat(both, both, axis=0)
+    return replay
+
+
+def slot_read(cache: Value, step: Value) -> Value:
+    """Row step mod F."""
+    slot = op.Mod(step, _ints(_shape(cache)[0]))
+    return op.Squeeze(op.Gather(cache, slot, axis=0), _ints(0))
+
+
+def slot_write(cache: Value, value: Value, step: Value) -> Value:
+    """The cache with row step mod F replaced."""
+    slot = op.Mod(step, _ints(_shape(cache)[0]))
+    return op.ScatterND(cache, op.Reshape(slot, _ints(1, 1)), op.Unsqueeze(value, _ints(0)))
+
+
+def linear_w8a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> Value:
+    """Dynamic int8 rows times int8 weights; `qweight` is uint8 [N, K] with zero point 128 (see `ZERO_POINT`)."""
+    amax = op.Max(op.ReduceMax(op.Abs(x), _ints(-1), keepdims=1), _float(1e-30))
+    rounded = op.Round(op.Mul(x, op.Div(_float(127.0), amax)))
+    clipped = op.Clip(rounded, _float(-127.0), _float(127.0))
+    zero = op.Constant(value=onnx.numpy_helper.from_array(np.array(ZERO_POINT, np.uint8)))
+    quantized = op.Cast(op.Add(clipped, _float(ZERO_POINT)), to=onnx.TensorProto.UINT8)
+    acc = op.MatMulInteger(quantized, op.Transpose(qweight, perm=[1, 0]), zero, zero)
+    scale = op.Mul(op.Mul(amax, _float(quant._INV_127)), wscale)
+    y = op.Mul(op.Cast(acc, to=onnx.TensorProto.FLOAT), scale)
+    return y if bias is None else op.Add(y, bias)
+
+
+def sigmoid_lut(x: Value) -> Value:
+    """Table sigmoid in integers; every operand is non-negative, so an integer division is a shift."""
+    table = op.Constant(value=onnx.numpy_helper.from_array(quant.sigmoid_table().numpy()))
+    limit = quant.SIGMOID_RANGE
+    rounded = op.Round(op.Mul(op.Clip(x, _float(-limit), _float(limit)), _float(1024.0)))
+    fixed = op.Add(op.Cast(rounded, to=onnx.TensorProto.INT32), _int32(16384))
+    index = op.Min(op.Div(fixed, _int32(64)), _int32(511))
+    fraction = op.Sub(fixed, op.Mul(index, _int32(64)))
+    low, high = op.Gather(table, index), op.Gather(table, op.Add(index, _int32(1)))
+    blend = op.Add(op.Mul(low, op.Sub(_int32(64), fraction)), op.Mul(high, fraction))
+    shifted = op.Div(op.Add(blend, _int32(32)), _int32(64))
+    return op.Mul(op.Cast(shifted, to=onnx.TensorProto.FLOAT), _float(2.0**-quant.SIGMOID_FRACTION_BITS))
+
+
+def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Operator overload -> its ONNX definition."""
+    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, sigmoid_lut)
+    return {getattr(torch.ops.fastcar, f.__name__).default: f for f in functions}

@@ -1,0 +1,77 @@
+"""The onnxruntime backend: the artifact's ONNX model, state handed from call to call by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from fastcar_compile.codegen.onnx.export import output_name
+from fastcar_compile.errors import BackendError
+from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
+from fastcar_compile.runtime.backends.cpu import usable_cores
+
+_ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+
+
+class OrtBackend(Backend):
+    """Decode through onnxruntime on the CPU; the prompt goes through the same graph, token by token.
+
+    Args:
+        model: the .onnx file. state, config: of the program. threads: None: every core that the process may use.
+
+    Raises:
+        BackendError: onnxruntime cannot load the model.
+    """
+
+    prefill_chunk = 1
+
+    def __init__(self, model: Path, state: Sequence[StateSpec], config: DecoderConfig, threads: int | None) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or usable_cores()
+        options.log_severity_level = 3
+        try:
+            self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's exceptions share no public base class
+            raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
+        self._config, self._specs = config, list(state)
+        self._inputs = {i.name for i in self._session.get_inputs()}
+        self._outputs = [o.name for o in self._session.get_outputs()]
+        self.reset()
+
+    def reset(self) -> None:
+        """Set every state to zero."""
+        value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self._state = {s.name: value(s.zeros().numpy()) for s in self._specs}
+
+    def prefill(self, inputs: Array, position: int) -> Array:
+        """One token per call; see Backend.prefill. The replay state that the decode step returns is dropped."""
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in _ATTENTION_ROLES}
+        never = np.full(self._config.num_layers, np.inf, np.float32)
+        logits = self._run(inputs, position, 0, never)["logits"]
+        self._state |= kept
+        return logits
+
+    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+        """One decode forward; see Backend.decode."""
+        found = self._run(inputs, position, step, thresholds)
+        shape = (len(thresholds), inputs.shape[0])
+        decisions = found.get("decisions", np.zeros(shape, bool))
+        return StepResult(found["logits"], decisions, found.get("scores", np.zeros(shape, np.float32)))
+
+    def _run(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
+        """Results by name; states are kept, not returned."""
+        given = {
+            self._config.input_name: inputs,
+            "position": np.array([position], np.int64),
+            "step": np.array([step], np.int64),
+            "thresholds": thresholds,
+        }
+        feeds = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in given.items() if k in self._inputs}
+        feeds |= {k: v for k, v in self._state.items() if k in self._inputs}
+        results = dict(zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True))
+        self._state = {s.name: results.pop(output_name(s.name)) for s in self._specs}
+        return {name: value.numpy() for name, value in results.items()}

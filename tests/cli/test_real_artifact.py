@@ -1,0 +1,107 @@
+"""The commands on a real model and artifact: compile, inspect, run, verify."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import check_module, check_tool
+from decoders import llama
+from typer.testing import CliRunner, Result
+
+from fastcar_compile.cli import app
+
+
+def fastcar(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The artifact of the small Llama for zcu102, and what `compile --json` printed."""
+    check_tool("g++")
+    check_module("hls4ml")
+    folder = tmp_path_factory.mktemp("cli")
+    llama().save_pretrained(folder / "model")
+    options = ("--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2, "--json")
+    result = fastcar("compile", folder / "model", "-o", folder / "artifact", *options)
+    assert result.exit_code == 0, result.stderr
+    return folder / "artifact", json.loads(result.stdout)
+
+
+def test_compile(compiled: tuple[Path, dict[str, Any]]) -> None:
+    path, report = compiled
+    assert report["sites"] == 2
+    for name in ("graph/decoder.onnx", "hls/fastcar_mlp.cpp", "drs/table.bin", "report.html", "manifest.json"):
+        assert (path / name).is_file()
+    assert report["files"] == sum(1 for f in path.rglob("*") if f.is_file()) - 1
+
+
+def test_inspect(compiled: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = compiled
+    sites = json.loads(fastcar("inspect", path, "--sites", "--json").stdout)["sites"]
+    assert [s["module_path"] for s in sites] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert "fastcar.tas" not in fastcar("inspect", path, "--before").stdout
+    after = fastcar("inspect", path, "--after").stdout
+    assert after.count("torch.ops.fastcar.tas.default") == 2
+    assert after.count("torch.ops.higher_order.cond") == 2
+    node = fastcar("inspect", path, "--explain", "--node", "tas_default").stdout
+    assert "insert-replay" in node
+    assert "modeling_llama.py:" in node
+
+
+def test_run(compiled: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = compiled
+    reports = {}
+    for backend in ("cpu", "onnxruntime", "hls-csim", "eager"):
+        result = fastcar("run", path, "--prompt", "16 3", "--num-tokens", 40, "--backend", backend, "--json")
+        assert result.exit_code == 0, result.stderr
+        reports[backend] = json.loads(result.stdout)
+    assert len({json.dumps(r["tokens"]) for r in reports.values()}) == 1
+    assert len({r["replay_ratio"] for r in reports.values()}) == 1
+    assert reports["cpu"]["per_layer"][1] == 0.0
+    assert reports["cpu"]["tokens_per_second"] > 0
+
+
+def test_verify_takes_every_backend_of_the_artifact(compiled: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = compiled
+    result = fastcar("verify", path, "--json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert [r["backend"] for r in data["results"]] == ["cpu", "onnxruntime", "hls-csim"]
+    assert all(r["decision_mismatches"] == 0 for r in data["results"])
+
+
+def test_tampered_artifact_is_refused(compiled: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = compiled
+    table = path / "drs" / "table.bin"
+    data = table.read_bytes()
+    table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    try:
+        result = fastcar("run", path, "--prompt", "16")
+        assert result.exit_code == 2
+        assert "drs/table.bin" in result.stderr
+    finally:
+        table.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (lambda path: ("run", path, "--prompt", "99"), "token 99 is outside the vocabulary of 17"),
+        (lambda path: ("run", path, "--prompt", "1", "--num-tokens", 66), "do not fit max_seq_len 65"),
+        (lambda path: ("run", path, "--prompt", "1", "--backend", "gpu"), "unknown backend 'gpu'"),
+        (lambda path: ("inspect", path, "--explain", "--node", "nothing"), "nothing"),
+        (lambda path: ("compile", path / "nowhere", "-o", path / "x"), "nowhere"),
+        (lambda path: ("verify", path, "--tokens", 65), "do not fit max_seq_len 65"),
+    ],
+)
+def test_bad_input(
+    compiled: tuple[Path, dict[str, Any]], command: Callable[[Path], tuple[object, ...]], text: str
+) -> None:
+    result = fastcar(*command(compiled[0]))
+    assert result.exit_code == 2
+    assert text in result.stderr

@@ -1,0 +1,46 @@
+"""docs/drs_table.md against the code: the example is regenerated, the tables of numbers are compared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fastcar_compile.codegen.drs.simulator import simulate
+from fastcar_compile.codegen.drs.table import Opcode, Status, build_table
+
+TEXT = (Path(__file__).parents[2] / "docs" / "drs_table.md").read_text()
+EXAMPLE = build_table(2, 2, 2, 64, [0.75, float("inf")])
+
+
+def dump(data: bytes) -> str:
+    """Sixteen bytes a line, in groups of four."""
+    return "\n".join(f"{at:04x}  {data[at : at + 16].hex(' ', -4)}" for at in range(0, len(data), 16))
+
+
+def dispatches() -> str:
+    """One line per Index Register value of the example."""
+    lines = []
+    for register in range(4):
+        words = " ".join(f"{r.word:08x}" for r in simulate(EXAMPLE, 0, register).records)
+        names = ", ".join(
+            r.opcode.name + ("" if r.row is None else f" {r.row}") + ("" if r.core is None else f" on {r.core}")
+            for r in simulate(EXAMPLE, 0, register).records
+        )
+        lines.append(f"{register:02b}  {words}  {names}")
+    return "\n".join(lines)
+
+
+def rows_of(section: str) -> dict[int, str]:
+    """First two columns of the section's table."""
+    body = TEXT.split(f"{section}\n", 1)[1].split("\n#", 1)[0]
+    return {int(value): name for value, name in re.findall(r"^\| (\d+) \| (\w+) \|", body, re.MULTILINE)}
+
+
+def test_the_example_is_what_the_code_writes() -> None:
+    blocks = re.findall(r"```\n(.*?)\n```", TEXT, re.DOTALL)
+    assert blocks == [dump(EXAMPLE.to_bytes()), dispatches()]
+
+
+def test_statuses_and_opcodes_are_those_of_the_code() -> None:
+    assert rows_of("## Checks and statuses") == {s.value: s.name for s in Status}
+    assert rows_of("### Instruction word") == {o.value: o.name for o in Opcode}

@@ -1,0 +1,154 @@
+"""Rules for HLS sources (CONTRIBUTING.md), checked on the emitted text; each check also has to find a planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.codegen.hls.emit import emit_hls
+from hls import lint
+from hls.library import DESIGNS
+
+NOT_SYNTHESISED = {"csim_entry.cpp", "testbench.cpp", "drs_testbench.cpp", "fastcar_host.hpp"}
+TOPS = ("fastcar_mlp.cpp", "fastcar_drs.cpp")
+STREAM_FILES = {"fastcar_mlp.cpp", "fastcar_mlp_processes.hpp"}
+
+
+@pytest.fixture
+def project(design_name: str, tmp_path: Path) -> dict[str, str]:
+    """Name -> text of every emitted file of each design."""
+    return {path.name: path.read_text() for path in emit_hls(DESIGNS[design_name], tmp_path)}
+
+
+def kernels_of(project: dict[str, str]) -> dict[str, str]:
+    """The C++ that is synthesised."""
+    return {n: t for n, t in project.items() if n.endswith((".hpp", ".cpp")) and n not in NOT_SYNTHESISED}
+
+
+def stream_sizes(design_name: str) -> dict[str, int]:
+    """Constants of the arrays of streams."""
+    design = DESIGNS[design_name]
+    return {"MlpConfig::PORTS": design.ports, "MlpConfig::CORES": design.spec.cores}
+
+
+def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
+    kernels = kernels_of(project)
+    assert set(TOPS) < set(kernels)
+    found = []
+    for name, text in kernels.items():
+        findings = [*lint.find_forbidden(text), *lint.find_unbounded_loops(text), *lint.find_pragmas(name, text)]
+        found += [f"{name}: {finding}" for finding in findings]
+    assert found == []
+    assert lint.find_recursion(list(kernels.values())) == []
+    defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
+    assert {"fastcar_mlp", "core", "mac_tile", "quantize_row", "fastcar_drs", "control"} < defined
+
+
+def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
+    assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[], []]
+
+
+def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
+    top, processes = project["fastcar_mlp.cpp"], project["fastcar_mlp_processes.hpp"]
+    assert lint.find_shared_streams(top, processes, stream_sizes(design_name)) == []
+
+
+def test_compute_cores_have_no_streams(project: dict[str, str]) -> None:
+    codes = {name: lint.code_of(text) for name, text in kernels_of(project).items() if name != "fastcar_pragmas.hpp"}
+    assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES
+    assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES
+
+
+def test_same_design_same_bytes_and_nothing_of_this_run(design_name: str, tmp_path: Path) -> None:
+    first, second = (emit_hls(DESIGNS[design_name], tmp_path / name) for name in ("one", "two"))
+    assert [p.name for p in first] == [p.name for p in second]
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+    assert [finding for p in first for finding in lint.find_run_specific(p.read_text())] == []
+    assert not [p.name for p in first if str(tmp_path) in p.read_text()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "std::vector<int> v;",
+        "int* p = new int[4];",
+        "void* p = malloc(4);",
+        "while (true) {}",
+        "do { } while (x);",
+        "double d = 0;",
+        "#include <vector>",
+        '#include "other.hpp"',
+    ],
+)
+def test_a_forbidden_line_is_found(line: str) -> None:
+    assert lint.find_forbidden(f"// new while double std::vector\nint a;\n{line}\n")
+    assert not lint.find_forbidden("// new while double std::vector\nint renewed_double_while;\n")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "int i = 0; i < f(n); ++i",
+        "int i = 0; i < count; ++i",
+        "int i = 0; true; ++i",
+        ";;",
+        "int i = 0; i < N; i += step",
+        "int i = 0; i < n; ++j",
+    ],
+)
+def test_an_unbounded_loop_is_found(head: str) -> None:
+    assert lint.find_unbounded_loops(f"for ({head}) {{\n    a;\n    b;\n}}\n")
+
+
+def test_recursion_is_found() -> None:
+    assert lint.find_recursion(["int a(int x) { return b<int>(x); }", "int b(int x) { return a(x); }"])
+    assert lint.find_recursion(["int a(int x) { if (x) { a(x - 1); } }"])
+    assert not lint.find_recursion(["int a(int x) { return b(x); }", "int b(int x) { return x; }"])
+
+
+@pytest.mark.parametrize("line", ["#pragma HLS PIPELINE II=1", '_Pragma("HLS UNROLL")', "#pragma HLS INTERFACE m_axi"])
+def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
+    assert lint.find_pragmas("fastcar_mlp_core.hpp", f"int a;\n    {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ('extern "C" void', "void"),
+        ("mode=m_axi port=x ", "mode=m_axi port=cached "),
+        ("#pragma HLS INTERFACE mode=s_axilite port=index_register bundle=control\n", ""),
+        ("mode=s_axilite port=return ", "s_axilite port=return "),
+    ],
+)
+@pytest.mark.parametrize("design_name", ["example"])
+def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: str) -> None:
+    text = project["fastcar_mlp.cpp"]
+    assert right in text
+    assert lint.find_ports_without_pragma(text.replace(right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("core_in[1], beats[1], core_out[1]", "core_in[0], beats[1], core_out[1]"),
+        ("core_in[1], beats[1], core_out[1]", "core_in[1], beats[1], core_out[0]"),
+        ("index_register, ports[3]", "index_register, ports[2]"),
+        ("in[p].read()", "in[p].read(); in[p].write(0)"),
+        ("out[c].write(word)", "out[c].read()"),
+    ],
+)
+@pytest.mark.parametrize("design_name", ["example"])
+def test_a_shared_stream_is_found(project: dict[str, str], design_name: str, right: str, wrong: str) -> None:
+    top, processes = project["fastcar_mlp.cpp"], project["fastcar_mlp_processes.hpp"]
+    assert right in top + processes
+    changed = (text.replace(right, wrong) for text in (top, processes))
+    assert lint.find_shared_streams(*changed, stream_sizes(design_name))
+
+
+@pytest.mark.parametrize(
+    "text", ["__DATE__", "// 2026-01-31", "at 12:34:56", "/home/me/x", "-I/usr/include", "a /work/b"]
+)
+def test_what_belongs_to_one_run_is_found(text: str) -> None:
+    assert lint.find_run_specific(text)
+    assert not lint.find_run_specific("a / b; words/work 3:4 //comment")

@@ -1,0 +1,117 @@
+"""Every ONNX operator definition against the eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.codegen.onnx.export import OPSET, quiet_exporter
+from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
+from fastcar_compile.ops import quant
+
+fastcar = torch.ops.fastcar
+
+
+class _Call(nn.Module):
+    def __init__(self, op: Callable[..., Tensor], options: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.op, self.options = op, options
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.op(*tensors, *self.options)
+
+
+def run_onnx(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tuple[Any, ...], path: Path) -> Tensor:
+    """The operator alone, exported and run by onnxruntime."""
+    exported = torch.export.export(_Call(op, options), tensors, strict=False)
+    with quiet_exporter():
+        table = translation_table()
+        torch.onnx.export(
+            exported, f=path, dynamo=True, custom_translation_table=table, opset_version=OPSET, verbose=False
+        )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feeds = {i.name: t.numpy() for i, t in zip(session.get_inputs(), tensors, strict=True)}
+    return torch.from_numpy(np.asarray(session.run(None, feeds)[0]))
+
+
+def at(position: int) -> Tensor:
+    return torch.tensor([position])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    return tmp_path / "op.onnx"
+
+
+@pytest.mark.parametrize("position", [0, 3, 8])
+def test_cache_write(path: Path, position: int) -> None:
+    tensors = (torch.randn(2, 2, 9, 4), torch.randn(2, 2, 1, 4), at(position))
+    actual = run_onnx(fastcar.cache_write.default, tensors, (), path)
+    assert torch.equal(actual, fastcar.cache_write(*tensors))
+
+
+@pytest.mark.parametrize("position", [0, 5, 8])
+def test_attention_sees_the_filled_part_only(path: Path, position: int) -> None:
+    caches = [torch.randn(2, 2, 9, 8) for _ in range(2)]
+    for cache in caches:
+        cache[:, :, position + 1 :] = torch.nan
+    tensors = (torch.randn(2, 6, 1, 8), *caches, at(position))
+    actual = run_onnx(fastcar.attention.default, tensors, (0.4,), path)
+    torch.testing.assert_close(actual, fastcar.attention(*tensors, 0.4))
+
+
+@pytest.mark.parametrize(("position", "heads"), [(2, 6), (7, 2), (8, 4)])
+def test_tas(path: Path, position: int, heads: int) -> None:
+    tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))
+    actual = run_onnx(fastcar.tas.default, tensors, (5, 0.3), path)
+    torch.testing.assert_close(actual, fastcar.tas(*tensors, 5, 0.3))
+
+
+@pytest.mark.parametrize("step", [3, 4, 9])
+@pytest.mark.parametrize(("max_chain", "couple"), [(-1, False), (2, False), (0, False), (-1, True), (1, True)])
+def test_gate(path: Path, step: int, max_chain: int, couple: bool) -> None:
+    scores = torch.tensor([0.5, 0.7, 0.5, -1.0])
+    chain = torch.randint(0, 4, (4, 4), dtype=torch.int32)
+    tensors = (scores, torch.tensor([0.5]), at(step), chain)
+    actual = run_onnx(fastcar.gate.default, tensors, (4, max_chain, couple), path)
+    assert torch.equal(actual, fastcar.gate(*tensors, 4, max_chain, couple))
+
+
+@pytest.mark.parametrize("step", [0, 6, 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_slots(path: Path, step: int, dtype: torch.dtype) -> None:
+    shape = (5, 2, 3) if dtype == torch.float32 else (5, 2)
+    cache = torch.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+    read = run_onnx(fastcar.slot_read.default, (cache, at(step)), (), path)
+    assert torch.equal(read, fastcar.slot_read(cache, at(step)))
+    value = -cache[1]
+    written = run_onnx(fastcar.slot_write.default, (cache, value, at(step)), (), path)
+    assert torch.equal(written, fastcar.slot_write(cache, value, at(step)))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 352, 128), (3, 70, 33)])
+def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, outer: int) -> None:
+    """Extreme weights: 16-bit intermediate sums would saturate. onnxruntime fuses the scaling, so not bit for bit."""
+    x = torch.randn(rows, inner)
+    x[0] = 1.0
+    weight = torch.full((outer, inner), 127, dtype=torch.int8)
+    weight[1::2] = torch.randint(-127, 128, weight[1::2].shape, dtype=torch.int8)
+    scale, bias = torch.rand(outer), torch.randn(outer)
+    unsigned = (weight.to(torch.int16) + ZERO_POINT).to(torch.uint8)
+    for last, options in ((None, ()), (bias, ())):
+        tensors = (x, unsigned, scale) if last is None else (x, unsigned, scale, last)
+        actual = run_onnx(fastcar.linear_w8a8.default, tensors, options if last is not None else (None,), path)
+        torch.testing.assert_close(actual, quant.linear_w8a8(x, weight, scale, last), rtol=1e-6, atol=1e-6)
+
+
+def test_sigmoid_lut_is_exact(path: Path) -> None:
+    x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-16.0, 16.0, 0.0, -0.0])])
+    assert torch.equal(run_onnx(fastcar.sigmoid_lut.default, (x,), (), path), fastcar.sigmoid_lut(x))

@@ -1,0 +1,26 @@
+"""Same inputs, same bytes: two builds in two processes, into two folders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BUILD = """
+import sys, fastcar_compile as fc
+from decoders import llama
+fc.compile(llama(), "zcu102", tokens_per_frame=8, output=sys.argv[1])
+"""
+
+
+def test_two_builds_are_equal_byte_for_byte(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "deeper" / "second"]
+    for output in outputs:
+        command = [sys.executable, "-c", BUILD, str(output)]
+        subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True)
+    first, second = ({f.relative_to(o).as_posix(): f for f in o.rglob("*") if f.is_file()} for o in outputs)
+    assert first.keys() == second.keys()
+    different = [name for name in first if first[name].read_bytes() != second[name].read_bytes()]
+    assert different == []
+    local = (str(tmp_path).encode(), str(Path(__file__).parents[1]).encode())
+    assert [n for n, f in first.items() if any(text in f.read_bytes() for text in local)] == []

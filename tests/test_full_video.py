@@ -1,0 +1,117 @@
+"""The shipped decoder over one whole held-out video (2048 tokens): every backend against the original model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module, check_tool
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import fastcar_compile as fc
+from fastcar_compile.runtime.session import Session
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
+FRAME, TOKENS = 256, 2048
+FORWARDS = TOKENS - 1
+THRESHOLDS = (0.0, -25.0, -14.0, -31.0)
+"""Some rows of every layer replay; not at the value that the empty background gives layer 0 over and over."""
+BACKENDS = ("eager", "cpu", "onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def video() -> SimpleNamespace:
+    """The model, BOS and a held-out video as ids [1, 2049], and the original model's logits [2048, V]."""
+    model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from video import make_videos, tokenize, with_bos
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        sys.modules.pop("video", None)
+    ids = torch.from_numpy(with_bos(tokenize(make_videos(1, seed=1))))
+    with torch.inference_mode():
+        logits = model(ids[:, :TOKENS], use_cache=False).logits[0]
+    return SimpleNamespace(model=model, ids=ids, logits=logits)
+
+
+@pytest.fixture(scope="module")
+def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """float32 for the CPU, and w8a8 for zcu102."""
+    folder = tmp_path_factory.mktemp("video")
+    replay = fc.ReplayConfig(threshold=THRESHOLDS)
+    return {
+        quant: fc.compile(
+            video.model, target, tokens_per_frame=FRAME, quant=quant, replay=replay, output=folder / quant
+        )
+        for quant, target in (("none", "cpu"), ("w8a8", "zcu102"))
+    }
+
+
+def decode(session: Session, ids: Tensor) -> Tensor:
+    """BOS is the prompt; every further token is fed as given. Logits [2048, V], row i after token i."""
+    session.reset()
+    out = [session.prefill(ids[:, :1])]
+    out += [session.step(ids[:, i]) for i in range(1, TOKENS)]
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gate_off_equals_the_original_model(
+    video: SimpleNamespace, artifacts: dict[str, fc.Artifact], backend: str
+) -> None:
+    session = artifacts["none"].session(backend)
+    session.set_threshold(float("inf"))
+    logits = decode(session, video.ids)
+    assert (logits - video.logits).abs().max() <= 1e-3
+    assert torch.equal(logits.argmax(-1), video.logits.argmax(-1))
+    assert session.stats.replay_ratio == 0.0
+
+
+def test_gate_on_decisions_and_logits_agree(video: SimpleNamespace, artifacts: dict[str, fc.Artifact]) -> None:
+    sessions = [artifacts["none"].session(b, record=True) for b in BACKENDS]
+    eager, *others = [(decode(s, video.ids), s.stats.decisions) for s in sessions]
+    assert 0.1 < sessions[0].stats.replay_ratio < 0.8
+    for logits, decisions in others:
+        assert np.array_equal(decisions, eager[1])
+        assert (logits - eager[0]).abs().max() <= 1e-3
+
+
+def test_w8a8_decides_the_same_on_cpu_and_in_hls_simulation(
+    video: SimpleNamespace, artifacts: dict[str, fc.Artifact]
+) -> None:
+    check_tool("g++")
+    check_module("hls4ml")
+    cpu, hls = (artifacts["w8a8"].session(b, record=True) for b in ("cpu", "hls-csim"))
+    expected, actual = decode(cpu, video.ids), decode(hls, video.ids)
+    assert 0.1 < cpu.stats.replay_ratio < 0.8
+    assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
+    assert torch.equal(actual, expected)  # w8a8 is defined bit for bit
+
+
+@pytest.mark.parametrize("backend", ["cpu", "onnxruntime"])
+def test_minus_infinity_replays_1791_of_2047(
+    video: SimpleNamespace, artifacts: dict[str, fc.Artifact], backend: str
+) -> None:
+    session = artifacts["none"].session(backend, record=True)
+    session.set_threshold(-float("inf"))
+    decode(session, video.ids)
+    replayed = session.stats.decisions.sum((0, 2))
+    assert session.stats.forwards == FORWARDS
+    assert replayed.tolist() == [1791] * 4
+    assert session.stats.replay_ratio == pytest.approx(0.8749, abs=5e-5)
+
+
+def test_max_chain_of_one_replays_every_other_frame(video: SimpleNamespace, tmp_path: Path) -> None:
+    replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
+    artifact = fc.compile(video.model, "cpu", tokens_per_frame=FRAME, replay=replay, output=tmp_path / "chain")
+    session = artifact.session("cpu", record=True)
+    decode(session, video.ids)
+    decisions = session.stats.decisions[:, :, 0]
+    odd = (np.arange(FORWARDS) // FRAME) % 2 == 1
+    assert np.array_equal(decisions, np.repeat(odd[:, None], 4, 1))
