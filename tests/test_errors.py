@@ -40,7 +40,7 @@ def test_unmatched_mlps_are_listed_all_at_once(tmp_path: Path) -> None:
     assert "layer 0: the MLP cannot be matched" in text
     assert "layer 1: the MLP cannot be matched" in text
     assert [f"where: blocks.{i}.down, " in text for i in (0, 1)] == [True, True]
-    assert len(re.findall(r"tests/decoders\.py:\d+, node linear", text)) == 2
+    assert len(re.findall(r"decoders\.py:\d+, node linear", text)) == 2
     assert list(tmp_path.iterdir()) == []
 
 

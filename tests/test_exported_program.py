@@ -127,9 +127,7 @@ def test_what_cannot_be_imported(tmp_path: Path, make: Any, texts: list[str]) ->
 
 
 def test_batch_and_length_must_be_the_exports_own(tmp_path: Path) -> None:
-    with pytest.raises(
-        fc.CompileError, match=r"has batch 1, but batch_size is 2\n.*give batch_size=1, or export"
-    ):
+    with pytest.raises(fc.CompileError, match=r"has batch 1, but batch_size is 2\n.*give batch_size=1, or export"):
         fc.compile(export(PlainDecoder()), **OPTIONS, batch_size=2, output=tmp_path / "a")
     with pytest.raises(fc.CompileError, match=r"does not say its max_seq_len\n.*give max_seq_len"):
         fc.compile(export(PlainDecoder()), "cpu", tokens_per_frame=FRAME, output=tmp_path / "a")

@@ -133,7 +133,7 @@ def test_what_cannot_be_normalised(block: type[TinyBlock], text: str) -> None:
     with pytest.raises(CompileError) as error:
         NormalizeState().apply(captured(block, chunk=1))
     assert str(error.value).startswith(text)
-    assert "where: blocks.0, tests/passes/" in str(error.value)
+    assert "where: blocks.0, passes/" in str(error.value)
     assert "mend:  " in str(error.value)
 
 
@@ -144,4 +144,4 @@ def test_every_problem_is_reported_at_once() -> None:
     assert text.startswith("3 problems were found:\n[1] layer 0: the attention mask at position 0 is not causal")
     assert "[2] layer 2: the attention mask adds a bias" in text
     assert "[3] layer 3: the key or value of this attention is not a static cache" in text
-    assert [f"where: blocks.{i}, tests/passes/" in text for i in range(4)] == [True, False, True, True]
+    assert [f"where: blocks.{i}, passes/" in text for i in range(4)] == [True, False, True, True]
