@@ -90,8 +90,9 @@ def test_w8a8_decides_the_same_on_cpu_and_in_hls_simulation(
     cpu, hls = (artifacts["w8a8"].session(b, record=True) for b in ("cpu", "hls-csim"))
     expected, actual = decode(cpu, video.ids), decode(hls, video.ids)
     assert 0.1 < cpu.stats.replay_ratio < 0.8
+    differing = torch.nonzero((actual != expected).any(1)).flatten().tolist()
+    assert not differing, (differing[:5], (actual - expected).abs().max().item())  # w8a8 is defined bit for bit
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
-    assert torch.equal(actual, expected)  # w8a8 is defined bit for bit
 
 
 @pytest.mark.parametrize("backend", ["cpu", "onnxruntime"])

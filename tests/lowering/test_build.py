@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tvm
 from safetensors.torch import save_file
 
+import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir_io import program_sections
 from fastcar_compile.lowering.build import lower
-from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
@@ -98,19 +97,14 @@ def test_offloaded_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         calls.append(layer)
         return torch.where(replay[:, None], cached, torch.tanh(x) * (layer + 1))
 
-    def packed(x: object, replay: object, cached: object, layer: int, out: object) -> None:
-        values = [torch.from_numpy(np.array(t.numpy())) for t in (x, replay, cached)]  # type: ignore[attr-defined]
-        out.copyfrom(accelerator(int(layer), *values).numpy())  # type: ignore[attr-defined]
-
-    tvm.register_global_func(OFFLOAD_FUNCTION, packed, override=True)
     backend = CpuBackend(tmp_path, programs, params, host.state, host.config, threads=1, decode="offload")
     eager = EagerBackend(host.graph_module, host.outputs, None, [], host.state, 0)
     limits = np.full(LAYERS, -np.inf, np.float32)
     for i, token in enumerate(tokens(case, 2 * FRAME)):
         calls.clear()
-        actual = backend.decode(token, i, i, limits)
-        assert calls == ([0, 1, 2] if i < FRAME else [1])
         with bound_accelerator(accelerator):
+            actual = backend.decode(token, i, i, limits)
+            assert calls == ([0, 1, 2] if i < FRAME else [1])
             np.testing.assert_allclose(actual.logits, eager.decode(token, i, i, limits).logits, atol=5e-2)
 
 
