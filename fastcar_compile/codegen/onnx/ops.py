@@ -13,6 +13,7 @@ import onnx
 import torch
 from onnxscript import opset18 as op
 
+from fastcar_compile.codegen.onnx.gate_scores import SCORES
 from fastcar_compile.ops import quant
 
 ZERO_POINT = 128
@@ -71,10 +72,22 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
 
 
 def gate(
-    score: Value, threshold: Value, step: Value, chain: Value, stride: int, max_chain: int, couple_cfg: bool
+    score: Value,
+    threshold: Value,
+    step: Value,
+    chain: Value,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
 ) -> Value:
-    """Threshold, first frame, chain limit and guidance coupling."""
-    replay = op.And(op.GreaterOrEqual(score, threshold), op.GreaterOrEqual(step, _ints(stride)))
+    """Threshold, first frame, refresh, chain limit and guidance coupling."""
+    passes = op.LessOrEqual(score, threshold) if at_most else op.GreaterOrEqual(score, threshold)
+    replay = op.And(passes, op.GreaterOrEqual(step, _ints(stride)))
+    if refresh_every > 0:
+        phase = op.Mod(op.Div(step, _ints(stride)), _ints(refresh_every))
+        replay = op.And(replay, op.Greater(phase, _ints(0)))
     if max_chain >= 0:
         replay = op.And(replay, op.Less(slot_read(chain, step), _int32(max_chain)))
     if couple_cfg:
@@ -125,5 +138,5 @@ def sigmoid_lut(x: Value) -> Value:
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
-    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, sigmoid_lut)
+    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, sigmoid_lut, *SCORES)
     return {getattr(torch.ops.fastcar, f.__name__).default: f for f in functions}
