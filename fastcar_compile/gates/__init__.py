@@ -27,7 +27,9 @@ def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) ->
     kind = GATES[name]
     if heads is not None and not kind.takes_heads:
         able = ", ".join(gate.name for gate in GATES.values() if gate.takes_heads)
-        raise CompileError(f"gate {name!r} does not average over heads", mend=f"leave heads away, or use one of: {able}")
+        raise CompileError(
+            f"gate {name!r} does not average over heads", mend=f"leave heads away, or use one of: {able}"
+        )
     return kind(heads=heads)
 
 

@@ -1,4 +1,4 @@
-"""Scores of the gates: tas_heads, input_delta, output_bound, constant_score, random_score (`tas` is in attention.py)."""
+"""Scores of the gates: tas_heads, input_delta, output_bound, constant_score, random_score; attention.py has `tas`."""
 
 from __future__ import annotations
 

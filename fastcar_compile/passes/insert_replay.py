@@ -77,7 +77,9 @@ class InsertReplay(Pass):
         for site, heads in zip(program.sites, self.heads, strict=False):
             if wrong := [head for head, _ in heads or () if not 0 <= head < site.num_heads]:
                 mend = f"query heads are 0 .. {site.num_heads - 1}"
-                raise CompileError(f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, mend=mend)
+                raise CompileError(
+                    f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, mend=mend
+                )
         if self.couple_cfg and program.config.batch_size % 2:
             raise CompileError(
                 f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}",
@@ -100,7 +102,7 @@ class _Inserter:
         return call(self.graph, target, args, origin=self.origin, made_by=InsertReplay.name, **kwargs)
 
     def insert(self, site: LayerSite, gate: Gate) -> None:
-        """Rewrite one layer. The norm before the MLP stays outside the branches where the gate reads the MLP's input."""
+        """Rewrite one layer. Where the gate reads the MLP's input, the norm before it stays outside the branches."""
         self.origin = node_named(self.graph, site.region_output)
         exit_add = node_named(self.graph, site.exit)
         entry = node_named(self.graph, site.mlp_input if gate.caches_input else site.residual)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.explain import explain_node, explain_program
+from fastcar_compile.gates import gate_named
 from fastcar_compile.graph_io import graph_from_json
 from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite
 from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json
@@ -112,7 +113,10 @@ class Artifact:
         from fastcar_compile.runtime.backends import open_backend
 
         thresholds = [s.threshold if s.replay else None for s in self.sites]
-        return Session(open_backend(self, backend, threads), self.config, thresholds, record=record)
+        gates = {s.gate for s in self.sites if s.gate is not None}
+        never = gate_named(gates.pop()).comparison.never if gates else float("inf")
+        opened = open_backend(self, backend, threads)
+        return Session(opened, self.config, thresholds, record=record, never=never)
 
     def _json(self, name: str) -> Any:
         try:
