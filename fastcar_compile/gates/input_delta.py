@@ -42,7 +42,8 @@ class BoundGate(Gate):
     """Input change and attention together, after theorem 4.6 of the paper, which bounds the change of the output.
 
     score = ||x - x_cached|| / ||x|| + BOUND_WEIGHT * sqrt(max(0, 1 - A)), with A the mean over query heads of the
-    cosine between query and key one frame earlier: TAS on normalised vectors, for which alone 1 - A is a squared distance.
+    cosine between query and key one frame earlier: TAS of normalised vectors, as only for them 1 - A is a (halved)
+    squared distance.
     """
 
     name = "bound"
