@@ -150,7 +150,8 @@ def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
 
 def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    return e.builder.emit(relax.op.full(_shape(node), relax.const(float(node.args[2]), "float32"), "float32"))  # type: ignore[arg-type]
+    value = np.full(_shape(node), float(node.args[2]), np.float32)  # type: ignore[arg-type]
+    return e.builder.emit(relax.const(value, "float32"))
 
 
 def _random_score(node: fx.Node, importer: Any) -> relax.Var:

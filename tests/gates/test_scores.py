@@ -127,7 +127,14 @@ def test_scores_of_many_forwards_are_those_of_each() -> None:
     steps = torch.tensor([3, 8, 300])
     together = fastcar.random_score(steps, 2, 1).reshape(3, 2)
     assert torch.equal(together, torch.stack([fastcar.random_score(s[None], 2, 1) for s in steps]))
-    assert fastcar.constant_score(steps, 2, 0.5).tolist() == [0.5] * 6
+
+
+def test_constant_score(tmp_path: Path) -> None:
+    steps = torch.tensor([3])
+    assert fastcar.constant_score(torch.tensor([3, 8]), 2, 0.5).tolist() == [0.5] * 4
+    for value in (0.0, INF):
+        onnx = run_onnx(fastcar.constant_score.default, (steps,), (2, value), tmp_path / f"{value}.onnx")
+        assert onnx.tolist() == [value] * 2
 
 
 CASES: list[tuple[int, int, int, bool, bool]] = [
