@@ -6,40 +6,65 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fastcar_compile.calibrate.evaluator import Evaluator, Rules
 from fastcar_compile.calibrate.search import Journal, Search, Values
 from fastcar_compile.calibrate.thresholds import Thresholds
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.gates import GATES, gate_named
 from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.runtime.artifact import Artifact
+
+MODEL_ROWS = 8
+"""Videos that are evaluated together when a model is calibrated; an artifact has its own batch."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is calibrated: a program, its gates' options and the layers that may replay."""
+
+    program: DecoderProgram
+    replay: ReplayConfig
+    rules: Rules
+    able: tuple[bool, ...]
 
 
 def calibrate(
-    artifact: Artifact,
+    source: Artifact | nn.Module,
     videos: Any,
     *,
+    replay: ReplayConfig | None = None,
+    tokens_per_frame: int | None = None,
+    quant: str = "none",
     target_replay: float | None = None,
     max_nll_increase: float | None = None,
     prompt: int = 1,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Thresholds:
-    """Choose the thresholds of an artifact on videos that are like those it will decode.
+    """Choose thresholds on videos that are like those that will be decoded.
 
     Damage curves (teacher-forced NLL over thresholds at quantiles of the recorded scores) are measured per layer, on
     the dense decoder and again on top of the other layers' choices; dynamic programming allocates the ratios, and
     exchanges between layers refine the result as measured jointly. Deterministic.
 
     Args:
-        artifact: compiled with the gate to calibrate; a layer that was compiled with threshold None stays closed.
+        source: an artifact, with the gate it was compiled with; or a decoder, as `compile` takes it, with `replay`,
+            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"), and then nothing is compiled. A
+            layer whose threshold is None stays closed.
         videos: int64 [N, T], prompt included; not those that the result is judged by.
         target_replay: least share of the forwards t >= F that replay, 0 to 1.
         max_nll_increase: greatest relative increase of the NLL (0.1: ten per cent). Exactly one of the two.
@@ -56,36 +81,51 @@ def calibrate(
         raise InputError(f"target_replay is {target_replay}", mend="give a share from 0 to 1")
     if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:
         raise InputError(f"max_nll_increase is {max_nll_increase}", mend="give 0.1 for ten per cent")
-    replay = replay_of(artifact)
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, torch.Tensor) else np.asarray(videos))
-    evaluator = Evaluator(artifact.program, tokens, rules_of(replay, artifact), prompt)
-    key = _key(artifact.program, replay, tokens, prompt)
+    if isinstance(source, Artifact):
+        given = _of_artifact(source)
+    else:
+        given = _of_model(source, replay or ReplayConfig(), tokens_per_frame, quant, len(tokens))
+    evaluator = Evaluator(given.program, tokens, given.rules, prompt)
+    key = _key(given.program, given.replay, tokens, prompt)
     book = Journal(None if journal is None else Path(journal), key)
-    comparison = GATES[replay.gate].comparison
-    search = Search(evaluator, comparison, [s.replay for s in artifact.sites], book, progress or (lambda _line: None))
+    comparison = GATES[given.replay.gate].comparison
+    search = Search(evaluator, comparison, given.able, book, progress or (lambda _line: None))
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
         assert max_nll_increase is not None
         values, goal = search.for_damage(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
-    return _thresholds(search, values, replay.gate, goal, key)
+    return _thresholds(search, values, given.replay.gate, goal, key)
 
 
-def replay_of(artifact: Artifact) -> ReplayConfig:
-    """The replay options that an artifact was compiled with.
-
-    Raises:
-        InputError: it is dense.
-    """
+def _of_artifact(artifact: Artifact) -> _Source:
+    """Raises InputError for a dense artifact."""
     data = artifact.manifest.sections["config"]["replay"]
     if data is None or not any(s.replay for s in artifact.sites):
         raise InputError("the artifact has no gate to calibrate", mend="compile it with a ReplayConfig")
-    return ReplayConfig.from_json(data)
+    replay = ReplayConfig.from_json(data)
+    able = tuple(s.replay for s in artifact.sites)
+    return _Source(artifact.program, replay, rules_of(replay, len(able)), able)
 
 
-def rules_of(replay: ReplayConfig, artifact: Artifact) -> Rules:
+def _of_model(model: nn.Module, replay: ReplayConfig, frame: int | None, quant: str, videos: int) -> _Source:
+    facts = ModelFacts.of(model)
+    frame, length = frame or facts.tokens_per_frame, facts.max_seq_len
+    if frame is None or length is None:
+        raise InputError("the model does not say its tokens_per_frame and max_seq_len", mend="give tokens_per_frame")
+    rows, chunk = min(videos, MODEL_ROWS), min(frame, length)
+    program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
+    run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
+    layers = len(program.sites)
+    able = tuple(t is not None for t in replay.thresholds(layers))
+    return _Source(program, replay, rules_of(replay, layers), able)
+
+
+def rules_of(replay: ReplayConfig, layers: int) -> Rules:
     """What decides besides the thresholds."""
-    gates = tuple(gate_named(replay.gate, s.heads) for s in artifact.sites)
+    heads = replay.heads_of(layers) or (None,) * layers
+    gates = tuple(gate_named(replay.gate, h) for h in heads)
     return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
 
 
@@ -114,4 +154,4 @@ def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prom
     return digest.hexdigest()
 
 
-__all__ = ["Evaluator", "Rules", "Thresholds", "calibrate", "replay_of", "rules_of"]
+__all__ = ["Evaluator", "Rules", "Thresholds", "calibrate", "rules_of"]

@@ -92,10 +92,9 @@ class Evaluator:
         if config.takes_embeddings or config.vocab_size is None:
             raise InputError("a headless decoder has no likelihood to calibrate on", mend="calibrate it with its head")
         if program.prefill is None or config.prefill_chunk > config.tokens_per_frame:
-            what = (
-                f"calibration runs the prefill graph in chunks of at most one frame ({config.tokens_per_frame} tokens)"
-            )
-            raise InputError(what, mend=f"compile with prefill_chunk <= {config.tokens_per_frame}")
+            frame = config.tokens_per_frame
+            what = f"calibration runs the prefill graph in chunks of at most one frame ({frame} tokens)"
+            raise InputError(what, mend=f"compile with prefill_chunk <= {frame}")
         if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
             raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
         least, most = self._prompt + config.tokens_per_frame + 2, config.max_seq_len + 1
@@ -166,9 +165,8 @@ class Evaluator:
                 if first >= end:
                     continue
                 known = self._known(group, number, start, len(self._stages.layers))
-                logits = self._stages.run(len(self._stages.layers), known, None)[node][
-                    valid, first - start : end - start
-                ]
+                logits = self._stages.run(len(self._stages.layers), known, None)[node]
+                logits = logits[valid, first - start : end - start]
                 targets = self._videos[rows, first + 1 : end + 1][valid]
                 losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
                 total, count = total + float(losses), count + targets.numel()

@@ -25,7 +25,7 @@ from fastcar_compile.runtime.backends.cpu import CpuBackend
 from fastcar_compile.runtime.backends.eager import EagerBackend
 from fastcar_compile.runtime.backends.ort import OrtBackend
 
-FRAME, LENGTH, LAYERS, ROWS = 8, 41, 2, 2
+FRAME, LENGTH, LAYERS, ROWS = 8, 33, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "max_chain": 2},
     "input_delta": {"refresh_every": 3},
