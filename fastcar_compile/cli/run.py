@@ -18,6 +18,7 @@ from fastcar_compile.cli.common import (
     existing,
     parse_thresholds,
     print_json,
+    require_one,
     stages,
     stdout,
 )
@@ -62,6 +63,7 @@ def run_command(
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[str, typer.Option(help="cpu, onnxruntime, hls-csim or eager.")] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
+    thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -73,6 +75,7 @@ def run_command(
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed")
+    require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
     if output is not None and output.suffix != ".npy":
         raise UserError(f"the output {output} is not a .npy file", mend="end its name in .npy")
     ids = parse_prompt(prompt) if prompt is not None else read_prompt(prompt_file)
@@ -82,7 +85,8 @@ def run_command(
         loaded = fc.load(str(artifact))
         ids = to_rows(ids, decoder_sizes(loaded.manifest).batch_size)
         show(f"opening the {backend} backend")
-        session = loaded.session(backend=backend, record=False, threads=threads)
+        given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}
+        session = loaded.session(backend=backend, record=False, threads=threads, **given)
         if limits is not None:
             session.set_threshold(limits)
         sampler = Sampler(temperature, seed, num_tokens, show)
