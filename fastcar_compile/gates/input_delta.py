@@ -15,8 +15,9 @@ fastcar = torch.ops.fastcar
 class InputDeltaGate(Gate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
-    The comparison is with the input of the last computed visit, not of the last visit: a slow drift adds up until the
-    slot computes again, however long the chain of replays.
+    The norm is the sum of absolute values: no multiplications, and on the example decoder a better signal than the
+    Euclidean norm (docs/gates.md). The comparison is with the input of the last computed visit, not of the last visit:
+    a slow drift adds up until the slot computes again, however long the chain of replays.
     """
 
     name = "input_delta"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 TINY = 1e-20
-"""Below every square that matters; keeps a zero vector from dividing by zero."""
+"""Below every sum that matters; keeps a zero vector from dividing by zero."""
 
 HASH_PRIME = 2**31 - 1
 HASH_FACTORS = (48271, 69621, 16807)
@@ -64,8 +64,8 @@ def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int
 
 @custom_op("fastcar::input_delta", mutates_args=())
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
-    """||x - cached|| / ||x||, float32 [B], for x and cached float32 [B, H]."""
-    return ((x - cached).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)).sqrt()
+    """||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H]."""
+    return (x - cached).abs().sum(-1) / x.abs().sum(-1).clamp(min=TINY)
 
 
 @input_delta.register_fake

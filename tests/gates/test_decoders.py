@@ -146,7 +146,7 @@ def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
         result = backend.decode(ids, t, t, thresholds)
         x, replay = seen[0], result.decisions[1]
         before = expected[t % FRAME]
-        change = (x - before).norm(dim=-1) / x.norm(dim=-1)
+        change = (x - before).norm(p=1, dim=-1) / x.norm(p=1, dim=-1)
         np.testing.assert_allclose(result.scores[1], change.numpy(), rtol=1e-5)
         expected[t % FRAME] = torch.where(torch.from_numpy(replay)[:, None], before, x)
         assert torch.equal(backend._state["gate_cache_1"], expected)

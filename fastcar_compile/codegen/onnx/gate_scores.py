@@ -57,8 +57,8 @@ def tas_heads(
 
 def input_delta(x: Value, cached: Value) -> Value:
     """||x - cached|| / ||x||."""
-    change, size = _sum_of_squares(op.Sub(x, cached)), op.Max(_sum_of_squares(x), _floats(TINY))
-    return op.Sqrt(op.Div(change, size))
+    change = op.ReduceSum(op.Abs(op.Sub(x, cached)), _ints(-1), keepdims=0)
+    return op.Div(change, op.Max(op.ReduceSum(op.Abs(x), _ints(-1), keepdims=0), _floats(TINY)))
 
 
 def output_bound(

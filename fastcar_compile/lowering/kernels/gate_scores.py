@@ -44,7 +44,7 @@ def tas_heads(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc
 
 
 def input_delta(rows: int, width: int) -> PrimFunc:
-    """||x - cached|| / ||x|| of every row."""
+    """||x - cached|| / ||x|| of every row, sums of absolute values."""
 
     @T.prim_func(private=True, s_tir=True)
     def relative_change(
@@ -61,9 +61,9 @@ def input_delta(rows: int, width: int) -> PrimFunc:
                 acc[0] = T.float32(0)
                 acc[1] = T.float32(0)
                 for c in range(width):
-                    acc[0] += (x[i, c] - cached[i, c]) * (x[i, c] - cached[i, c])
-                    acc[1] += x[i, c] * x[i, c]
-                y[i] = T.sqrt(acc[0] / T.max(acc[1], T.float32(TINY)))
+                    acc[0] += T.abs(x[i, c] - cached[i, c])
+                    acc[1] += T.abs(x[i, c])
+                y[i] = acc[0] / T.max(acc[1], T.float32(TINY))
 
     return relative_change
 
