@@ -15,10 +15,10 @@ from fastcar_compile.estimate.shapes import LinearShape, Quant
 from fastcar_compile.targets import Target
 
 BURST_BYTES = 4096
-"""Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, and the 4 KiB page limit."""
+"""Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, is also the 4 KiB page."""
 
 FIFO_WORDS = 512
-"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512)): what can be read ahead while the engine idles."""
+"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512)): what is read ahead while the engine idles."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Engine:
         return cycles / self.clock_hz, "ports" if slowest == fetch else "compute"
 
     def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
-        """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; one value a clock.
+        """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; a value a clock.
 
         Args:
             between: values that are quantised between two products of one call (the MLP's activations).

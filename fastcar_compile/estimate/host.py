@@ -15,7 +15,7 @@ SERVER_CORES = 8
 
 @dataclass(frozen=True)
 class HostModel:
-    """Rates of a host CPU: bytes per second over all cores, operations per clock of one core, seconds per kernel call."""
+    """Rates of a host CPU: bytes per second of all cores, operations per clock of one, seconds per kernel call."""
 
     clock_ghz: float
     stream_bandwidth: float

@@ -118,7 +118,9 @@ class _Simulation:
         self.step.macs += linear.macs * board.batch
         if board.fabric_linears:
             load = board.engine.load((False,) * board.batch, drs=True)
-            self._call(linear.name, layer, [linear], load, board.engine.edge_seconds(linear.inputs, linear.outputs, load))
+            self._call(
+                linear.name, layer, [linear], load, board.engine.edge_seconds(linear.inputs, linear.outputs, load)
+            )
             return
         size = linear.weight_bytes(board.quant)
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)

@@ -195,8 +195,8 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
     expected = (workload.shape.layers, workload.batch)
     if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
         raise InputError(
-            f"the decisions are {decisions.dtype} {list(decisions.shape)}, expected bool [forwards, {expected[0]} layers, "
-            f"{expected[1]} rows]",
+            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
+            f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
             mend="give session.stats.decisions of a session of this decoder with record=True",
         )
     return decisions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
@@ -124,6 +124,18 @@ class MlpDesign:
             "usage_estimate": asdict(self.usage),
             "cycles_estimate": self.cycles,
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MlpDesign:
+        """The inverse of `to_json`."""
+        return cls(
+            spec=MlpSpec(**data["spec"]),
+            budget=BoardBudget(**data["budget"]),
+            ports=data["ports"],
+            gate_up=StageShape(**data["gate_up"]),
+            down=StageShape(**data["down"]),
+            usage=Usage(**data["usage_estimate"]),
+        )
 
 
 def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
