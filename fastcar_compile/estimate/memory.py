@@ -52,6 +52,7 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
     raise CompileError(
         f"the decoder does not fit the memory of {target.name}: weights {footprint.weights / GB:.2f} GB ({quant}), "
         f"KV cache {footprint.kv_cache / GB:.2f} GB ({positions} positions), "
-        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, together {footprint.total / GB:.2f} GB; the board has room for {room / GB:.2f} GB",
+        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, together {footprint.total / GB:.2f} GB; "
+        f"the board has room for {room / GB:.2f} GB",
         mend="; or ".join(options),
     )

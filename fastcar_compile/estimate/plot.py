@@ -58,7 +58,7 @@ def _draw(axis: Any, estimate: Estimate, end: float, *, labels: bool) -> None:
         lane = lanes.get(unit, len(LANES))
         start, length = segment["start"] * 1e3, segment["seconds"] * 1e3
         colour = COLOURS.get(unit, HOST_COLOUR)
-        axis.broken_barh([(start, length)], (lane - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.2)
+        axis.broken_barh([(start, length)], (lane - 0.4, 0.8), facecolors=colour, edgecolor=colour, linewidth=0.4)
         if labels and length > 0.03 * end * 1e3:
             axis.text(start + length / 2, lane, segment["name"], ha="center", va="center", fontsize=7, color="white")
     axis.set_yticks(range(len(LANES) + 1), [*LANES, "host"])
