@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design, designs, excess
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import TargetError
 from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, Quant
-from fastcar_compile.estimate.step import Board, StepOptions, simulate_step
+from fastcar_compile.estimate.step import Board, simulate_step
 from fastcar_compile.targets import Target
 
 MAX_CORES = 8
@@ -94,7 +92,7 @@ def _seconds(design: MlpDesign, shape: DecoderShape, quant: Quant, target: Targe
     one = shape.model_copy(update={"layers": 1, "vocab": 0})
     engine, rows = Engine.of(design, target), design.spec.batch
     board = Board(engine, _NO_HOST, one, quant, rows, fabric_linears=True, fabric_attention=False, kv_bytes=0)
-    step = simulate_step(board, np.zeros((1, rows), bool), 1, StepOptions(prefetch=False))
+    step = simulate_step(board, [engine.load((False,) * rows, drs=True)], 1, prefetch=False)
     streams = {unit: step.busy[unit] for unit in ("memory", "ports", "compute") if unit in step.busy}
     return step.seconds, max(streams, key=lambda unit: streams[unit])
 

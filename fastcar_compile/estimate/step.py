@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.host import HostModel
@@ -45,14 +43,6 @@ class Board:
     kv_bytes: int
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """DRS or static mapping of rows to cores; whether idle time of the engine is used to read ahead."""
-
-    drs: bool = True
-    prefetch: bool = True
-
-
 @dataclass
 class Step:
     """The time line of one step and its sums."""
@@ -61,7 +51,6 @@ class Step:
     seconds: float = 0.0
     bytes: float = 0.0
     weight_bytes: float = 0.0
-    macs: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
@@ -74,21 +63,27 @@ class Step:
         self.busy[unit] += seconds
 
 
-def simulate_step(board: Board, decisions: NDArray[np.bool_], attended: int, options: StepOptions) -> Step:
-    """One forward. decisions: bool [layers, rows], True: replays. attended: positions that attention reads."""
-    run = _Simulation(board, options)
-    for layer, replayed in enumerate(decisions.tolist()):
-        run.layer(layer, tuple(replayed), attended)
+def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefetch: bool) -> Step:
+    """One forward.
+
+    Args:
+        loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
+        attended: positions that attention reads.
+        prefetch: whether idle time of the engine is used to read ahead.
+    """
+    run = _Simulation(board, prefetch)
+    for layer, load in enumerate(loads):
+        run.layer(layer, load, attended)
     run.head()
     return run.step
 
 
 class _Simulation:
-    def __init__(self, board: Board, options: StepOptions) -> None:
-        self.board, self.options, self.step = board, options, Step()
+    def __init__(self, board: Board, prefetch: bool) -> None:
+        self.board, self.prefetch, self.step = board, prefetch, Step()
         self._engine_free = 0.0
 
-    def layer(self, layer: int, replayed: tuple[bool, ...], attended: int) -> None:
+    def layer(self, layer: int, load: int, attended: float) -> None:
         board, shape = self.board, self.board.shape
         qkv, o = shape.attention_linears
         self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
@@ -98,11 +93,11 @@ class _Simulation:
         self._host("rope, TAS", layer, (ROPE_FLOPS * width + tas) * board.batch)
         self._attention(layer, attended)
         self._linear(o, layer)
-        if all(replayed):
-            self._copy(layer, len(replayed))
+        if load == 0:
+            self._copy(layer)
             return
         self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
-        self._mlp(layer, replayed)
+        self._mlp(layer, load)
 
     def head(self) -> None:
         shape = self.board.shape
@@ -115,7 +110,6 @@ class _Simulation:
 
     def _linear(self, linear: LinearShape, layer: int) -> None:
         board = self.board
-        self.step.macs += linear.macs * board.batch
         if board.fabric_linears:
             load = board.engine.load((False,) * board.batch, drs=True)
             self._call(
@@ -126,16 +120,13 @@ class _Simulation:
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
 
-    def _mlp(self, layer: int, replayed: tuple[bool, ...]) -> None:
-        board, engine = self.board, self.board.engine
-        load = engine.load(replayed, drs=self.options.drs)
-        first, down = board.shape.mlp_linears
-        edge = engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
-        self.step.macs += (first.macs + down.macs) * replayed.count(False)
+    def _mlp(self, layer: int, load: int) -> None:
+        first, down = self.board.shape.mlp_linears
+        edge = self.board.engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
         self._call("mlp", layer, [first, down], load, edge)
 
-    def _copy(self, layer: int, rows: int) -> None:
-        moved = 2 * 4 * self.board.shape.hidden * rows
+    def _copy(self, layer: int) -> None:
+        moved = 2 * 4 * self.board.shape.hidden * self.board.batch
         self.step.add("replay", layer, "host", self.board.host.seconds(bytes_read=moved), moved)
 
     def _call(self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float) -> None:
@@ -146,14 +137,14 @@ class _Simulation:
         ready = min((self.step.seconds - self._engine_free) * engine.stream_rate, engine.prefetch_bytes)
         for linear in linears:
             seconds, bound = engine.stream_seconds(linear, board.quant, load)
-            saved = min(ready, linear.weight_bytes(board.quant)) / engine.stream_rate if self.options.prefetch else 0.0
+            saved = min(ready, linear.weight_bytes(board.quant)) / engine.stream_rate if self.prefetch else 0.0
             size = linear.weight_bytes(board.quant)
             self.step.weight_bytes += size
             self.step.add(linear.name, layer, bound, seconds - saved, size)
             ready = 0.0
         self._engine_free = self.step.seconds
 
-    def _attention(self, layer: int, attended: int) -> None:
+    def _attention(self, layer: int, attended: float) -> None:
         board, shape = self.board, self.board.shape
         moved = board.kv_bytes * attended
         if board.fabric_attention:

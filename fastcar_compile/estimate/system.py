@@ -15,7 +15,7 @@ from fastcar_compile.estimate.explore import explore, resources_of
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.memory import Footprint, capacity, require_fit
 from fastcar_compile.estimate.shapes import DecoderShape, Quant
-from fastcar_compile.estimate.step import Board, Step, StepOptions, simulate_step
+from fastcar_compile.estimate.step import Board, Step, simulate_step
 from fastcar_compile.targets import Target
 
 Offload = Literal["mlp", "linears", "all"]
@@ -154,13 +154,15 @@ def estimate(
         design = found.design
     board = _board(workload, target, design)
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
-    growing = decisions is not None
-    run = _Run.of(workload, board, trace, StepOptions(), growing)
+    attended = np.full(len(trace), workload.attended)
+    if decisions is not None:
+        attended = np.minimum(attended, np.arange(1, len(trace) + 1))
+    run = _Run.of(board, trace, attended)
     variants = {
-        "dense": _Run.of(workload, board, np.zeros_like(trace), StepOptions(), growing),
-        "static_mapping": _Run.of(workload, board, trace, StepOptions(drs=False), growing),
-        "no_prefetch": _Run.of(workload, board, trace, StepOptions(prefetch=False), growing),
-        "static_no_prefetch": _Run.of(workload, board, trace, StepOptions(drs=False, prefetch=False), growing),
+        "dense": _Run.of(board, np.zeros_like(trace), attended),
+        "static_mapping": _Run.of(board, trace, attended, drs=False),
+        "no_prefetch": _Run.of(board, trace, attended, prefetch=False),
+        "static_no_prefetch": _Run.of(board, trace, attended, drs=False, prefetch=False),
     }
     seconds = {name: variant.seconds for name, variant in variants.items()}
     result = _result(workload, target, design, trace, run, seconds)
@@ -204,44 +206,60 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
 
 @dataclass(frozen=True)
 class _Run:
-    """All forwards of a trace: mean seconds, and the step nearest to the mean."""
+    """All forwards of a trace: means per step, and the step nearest to the mean."""
 
     seconds: float
     bytes: float
-    macs: float
     weight_bytes: float
     busy: dict[str, float]
     typical: Step
 
     @classmethod
-    def of(cls, work: Workload, board: Board, trace: Decisions, options: StepOptions, growing: bool) -> _Run:
-        known: dict[tuple[bytes, int], Step] = {}
-        steps = []
-        for number, decisions in enumerate(trace):
-            attended = min(work.attended, number + 1) if growing else work.attended
-            key = (decisions.tobytes(), attended)
-            if key not in known:
-                known[key] = simulate_step(board, decisions, attended, options)
-            steps.append(known[key])
-        mean = float(np.mean([s.seconds for s in steps]))
+    def of(
+        cls,
+        board: Board,
+        trace: Decisions,
+        attended: NDArray[np.integer],
+        *,
+        drs: bool = True,
+        prefetch: bool = True,
+    ) -> _Run:
+        """Forwards of equal load are simulated once, at their mean of attended positions: time is linear in these."""
+        loads = np.array([[board.engine.load(tuple(rows), drs=drs) for rows in layers] for layers in trace.tolist()])
+        kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
+        means = np.bincount(kind_of.reshape(-1), attended) / counts
+        steps = [simulate_step(board, k.tolist(), m, prefetch=prefetch) for k, m in zip(kinds, means, strict=True)]
+        share = counts / counts.sum()
+
+        def mean(values: list[float]) -> float:
+            return float(np.dot(share, values))
+
+        seconds = mean([s.seconds for s in steps])
         units = sorted({unit for s in steps for unit in s.busy})
         return cls(
-            mean,
-            float(np.mean([s.bytes for s in steps])),
-            float(np.mean([s.macs for s in steps])),
-            float(np.mean([s.weight_bytes for s in steps])),
-            {unit: float(np.mean([s.busy.get(unit, 0.0) for s in steps])) for unit in units},
-            min(steps, key=lambda s: abs(s.seconds - mean)),
+            seconds,
+            mean([s.bytes for s in steps]),
+            mean([s.weight_bytes for s in steps]),
+            {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
+            min(steps, key=lambda s: abs(s.seconds - seconds)),
         )
+
+
+def _macs(work: Workload, trace: Decisions) -> float:
+    """Multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
+    shape = work.shape
+    mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
+    others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
+    return mlp + others * work.batch
 
 
 def _result(
     work: Workload, target: Target, design: MlpDesign, trace: Decisions, run: _Run, seconds: dict[str, float]
 ) -> Estimate:
     power, peak = target.power, peak_bandwidth(target)
-    energy = (
-        power.static_w * run.seconds + (run.bytes * power.dram_pj_per_byte + run.macs * power.mac_int8_pj) * 1e-12
-    ) / work.batch
+    macs = _macs(work, trace)
+    joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
+    energy = (power.static_w * run.seconds + joules) / work.batch
     footprint = work.footprint()
     streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
     return Estimate(
@@ -255,7 +273,7 @@ def _result(
         tokens_per_second=work.batch / run.seconds,
         seconds_per_step=run.seconds,
         bytes_per_step=run.bytes,
-        macs_per_step=run.macs,
+        macs_per_step=macs,
         bandwidth_utilisation=run.bytes / run.seconds / peak,
         weight_stream_utilisation=run.weight_bytes / streaming / peak if streaming else 0.0,
         energy_per_token_j=energy,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import check_module
 from typer.testing import Result
 
-from conftest import check_module
 from fastcar_compile.codegen.hls.design import choose_design
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.estimate.explore import budget_of
@@ -95,7 +95,10 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         ((), "nothing to estimate"),
         (("--shape", "llama9"), "there is no decoder shape 'llama9'"),
         (("folder", "--shape", "llama2-7b"), "ARTIFACT and --shape cannot be given together"),
-        (("--shape", "llama2-7b", "--replay", 0.5, "--trace", "t.npy"), "--replay and --trace cannot be given together"),
+        (
+            ("--shape", "llama2-7b", "--replay", 0.5, "--trace", "t.npy"),
+            "--replay and --trace cannot be given together",
+        ),
         (("--shape", "llama2-7b", "--trace", "t.npy"), "the trace does not exist"),
         (("--shape", "llama2-7b", "--quant", "int3"), "there is no engine for --quant int3"),
         (("--shape", "llama2-7b", "--offload", "head"), "--offload head is not known"),
