@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.errors import UserError
 from fastcar_compile.ops import quant
+from fastcar_compile.ops.activations import factor_table
 from hls.library import DESIGNS, Array, Layer, accumulate, assert_same_bits, reference, sigmoid, sigmoid_table
 
 RELAXED = settings(
@@ -97,7 +98,7 @@ def test_matches_the_pytorch_operators(library: CsimLibrary, design_name: str) -
     linear = torch.ops.fastcar.linear_w8a8
     g = linear(torch.from_numpy(x), gate_q, gate_s, None)
     u = linear(torch.from_numpy(x), up_q, up_s, None)
-    a = g * torch.ops.fastcar.sigmoid_lut(g) * u
+    a = g * torch.ops.fastcar.activation_factor(g, "silu") * u
     want = linear(a, down_q, down_s, None)
     got = library.mlp(x, 0xFFFFFFFF, x, pack_mlp(*layer.arguments, DESIGNS[design_name]))
     assert_same_bits(got, want.numpy())
@@ -108,9 +109,9 @@ def test_matches_the_pytorch_operators(library: CsimLibrary, design_name: str) -
 
 
 def test_reference_table_and_sigmoid_are_those_of_the_operators() -> None:
-    np.testing.assert_array_equal(sigmoid_table(), quant.sigmoid_table().numpy())
+    np.testing.assert_array_equal(sigmoid_table(), factor_table("silu").numpy())
     x = np.linspace(-20, 20, 100_001, dtype=np.float32)
-    assert_same_bits(sigmoid(x), torch.ops.fastcar.sigmoid_lut(torch.from_numpy(x)).numpy())
+    assert_same_bits(sigmoid(x), torch.ops.fastcar.activation_factor(torch.from_numpy(x), "silu").numpy())
 
 
 @pytest.mark.parametrize("design_name", ["example"], indirect=True)

@@ -13,11 +13,12 @@ from tvm.tirx import PrimFunc
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops import quant
+from fastcar_compile.ops.activations import factor_table
 from hls.library import DESIGNS, Layer, assert_same_bits
 
 EXACT_IN_FLOAT32 = 1 << 24
@@ -35,9 +36,9 @@ class Level(NamedTuple):
 def eager(x: Tensor, layer: Layer) -> Level:
     """The reference: the operators of fastcar_compile.ops.quant."""
     gate_q, gate_s, up_q, up_s, down_q, down_s = (torch.from_numpy(a) for a in layer.arguments)
-    linear, sigmoid = torch.ops.fastcar.linear_w8a8, torch.ops.fastcar.sigmoid_lut
+    linear, sigmoid = torch.ops.fastcar.linear_w8a8, torch.ops.fastcar.activation_factor
     g, u = linear(x, gate_q, gate_s, None), linear(x, up_q, up_s, None)
-    a = (g * sigmoid(g)) * u
+    a = (g * sigmoid(g, "silu")) * u
     q, q_a = quant.quantize_rows(x)[0], quant.quantize_rows(a)[0]
     return Level(
         quant.accumulate(q, gate_q),
@@ -76,8 +77,8 @@ def compiled(x: Tensor, layer: Layer) -> Level:
     q, scale = tvm_quantize(x)
     gate, g = tvm_linear(q, scale, gate_q, gate_s)
     up, u = tvm_linear(q, scale, up_q, up_s)
-    table = quant.sigmoid_table()
-    sigmoid = call(sigmoid_lut(g.numel(), len(table)), g.reshape(-1), table, torch.zeros(g.numel()))[-1]
+    table = factor_table("silu")
+    sigmoid = call(activation_factor(g.numel(), "silu"), g.reshape(-1), table, torch.zeros(g.numel()))[-1]
     down, y = tvm_linear(*tvm_quantize((g * sigmoid.reshape(g.shape)) * u), down_q, down_s)
     return Level(gate, up, down, y)
 
