@@ -47,8 +47,10 @@ template <int LANES>
 Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t high[LANES]) {
     FASTCAR_INLINE
     Pair total = {0, 0};
-    for (int first = 0; first < LANES; first += PRODUCTS_PER_SUM) {
+    static_assert(LANES % PRODUCTS_PER_SUM == 0, "a word is whole sums");
+    for (int s = 0; s < LANES / PRODUCTS_PER_SUM; ++s) {
         FASTCAR_UNROLL
+        const int first = s * PRODUCTS_PER_SUM;
         packed_sum_t sum = 0;
         for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
             FASTCAR_UNROLL

@@ -100,7 +100,7 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS
     for (int i = 0, sum = 0, k = 0, word = 0; i < S::TILE_WORDS; ++i) {
         FASTCAR_PIPELINE(1)
         int8_t weight[S::PORTS][S::LANES];
-        int8_t input[S::ROWS][S::LANES];
+        int8_t input[S::ROWS][S::LANES] = {};
         int32_t product[S::ROWS][S::PORTS] = {};
         FASTCAR_PARTITION(weight, 0)
         FASTCAR_PARTITION(input, 0)
@@ -111,7 +111,9 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS
         }
         for (int r = 0; r < S::ROWS; ++r) {
             FASTCAR_UNROLL
-            store_lanes<S::LANES>(q[r][k], input[r]);
+            if (r < rows) {
+                store_lanes<S::LANES>(q[r][k], input[r]);
+            }
         }
         multiply_words<S::PORTS, S::ROWS, S::LANES>(weight, input, rows, product);
         for (int r = 0; r < S::ROWS; ++r) {
@@ -132,9 +134,7 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS
 template <class S>
 float with_bias(const word_t head[S::PORTS][S::HEAD_WORDS], int p, int j, float value) {
     FASTCAR_INLINE
-    return S::BIAS ? value + unpack_float(head[p][S::HEAD_WORDS - 1 - (S::TILE - 1) / FLOAT_LANES + j / FLOAT_LANES],
-                                          j % FLOAT_LANES)
-                   : value;
+    return S::BIAS ? value + unpack_float(head[p][S::SCALE_WORDS + j / FLOAT_LANES], j % FLOAT_LANES) : value;
 }
 
 // Sums of a tile -> values: int8 weights. Nothing stands between the loops of a nest, so that they flatten into one

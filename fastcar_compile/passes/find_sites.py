@@ -80,6 +80,7 @@ class _Matcher:
             exit=exit_add.name,
             linears=tuple(n.name for n in linears),
             weights=tuple(str(n.args[1].target) for n in linears),  # type: ignore[union-attr]
+            biases=tuple(_bias_of(n) for n in linears),
             activation=activation,
             gated=len(linears) == 3,
             hidden=int(residual.meta["val"].shape[-1]),
@@ -132,6 +133,11 @@ class _Matcher:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
         mend = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
         return CompileError(what, where=where(node), mend=mend)
+
+
+def _bias_of(linear: fx.Node) -> str | None:
+    bias = linear.args[2] if len(linear.args) > 2 else None
+    return str(bias.target) if isinstance(bias, fx.Node) else None
 
 
 def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
