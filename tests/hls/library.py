@@ -44,13 +44,11 @@ def design(
 DESIGNS = {
     "example": design(128, 352, 2, 2),
     "one_port_many_tiles": design(300, 201, 3, 2, ports=3),
-    "two_ports_four_cores": design(37, 53, 4, 4, ports=4),
+    "two_ports_four_cores": design(37, 53, 4, 4, ports=4, quant="w4a8"),
     "eight_ports_one_row": design(21, 70, 1, 1, ports=10),
-    "tails": design(72, 200, 2, 1),
+    "tails": design(72, 200, 2, 1, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True),
     "eight_rows_eight_cores": design(20, 24, 8, 8, ports=3),
-    "int4": design(300, 201, 3, 2, ports=4, quant="w4a8", up_bias=True),
-    "int4_plain": design(260, 150, 5, 1, quant="w4a8", activation="gelu", gated=False, up_bias=True, down_bias=True),
-    "plain_biased": design(40, 90, 3, 1, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True),
+    "int4": design(300, 201, 5, 1, ports=4, quant="w4a8", activation="gelu", up_bias=True, down_bias=True),
 }
 """Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to eight rows, both
 quantisations, gated and plain."""
