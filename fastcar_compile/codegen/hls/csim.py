@@ -81,10 +81,10 @@ class CsimLibrary:
 
     def __init__(self, path: Path, prefix: str = "fastcar_csim") -> None:
         self._library, self._prefix = ctypes.CDLL(str(path)), prefix
-        sizes = (ctypes.c_uint64 * 8)()
+        sizes = (ctypes.c_uint64 * 9)()
         self._entry("sizes")(sizes)
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes[:5])
-        self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:])
+        self._weight_bits, self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:])
 
     def _entry(self, name: str) -> Any:
         return getattr(self._library, f"{self._prefix}_{name}")
@@ -135,7 +135,7 @@ class CsimLibrary:
         for row in range(self.batch):
             self._entry("accumulators")(_at(x[row]), _at(stream), _at(first[row]), _at(down[row]))
         sums = (*(first[:, :, part] for part in range(parts)), down)
-        return sums if self._first_sums > 1 or self._down_sums > 1 else tuple(s[..., 0] for s in sums)
+        return sums if self._weight_bits == 4 else tuple(s[..., 0] for s in sums)
 
     def drs(
         self, table: bytes, layer: int, index_register: int, capacity: int = RECORD_CAPACITY
