@@ -84,6 +84,7 @@ def _spec(shape: DecoderShape, quant: Quant, batch: int, cores: int) -> MlpSpec:
         cores=cores,
         activation=shape.activation,
         gated=shape.gated,
+        quant=quant,
     )
 
 

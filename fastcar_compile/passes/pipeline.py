@@ -9,11 +9,12 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_mlp import OffloadMlp
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, QuantizeW4A8, InsertReplay, OffloadMlp)
 }
+QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -28,8 +29,8 @@ def analysis_pipeline() -> list[Pass]:
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
-    if config.quant == "w8a8":
-        passes.append(QuantizeW8A8())
+    if config.quant in QUANTIZE:
+        passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
         thresholds = config.replay.thresholds(num_layers)
         passes.append(InsertReplay(thresholds, config.replay.max_chain, config.replay.couple_cfg))
