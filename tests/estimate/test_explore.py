@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fastcar_compile.codegen.hls.design import MlpDesign, excess
+from fastcar_compile.codegen.hls.emit import emit_hls
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.estimate import explore as module
 from fastcar_compile.estimate.explore import budget_of, explore, resources_of
@@ -63,3 +66,18 @@ def test_a_cpu_has_no_fabric() -> None:
 def test_a_design_comes_back_from_the_manifest() -> None:
     design = explore(load_shape("tinyllama-1.1b"), "w8a8", 2, load_target("zcu102")).design
     assert MlpDesign.from_json(design.to_json()) == design
+
+
+def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:
+    """KV260 has 144 BRAM36: without its URAM a w4a8 tile would hold one channel, and its groups would wait for adders."""
+    shape = load_shape("llama2-7b")
+    found = explore(shape, "w4a8", 1, load_target("kv260"))
+    assert found.design.tiles_in_uram
+    assert found.design.usage.uram > 0
+    without = explore(shape, "w4a8", 1, small_board(bram36=144, uram=0))
+    assert not without.design.tiles_in_uram
+    assert without.seconds_per_layer > found.seconds_per_layer
+    for design, defined in ((found.design, True), (without.design, False)):
+        emit_hls(design, tmp_path)
+        text = (tmp_path / "fastcar_config.hpp").read_text()
+        assert text.split("#include")[0].count("#define FASTCAR_TILES_IN_URAM") == defined
