@@ -69,7 +69,7 @@ def test_a_design_comes_back_from_the_manifest() -> None:
 
 
 def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:
-    """KV260 has 144 BRAM36: without its URAM a w4a8 tile would hold one channel, and its groups would wait for adders."""
+    """Without its URAM, a w4a8 tile on a KV260 would hold one channel, and its groups would wait for the adders."""
     shape = load_shape("llama2-7b")
     found = explore(shape, "w4a8", 1, load_target("kv260"))
     assert found.design.tiles_in_uram
