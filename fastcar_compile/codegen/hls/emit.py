@@ -5,14 +5,13 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
-from fastcar_compile.codegen.drs.simulator import simulate
-from fastcar_compile.codegen.drs.table import HEADER_WORDS, build_table, layer_words, words_of
+from fastcar_compile.codegen.drs.table import DrsTable, Limits
 from fastcar_compile.codegen.hls.design import MlpDesign
-from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY, KernelInterface, drs_interface, mlp_interface
+from fastcar_compile.codegen.hls.emit_drs import emit_drs, limits_of, table_of_sizes
+from fastcar_compile.codegen.hls.interface import KernelInterface, mlp_interface
+from fastcar_compile.codegen.hls.render import TEMPLATES
+from fastcar_compile.codegen.hls.render import render as _render
 
-TEMPLATES = "hls_templates"
 ZYNQ_PORTS = ("HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1")
 """Memory tags of AMD's Zynq UltraScale+ base platforms: four HP and two HPC ports."""
 
@@ -24,25 +23,29 @@ MEMORY_TAGS = {
 """Part prefix -> memory tags for the linker. For another part v++ picks the memory itself."""
 
 
-BENCH_PATTERNS = 64
-"""Values of the Index Register that the DRS test bench tries at most."""
+def emit_hls(
+    design: MlpDesign, out_dir: Path, table: DrsTable | None = None, limits: Limits | None = None
+) -> list[Path]:
+    """Write the project into `out_dir` (made if needed); returns the files, sorted. Same arguments, same bytes.
 
-
-def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
-    """Write the project into `out_dir` (made if needed); returns the files, sorted. Same design, same bytes."""
+    Args:
+        table: the DRS control table that the controller has to hold; None: one of the design's sizes.
+        limits: what the controller can hold; None: what the table needs.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     mlp = mlp_interface(design)
-    drs = drs_interface(HEADER_WORDS + design.spec.layers * (1 + layer_words(design.spec.batch)))
+    table = table or table_of_sizes(design)
+    controller = emit_drs(table, limits or limits_of(table))
+    drs = controller.kernel
     kernels = [mlp, drs]
     clock = f"{design.budget.clock_mhz:g}"
     texts = {
         "fastcar_config.hpp": _render("fastcar_config.hpp", design=design),
         "fastcar_mlp.hpp": _render("fastcar_mlp.hpp", kernel=mlp),
         "fastcar_mlp.cpp": _render("fastcar_mlp.cpp", design=design, kernel=mlp),
-        "fastcar_drs.cpp": _render("fastcar_drs.cpp", design=design, kernel=drs),
-        "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
+        "csim_entry.cpp": _render("csim_entry.cpp", design=design),
         "testbench.cpp": _render("testbench.cpp", design=design),
-        "drs_testbench.cpp": _drs_testbench(design, drs),
+        **controller.texts,
         "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
         "Makefile": _render(
             "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=["testbench", "drs_testbench"]
@@ -63,26 +66,6 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
 
 
-def _drs_testbench(design: MlpDesign, drs: KernelInterface) -> str:
-    """The table has the sizes of the design, so that co-simulation maps all of it; its thresholds play no part."""
-    spec = design.spec
-    table = build_table(spec.layers, spec.batch, spec.cores, 1, [float("inf")] * spec.layers).to_bytes()
-    layer, expected = spec.layers - 1, []
-    for register in range(min(1 << spec.batch, BENCH_PATTERNS)):
-        trace = simulate(table, layer, register, capacity=RECORD_CAPACITY)
-        words = [int(trace.status), len(trace.records), *(r.word for r in trace.records)]
-        expected.append([f"0x{word:08x}u" for word in words])
-    return _render(
-        "drs_testbench.cpp",
-        kernel=drs,
-        patterns=BENCH_PATTERNS,
-        capacity=RECORD_CAPACITY,
-        table=[f"0x{word:08x}u" for word in words_of(table)],
-        layer=layer,
-        expected=expected,
-    )
-
-
 def _connections(design: MlpDesign, kernels: list[KernelInterface]) -> list[str]:
     """One `sp=` line per memory argument: weights on the first ports, rows on the last two, DRS with the rows."""
     tags = next((tags for prefix, tags in MEMORY_TAGS.items() if design.budget.part.startswith(prefix)), ())
@@ -98,11 +81,6 @@ def _connections(design: MlpDesign, kernels: list[KernelInterface]) -> list[str]
         for port in kernel.ports
         if port.mode == "m_axi"
     ]
-
-
-def _render(name: str, **values: object) -> str:
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    return environment.from_string((files(TEMPLATES) / f"{name}.j2").read_text()).render(**values)
 
 
 def _write(path: Path, text: str) -> Path:
