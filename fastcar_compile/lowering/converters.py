@@ -26,8 +26,8 @@ OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
 """Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]) that the runtime registers."""
 
 GATE_FUNCTION = "fastcar.offloaded_gate"
-"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer, replay
-[B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
+replay [B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
