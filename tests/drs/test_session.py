@@ -21,7 +21,7 @@ from fastcar_compile.ops.attention import score_factor
 from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.runtime.backends.csim_gate import CsimGate
+from fastcar_compile.runtime.backends.controller import GateController
 from fastcar_compile.runtime.backends.eager import EagerBackend
 
 FORWARDS = 3 * FRAME
@@ -69,7 +69,7 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
     """Bit for bit; in the second half with other thresholds."""
     host = run_pipeline(copy.deepcopy(program(case)), [OffloadGate()])
     reference, backend = eager(program(case)), eager(host)
-    unit = CsimGate(controller.library, table_of(case).to_bytes())
+    unit = GateController(controller.library, table_of(case).to_bytes())
     replayed = 0
     for t, token in enumerate(tokens(case, FORWARDS)):
         thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
@@ -88,7 +88,7 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
 
 
 def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) -> None:
-    unit = CsimGate(controller.library, table_for(1, prefetch=[8] * 3).to_bytes())
+    unit = GateController(controller.library, table_for(1, prefetch=[8] * 3).to_bytes())
     one, none = torch.ones(1, 1, 1), torch.zeros(1, dtype=torch.int32)
     zeros = np.zeros(3, np.float32)
     arguments = []
@@ -109,12 +109,12 @@ def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) 
 
 
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
-    unit = CsimGate(controller.library, table_for(2).to_bytes())
+    unit = GateController(controller.library, table_for(2).to_bytes())
     unit.start(64, np.zeros(3, np.float32))
     with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
         unit(1, torch.ones(2, 8, 1), torch.ones(2, 1, 1), torch.zeros(2, dtype=torch.int32), 64)
     with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
-        CsimGate(controller.library, table_for(2).to_bytes()[:-1] + b"\x07")
+        GateController(controller.library, table_for(2).to_bytes()[:-1] + b"\x07")
 
 
 def test_layers_of_different_attention_are_refused() -> None:

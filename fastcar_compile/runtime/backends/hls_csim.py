@@ -21,7 +21,7 @@ from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
 from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuBackend
-from fastcar_compile.runtime.backends.csim_gate import CsimGate
+from fastcar_compile.runtime.backends.controller import GateController
 
 
 def cache_folder() -> Path:
@@ -63,7 +63,7 @@ class HlsCsimBackend(CpuBackend):
 
     def __init__(self, root: Path, weights: Mapping[str, Array], table: bytes, **options: Any) -> None:
         self._library = CsimLibrary.build(root / "hls", cache_folder())
-        self._weights, self._gate = dict(weights), CsimGate(self._library.drs, table)
+        self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         super().__init__(root, decode="offload", **options)
 
     def reset(self) -> None:

@@ -16,7 +16,7 @@ from fastcar_compile.ops.offload_gate import GateDecision
 from fastcar_compile.runtime.backends.base import Array
 
 
-class CsimGate:
+class GateController:
     """Decides and dispatches layer by layer, as the kernel `fastcar_drs` on the board does.
 
     Args:
