@@ -76,11 +76,10 @@ class KernelInterface:
 
 
 def mlp_interface(design: MlpDesign) -> KernelInterface:
-    """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
+    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory."""
     rows = design.spec.batch * design.row_words
-    stream = design.ports * design.port_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.port_words) for p in range(design.ports)
     ]
     return KernelInterface(
         "fastcar_mlp",
