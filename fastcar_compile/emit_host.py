@@ -52,9 +52,7 @@ def cross_compiler(triple: str, machine: str) -> str:
     return "g++" if triple == machine else f"{triple}-g++"
 
 
-def _emit_board(
-    writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str
-) -> dict[str, Any]:
+def _emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str) -> dict[str, Any]:
     """The programs for the CPU of the board: shared libraries, or object files where the linker is missing."""
     from fastcar_compile.lowering.target import host_target
 
@@ -72,6 +70,10 @@ def _emit_board(
     programs = {}
     for name, module in lowered.items():
         file = f"{folder}/{name}.{'so' if linked else 'tar'}"
-        module.retarget(target).export(writer.file(file), compiler if linked else None)
+        compiled = module.retarget(target)
+        if linked:
+            compiled.export(writer.file(file), compiler)
+        else:
+            compiled.export_objects(writer.file(file))
         programs[name] = {"library": file, **module.arguments()}
     return {"triple": triple, "cpu": cpu, "compiler": compiler, "linked": linked, "programs": programs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,13 +54,13 @@ class LoweredModule:
         return {"inputs": list(self.inputs), "params": list(self.params), "outputs": list(self.outputs)}
 
     def export(self, path: Path, compiler: str | None = None) -> None:
-        """Write the shared library, or where `path` ends in .tar its object files.
-
-        Args:
-            compiler: C++ compiler that links it; None: this machine's. No compiler is used for a .tar.
-        """
+        """Write the shared library, linked by the C++ compiler of this machine or by `compiler`."""
         link = None if compiler is None else cc.cross_compiler(compiler)
         self.executable.export_library(str(path), fcompile=link)
+
+    def export_objects(self, path: Path) -> None:
+        """Write the object files that the shared library is linked from, as a .tar; same module, same bytes."""
+        self.executable.export_library(str(path), fcompile=_pack_objects)
 
     def retarget(self, target: tvm.target.Target) -> LoweredModule:
         """The same module compiled for another CPU."""
@@ -108,6 +110,16 @@ def _check_operators(module: fx.GraphModule) -> None:
     if unknown:
         problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]
         raise CompileError.collect(problems)
+
+
+def _pack_objects(path: str, objects: Sequence[str], **_options: Any) -> None:
+    """TVM's own .tar has times and owners in it."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name in sorted(objects):
+            data = Path(name).read_bytes()
+            member = tarfile.TarInfo(Path(name).name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
 
 
 def _compile(ir_module: Any, target: tvm.target.Target) -> Any:

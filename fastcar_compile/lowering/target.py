@@ -9,7 +9,8 @@ def host_target(cpu: str | None = None, triple: str | None = None) -> tvm.target
     """LLVM target with the host CPU's instruction set, or the named one's.
 
     Args:
-        cpu: LLVM CPU name; None: this machine's. triple: LLVM triple, for example aarch64-linux-gnu; None: this machine's.
+        cpu: LLVM CPU name; None: this machine's.
+        triple: LLVM triple, for example aarch64-linux-gnu; None: this machine's.
     """
     name = cpu or tvm.get_global_func("target.llvm_get_system_cpu")()
     machine = {} if triple is None else {"mtriple": triple}

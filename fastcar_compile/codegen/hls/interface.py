@@ -79,7 +79,8 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
     """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory."""
     rows = design.spec.batch * design.row_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.port_words) for p in range(design.ports)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.port_words)
+        for p in range(design.ports)
     ]
     return KernelInterface(
         "fastcar_mlp",
