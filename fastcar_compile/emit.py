@@ -45,7 +45,7 @@ def emit_artifact(
         say("lowering with TVM")
         host = emit_host(writer, program, board, accelerator=accelerator is not None)
         if host["board"] is not None:
-            for name, text in host_sources(program, host["board"]).items():
+            for name, text in host_sources(program, host["board"], accelerator).items():
                 writer.write_text(f"{SOURCES}/{name}", text)
         sections = program_sections(program) | {
             "config": config.to_json(),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from board.conftest import CHUNK, LENGTH, Machine
 
 import fastcar_compile as fc
+from board.conftest import CHUNK, LENGTH, Machine
 
 EM_AARCH64 = 183
 

@@ -18,6 +18,8 @@ SOURCES = "host/src"
 
 WEIGHTS = "weights/model.safetensors"
 
+ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_xrt.hpp")
+
 _ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 _DTYPES = {
     torch.bool: "BOOL",
@@ -34,18 +36,27 @@ _DTYPES = {
 """As safetensors names them, and fastcar_safetensors.hpp."""
 
 
-def host_sources(program: DecoderProgram, board: Mapping[str, Any]) -> dict[str, str]:
+def host_sources(
+    program: DecoderProgram, board: Mapping[str, Any], accelerator: Mapping[str, Any] | None
+) -> dict[str, str]:
     """Texts of the host program by file name.
 
     Args:
-        board: the manifest's `host.board`.
+        board: the manifest's `host.board`. accelerator: the manifest's section; None: no program for it is written.
 
     Returns:
         Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
     """
     templates = files("hls_templates") / "host"
-    texts = {p.name: p.read_text() for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))}
-    texts["Makefile"] = render("Makefile", accelerator="offload" in board["programs"])
+    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))]
+    texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
+    texts["Makefile"] = render("Makefile", accelerator=accelerator is not None)
+    if accelerator is not None:
+        from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
+
+        texts["fastcar_kernels.hpp"] = render(
+            "fastcar_kernels.hpp", config=program.config, function=OFFLOAD_FUNCTION, **accelerator
+        )
     texts["fastcar_program.hpp"] = render(
         "fastcar_program.hpp",
         config=program.config,

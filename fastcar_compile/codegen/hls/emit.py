@@ -31,9 +31,7 @@ BENCH_PATTERNS = 64
 def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
     """Write the project into `out_dir` (made if needed); returns the files, sorted. Same design, same bytes."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    mlp = mlp_interface(design)
-    drs = drs_interface(HEADER_WORDS + design.spec.layers * (1 + layer_words(design.spec.batch)))
-    kernels = [mlp, drs]
+    mlp, drs = kernels = kernel_interfaces(design)
     clock = f"{design.budget.clock_mhz:g}"
     texts = {
         "fastcar_config.hpp": _render("fastcar_config.hpp", design=design),
@@ -43,7 +41,6 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
         "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
         "testbench.cpp": _render("testbench.cpp", design=design),
         "drs_testbench.cpp": _drs_testbench(design, drs),
-        "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
         "Makefile": _render(
             "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=["testbench", "drs_testbench"]
         ),
@@ -61,6 +58,12 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
         texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
     texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
+
+
+def kernel_interfaces(design: MlpDesign) -> list[KernelInterface]:
+    """Every kernel of the design: MLP, then DRS controller."""
+    table_words = HEADER_WORDS + design.spec.layers * (1 + layer_words(design.spec.batch))
+    return [mlp_interface(design), drs_interface(table_words)]
 
 
 def _drs_testbench(design: MlpDesign, drs: KernelInterface) -> str:

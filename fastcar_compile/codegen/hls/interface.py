@@ -1,4 +1,4 @@
-"""The typed interface of a kernel: signature, pragmas, connections and host call all come from it."""
+"""The typed interface of a kernel: signature, pragmas, connections and what the host fills all come from it."""
 
 from __future__ import annotations
 
@@ -64,11 +64,6 @@ class KernelInterface:
         """One or two interface pragmas per argument, and the block control."""
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
-
-    def host_parameters(self) -> str:
-        """Parameters of the host function that sets the arguments."""
-        types = (f"const Buffer& {p.name}" if p.mode == "m_axi" else f"{p.ctype} {p.name}" for p in self.ports)
-        return ", ".join(["Run& run", *types])
 
     def bundles(self) -> list[str]:
         """AXI ports of the kernel, in order of first use."""
