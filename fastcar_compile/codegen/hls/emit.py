@@ -7,23 +7,13 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from fastcar_compile.codegen.board.vitis import Bench, vitis_files
 from fastcar_compile.codegen.drs.simulator import simulate
 from fastcar_compile.codegen.drs.table import HEADER_WORDS, build_table, layer_words, words_of
 from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY, KernelInterface, drs_interface, mlp_interface
 
 TEMPLATES = "hls_templates"
-ZYNQ_PORTS = ("HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1")
-"""Memory tags of AMD's Zynq UltraScale+ base platforms: four HP and two HPC ports."""
-
-MEMORY_TAGS = {
-    "xczu": ZYNQ_PORTS,
-    "xck26": ZYNQ_PORTS,
-    "xcu280": tuple(f"HBM[{i}]" for i in range(32)),
-}
-"""Part prefix -> memory tags for the linker. For another part v++ picks the memory itself."""
-
-
 BENCH_PATTERNS = 64
 """Values of the Index Register that the DRS test bench tries at most."""
 
@@ -31,8 +21,7 @@ BENCH_PATTERNS = 64
 def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
     """Write the project into `out_dir` (made if needed); returns the files, sorted. Same design, same bytes."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    mlp, drs = kernels = kernel_interfaces(design)
-    clock = f"{design.budget.clock_mhz:g}"
+    mlp, drs = kernel_interfaces(design)
     texts = {
         "fastcar_config.hpp": _render("fastcar_config.hpp", design=design),
         "fastcar_mlp.hpp": _render("fastcar_mlp.hpp", kernel=mlp),
@@ -41,21 +30,9 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
         "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
         "testbench.cpp": _render("testbench.cpp", design=design),
         "drs_testbench.cpp": _drs_testbench(design, drs),
-        "Makefile": _render(
-            "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=["testbench", "drs_testbench"]
-        ),
-        "link.cfg": _render(
-            "link.cfg",
-            kernels=kernels,
-            connections=_connections(design, kernels),
-            hertz=round(design.budget.clock_mhz * 1e6),
-        ),
     }
-    for name, kernel, bench in (
-        ("hls_config.cfg", mlp, "testbench.cpp"),
-        ("drs_hls_config.cfg", drs, "drs_testbench.cpp"),
-    ):
-        texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
+    benches = [Bench(mlp, "testbench.cpp"), Bench(drs, "drs_testbench.cpp")]
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches)
     texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
 
@@ -84,23 +61,6 @@ def _drs_testbench(design: MlpDesign, drs: KernelInterface) -> str:
         layer=layer,
         expected=expected,
     )
-
-
-def _connections(design: MlpDesign, kernels: list[KernelInterface]) -> list[str]:
-    """One `sp=` line per memory argument: weights on the first ports, rows on the last two, DRS with the rows."""
-    tags = next((tags for prefix, tags in MEMORY_TAGS.items() if design.budget.part.startswith(prefix)), ())
-    if not tags:
-        return []
-    tag_of: dict[str, str] = {}
-    for kernel in kernels:
-        for bundle in kernel.bundles():
-            tag_of[bundle] = tags[min(len(tag_of), len(tags) - 1)]
-    return [
-        f"sp={kernel.name}_1.{port.name}:{tag_of[port.bundle]}"
-        for kernel in kernels
-        for port in kernel.ports
-        if port.mode == "m_axi"
-    ]
 
 
 def _render(name: str, **values: object) -> str:
