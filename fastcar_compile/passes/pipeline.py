@@ -8,11 +8,12 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadGate, OffloadMlp)
 }
 
 
@@ -39,5 +40,6 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
 def offload_pipeline() -> list[Pass]:
     """The rewritten graph -> the host graph of an accelerator."""
     return [
+        OffloadGate(),
         OffloadMlp(),
     ]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-
-from jinja2 import Environment, StrictUndefined
 
 from fastcar_compile.codegen.hls.interface import KernelInterface
+from fastcar_compile.codegen.hls.render import render
 
 ZYNQ_PORTS = ("HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1")
 """Memory tags of AMD's Zynq UltraScale+ base platforms: four HP and two HPC ports."""
@@ -47,18 +45,18 @@ def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench]) -> dict[s
     """
     kernels = [b.kernel for b in benches]
     texts = {
-        "Makefile": _render(
+        "Makefile": render(
             "Makefile",
             kernels=[k.name for k in kernels],
             benches=[b.source.removesuffix(".cpp") for b in benches],
             card=part.startswith(CARDS),
         ),
-        "link.cfg": _render(
+        "link.cfg": render(
             "link.cfg", kernels=kernels, connections=connections(part, kernels), hertz=round(clock_mhz * 1e6)
         ),
     }
     for bench in benches:
-        texts[config_name(bench.kernel)] = _render(
+        texts[config_name(bench.kernel)] = render(
             "hls_config.cfg", part=part, clock=f"{clock_mhz:g}", kernel=bench.kernel.name, testbench=bench.source
         )
     return texts
@@ -86,8 +84,3 @@ def connections(part: str, kernels: Sequence[KernelInterface]) -> list[str]:
             tag_of[bundle] = shared[others % len(shared)]
             others += 1
     return [f"sp={k.name}_1.{p.name}:{tag_of[k.name, p.bundle]}" for k in kernels for p in k.ports if p.mode == "m_axi"]
-
-
-def _render(name: str, **values: object) -> str:
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    return environment.from_string((files("hls_templates") / f"{name}.j2").read_text()).render(**values)
