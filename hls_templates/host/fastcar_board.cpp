@@ -20,6 +20,7 @@ int main(int count, char** words) {
         Accelerator accelerator(arguments.artifact, arguments.options["--xclbin"], static_cast<unsigned>(device));
         register_accelerator(accelerator);
         Decoder decoder(arguments.artifact, spec, true);
+        accelerator.reset();
         print_tokens(decoder.generate(prompt_rows(arguments, spec.batch), arguments.num_tokens));
         std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
         return 0;
