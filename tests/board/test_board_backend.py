@@ -145,7 +145,7 @@ def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.Mon
     """The real absence: nothing stands in for pyxrt."""
     monkeypatch.delitem(sys.modules, "pyxrt", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "xilinx" not in p])
-    text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  mend:  run on the board, with XRT"
+    text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  mend:  run on the board"
     with pytest.raises(BackendError, match=re.escape(text)):
         artifact.session("board")
 

@@ -82,10 +82,10 @@ class BoardLibrary:
         section, rest = divmod(stream.size, len(self._ports))
         most = self._unit.argument(self._ports[0]).bytes
         if rest or section > most or section % WORD_BYTES:
-            raise UserError(
-                f"`{name}` has {stream.size} bytes; the kernel takes at most {most} on each of {len(self._ports)} ports",
-                mend="use the files of one artifact together",
+            what = (
+                f"`{name}` has {stream.size} bytes; the kernel takes at most {most} on each of its {len(self._ports)}"
             )
+            raise UserError(f"{what} weight ports", mend="use the files of one artifact together")
         parts = stream.reshape(len(self._ports), section)
         return [self._unit.make_buffer(port, part) for port, part in zip(self._ports, parts, strict=True)]
 

@@ -141,7 +141,7 @@ class ComputeUnit:
         """The first bytes of the argument's own buffer, after a run."""
         buffer = self._own(name, size)
         buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, size, 0)
-        return np.frombuffer(bytes(buffer.read(size, 0)), np.uint8)
+        return np.frombuffer(bytes(buffer.read(size, 0)), np.uint8).copy()
 
     def fill(self, name: str) -> None:
         """Give the argument its own buffer, whatever is in it: the kernel will not read it."""
