@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from fastcar_compile.codegen.board.kernels import Kernel
 from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.config import CompileConfig
@@ -54,7 +55,8 @@ def emit_accelerator(
     writer.write_tensors(WEIGHTS, streams)
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
-    return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE}
+    kernels = [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)]
+    return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE, "kernels": kernels}
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:

@@ -39,11 +39,15 @@ def table_of_sizes(design: MlpDesign) -> DrsTable:
     return build_table(spec.layers, spec.batch, spec.cores, 1, zeros, attention=shape, scales=[1.0] * spec.layers)
 
 
+def drs_kernel(table: DrsTable) -> KernelInterface:
+    """The interface of a controller for tables of this size."""
+    shape = table.attention
+    return drs_interface(len(table.to_bytes()) // 4, table.rows * shape.query_words, table.rows * shape.key_words)
+
+
 def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:
     """Top, configuration, simulation entry and test bench of a controller with these limits."""
-    shape = table.attention
-    data = table.to_bytes()
-    kernel = drs_interface(len(data) // 4, table.rows * shape.query_words, table.rows * shape.key_words)
+    kernel = drs_kernel(table)
     scalars = [p for p in kernel.ports if p.mode == "s_axilite"]
     texts = {
         "fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits),

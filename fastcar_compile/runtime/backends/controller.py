@@ -1,6 +1,8 @@
-"""The TAS unit and DRS controller of an artifact in C simulation, as the gate unit of a session."""
+"""The TAS unit and DRS controller of an artifact, in C simulation or on a board, as the gate unit of a session."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,14 +12,21 @@ from fastcar_compile.codegen.drs.gate import pack_heads
 from fastcar_compile.codegen.drs.reader import read_table
 from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.drs.table import Status
-from fastcar_compile.codegen.hls.csim_drs import DrsLibrary
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.offload_gate import GateDecision
 from fastcar_compile.runtime.backends.base import Array
 
 
+class Controller(Protocol):
+    """What runs the kernel `fastcar_drs`: csim_drs.DrsLibrary, or board.BoardController."""
+
+    def run(self, table: bytes, call: LayerCall, rows: int) -> LayerTrace:
+        """One call with a table's bytes; `rows` of the batch."""
+        ...
+
+
 class GateController:
-    """Decides and dispatches layer by layer, as the kernel `fastcar_drs` on the board does.
+    """Decides and dispatches layer by layer through the controller.
 
     Args:
         library: the controller. table: drs/table.bin.
@@ -26,7 +35,7 @@ class GateController:
         UserError: the table is not valid.
     """
 
-    def __init__(self, library: DrsLibrary, table: bytes) -> None:
+    def __init__(self, library: Controller, table: bytes) -> None:
         self._library, self._table, self._binary = library, read_table(table), table
         self.reset()
 
@@ -60,7 +69,8 @@ class GateController:
     def dispatched(self, layer: int) -> LayerTrace:
         """What the controller dispatched for a layer in this forward; a layer without a gate is scheduled now."""
         if layer not in self._traces:
-            self._run(layer, np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float32), np.zeros(0, np.int32))
+            empty = np.zeros((0, 4), np.float32)
+            self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
         return self._traces[layer]
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:

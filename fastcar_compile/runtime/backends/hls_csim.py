@@ -20,8 +20,9 @@ from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
 from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
-from fastcar_compile.runtime.backends.cpu import CpuBackend
+from fastcar_compile.runtime.backends.board import BoardLibrary
 from fastcar_compile.runtime.backends.controller import GateController
+from fastcar_compile.runtime.backends.cpu import CpuBackend
 
 
 def cache_folder() -> Path:
@@ -54,6 +55,7 @@ class HlsCsimBackend(CpuBackend):
 
     Args:
         root: the artifact's folder. weights: `layer_<i>` -> uint8 [stream bytes]. table: drs/table.bin.
+        library: what runs the kernels, with weights as it takes them; None: the C simulation.
         options: as for CpuBackend.
 
     Raises:
@@ -61,8 +63,15 @@ class HlsCsimBackend(CpuBackend):
         UserError: the table is not valid.
     """
 
-    def __init__(self, root: Path, weights: Mapping[str, Array], table: bytes, **options: Any) -> None:
-        self._library = CsimLibrary.build(root / "hls", cache_folder())
+    def __init__(
+        self,
+        root: Path,
+        weights: Mapping[str, Any],
+        table: bytes,
+        library: CsimLibrary | BoardLibrary | None = None,
+        **options: Any,
+    ) -> None:
+        self._library: Any = library or CsimLibrary.build(root / "hls", cache_folder())
         self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         super().__init__(root, decode="offload", **options)
 
