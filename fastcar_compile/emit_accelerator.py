@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.errors import CompileError
+from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.ir import DecoderProgram, LayerSite
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import Target
@@ -56,33 +55,13 @@ def emit_accelerator(
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     kernels = [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)]
-    return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE, "kernels": kernels}
-
-
-def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
-
-    Raises:
-        CompileError: the layers have different attention shapes.
-        UserError: a size is out of the table's range.
-    """
-    sites, replay = program.sites, config.replay
-    shapes: dict[AttentionShape, int] = {}
-    for site in sites:
-        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
-    if len(shapes) > 1:
-        raise CompileError(
-            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
-            mend="compile for a CPU target; the TAS unit has one shape for all layers",
-        )
-    return build_table(
-        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
-        [float("inf") if s.threshold is None else s.threshold for s in sites],
-        attention=next(iter(shapes)),
-        scales=[s.scale if s.replay else None for s in sites],
-        max_chain=replay.max_chain if replay else None,
-        couple_cfg=replay.couple_cfg if replay else False,
-    )
+    return {
+        "design": design.to_json(),
+        "weights": WEIGHTS,
+        "table": TABLE,
+        "controller": controller_json(table),
+        "kernels": kernels,
+    }
 
 
 def _budget(board: Target) -> BoardBudget:
