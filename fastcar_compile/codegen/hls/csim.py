@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-SOURCES = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
 
@@ -75,6 +74,8 @@ def compiler() -> str:
 class CsimLibrary:
     """One emitted HLS project as a loaded library. Calls release the GIL."""
 
+    SOURCES: ClassVar[tuple[str, ...]] = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
+
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_uint64 * 5)()
@@ -82,17 +83,17 @@ class CsimLibrary:
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
 
     @classmethod
-    def build(cls, hls_dir: Path, build_dir: Path) -> CsimLibrary:
+    def build(cls, hls_dir: Path, build_dir: Path) -> Self:
         """Compile `hls_dir` (as written by emit_hls) into `build_dir`, or take the library already built from it.
 
         Raises:
             BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         """
         cxx, headers = compiler(), ap_types_folder()
-        path = build_dir / f"fastcar_csim_{_digest(hls_dir, cxx, headers)}.so"
+        path = build_dir / f"fastcar_csim_{_digest(hls_dir, cxx, headers, cls.SOURCES)}.so"
         if not path.is_file():
             build_dir.mkdir(parents=True, exist_ok=True)
-            _compile(cxx, headers, hls_dir, path)
+            _compile(cxx, headers, hls_dir, path, cls.SOURCES)
         return cls(path)
 
     def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
@@ -170,24 +171,24 @@ def _at(array: Array) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _digest(hls_dir: Path, cxx: str, headers: Path) -> str:
-    missing = [name for name in SOURCES if not (hls_dir / name).is_file()]
+def _digest(hls_dir: Path, cxx: str, headers: Path, names: tuple[str, ...]) -> str:
+    missing = [name for name in names if not (hls_dir / name).is_file()]
     if missing:
         raise BackendError(
             f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), mend="compile the model again"
         )
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([version, str(headers), *FLAGS]).encode())
-    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in SOURCES)]):
+    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in names)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path) -> None:
+def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path, names: tuple[str, ...]) -> None:
     """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        sources = [str(hls_dir / name) for name in SOURCES]
+        sources = [str(hls_dir / name) for name in names]
         command = [cxx, *FLAGS, f"-I{hls_dir}", "-isystem", str(headers), *sources, "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

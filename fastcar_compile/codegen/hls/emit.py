@@ -10,6 +10,8 @@ from jinja2 import Environment, StrictUndefined
 from fastcar_compile.codegen.drs.simulator import simulate
 from fastcar_compile.codegen.drs.table import HEADER_WORDS, build_table, layer_words, words_of
 from fastcar_compile.codegen.hls.design import MlpDesign
+from fastcar_compile.codegen.hls.engine_design import EngineDesign
+from fastcar_compile.codegen.hls.engine_interface import engine_interface
 from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY, KernelInterface, drs_interface, mlp_interface
 
 TEMPLATES = "hls_templates"
@@ -28,24 +30,29 @@ BENCH_PATTERNS = 64
 """Values of the Index Register that the DRS test bench tries at most."""
 
 
-def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
-    """Write the project into `out_dir` (made if needed); returns the files, sorted. Same design, same bytes."""
+def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
+    """Write the project into `out_dir` (made if needed); returns the files, sorted. Same design, same bytes.
+
+    An EngineDesign gets the kernel `fastcar_engine` where an MlpDesign gets `fastcar_mlp`.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
-    mlp = mlp_interface(design)
+    engine = design if isinstance(design, EngineDesign) else None
+    design = design.mlp if isinstance(design, EngineDesign) else design
+    compute = mlp_interface(design) if engine is None else engine_interface(engine)
+    benches = ["testbench", "drs_testbench"] if engine is None else ["testbench", "engine_testbench", "drs_testbench"]
     drs = drs_interface(HEADER_WORDS + design.spec.layers * (1 + layer_words(design.spec.batch)))
-    kernels = [mlp, drs]
+    kernels = [compute, drs]
     clock = f"{design.budget.clock_mhz:g}"
     texts = {
         "fastcar_config.hpp": _render("fastcar_config.hpp", design=design),
-        "fastcar_mlp.hpp": _render("fastcar_mlp.hpp", kernel=mlp),
-        "fastcar_mlp.cpp": _render("fastcar_mlp.cpp", design=design, kernel=mlp),
+        **(_mlp_top(design, compute) if engine is None else _engine_top(engine, compute)),
         "fastcar_drs.cpp": _render("fastcar_drs.cpp", design=design, kernel=drs),
         "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
         "testbench.cpp": _render("testbench.cpp", design=design),
         "drs_testbench.cpp": _drs_testbench(design, drs),
         "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
         "Makefile": _render(
-            "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=["testbench", "drs_testbench"]
+            "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=benches
         ),
         "link.cfg": _render(
             "link.cfg",
@@ -55,12 +62,37 @@ def emit_hls(design: MlpDesign, out_dir: Path) -> list[Path]:
         ),
     }
     for name, kernel, bench in (
-        ("hls_config.cfg", mlp, "testbench.cpp"),
+        ("hls_config.cfg", compute, f"{benches[-2]}.cpp"),
         ("drs_hls_config.cfg", drs, "drs_testbench.cpp"),
     ):
         texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
     texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
+
+
+def _mlp_top(design: MlpDesign, kernel: KernelInterface) -> dict[str, str]:
+    return {
+        "fastcar_mlp.hpp": _render("fastcar_mlp.hpp", kernel=kernel),
+        "fastcar_mlp.cpp": _render("fastcar_mlp.cpp", design=design, kernel=kernel),
+    }
+
+
+def _engine_top(engine: EngineDesign, kernel: KernelInterface) -> dict[str, str]:
+    """The engine's top, and the MLP as a call of it under the name of the MLP's kernel."""
+    values = {"engine": engine, "design": engine.mlp, "kernel": kernel, "mlp": mlp_interface(engine.mlp)}
+    return {
+        "fastcar_mlp.hpp": _render("engine_mlp.hpp", **values),
+        **{
+            name: _render(name, **values)
+            for name in (
+                "fastcar_engine_config.hpp",
+                "fastcar_engine.hpp",
+                "fastcar_engine.cpp",
+                "engine_csim_entry.cpp",
+                "engine_testbench.cpp",
+            )
+        },
+    }
 
 
 def _drs_testbench(design: MlpDesign, drs: KernelInterface) -> str:
