@@ -42,7 +42,7 @@ def emit_artifact(
             say("writing the HLS project and the DRS table")
             accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, accelerator=accelerator is not None)
+        host = emit_host(writer, program, accelerator=accelerator is not None, offload=config.offload)
         sections = program_sections(program) | {
             "config": config.to_json(),
             "target": board.model_dump(mode="json"),

@@ -12,8 +12,8 @@ from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.store import ArtifactWriter
 
 
-def emit_host(writer: ArtifactWriter, program: DecoderProgram, *, accelerator: bool) -> dict[str, Any]:
-    """Lower to the build machine's CPU; with an accelerator also the host program that calls it.
+def emit_host(writer: ArtifactWriter, program: DecoderProgram, *, accelerator: bool, offload: str) -> dict[str, Any]:
+    """Lower to the build machine's CPU; with an accelerator also the host program that calls it for `offload`.
 
     Returns:
         Per program (`decode`, `prefill`, `offload`): its library and its argument names, as kept in the manifest.
@@ -26,7 +26,7 @@ def emit_host(writer: ArtifactWriter, program: DecoderProgram, *, accelerator: b
         programs["prefill"] = (program.prefill, program.prefill_outputs)
     if accelerator:
         host = copy.deepcopy(program)
-        run_pipeline(host, offload_pipeline())
+        run_pipeline(host, offload_pipeline(offload))
         programs["offload"] = (host.graph_module, host.outputs)
     section: dict[str, Any] = {}
     for name, (graph, outputs) in programs.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 from tvm import relax
+from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
 from fastcar_compile.lowering.kernels.attention import attention
@@ -24,6 +25,9 @@ from fastcar_compile.ops.quant import sigmoid_table
 Converter = Callable[[fx.Node, Any], relax.Var]
 OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
 """Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]) that the runtime registers."""
+
+OFFLOAD_LINEAR_FUNCTION = "fastcar.offloaded_linear"
+"""Packed function (x [B, K], name, out [B, N]) that the runtime registers."""
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -139,6 +143,13 @@ def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(call)
 
 
+def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    arguments = [e.args[0], StringImm(str(node.args[1]))]
+    call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
+    return e.builder.emit(call)
+
+
 def _all(node: fx.Node, importer: Any) -> relax.Var:
     """`all` of a bool vector: min over int8, since the importer has no converter for it."""
     e = _Emitter(node, importer)
@@ -173,4 +184,5 @@ CONVERTERS: dict[str, Converter] = {
     "slot_read.default": _slot_read,
     "slot_write.default": _slot_write,
     "offloaded_mlp.default": _offloaded_mlp,
+    "offloaded_linear.default": _offloaded_linear,
 }

@@ -8,11 +8,12 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp, OffloadLinears)
 }
 
 
@@ -36,8 +37,9 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     return passes
 
 
-def offload_pipeline() -> list[Pass]:
-    """The rewritten graph -> the host graph of an accelerator."""
-    return [
-        OffloadMlp(),
-    ]
+def offload_pipeline(offload: str) -> list[Pass]:
+    """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
+    passes: list[Pass] = [OffloadMlp()]
+    if offload == "linears":
+        passes.append(OffloadLinears())
+    return passes

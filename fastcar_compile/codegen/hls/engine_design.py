@@ -96,22 +96,34 @@ class EngineDesign:
         """One unbiased product per distinct shape, for the test bench."""
         return list(dict.fromkeys(replace(s, biased=False) for s in self.linears.values()))
 
+    @property
+    def mlp_cycles(self) -> int:
+        """Estimated clocks of an MLP call in which some row computes, under the same terms as `cycles`."""
+        mlp = self.mlp
+        products = self._product_cycles(mlp.gate_up, mlp.gate_up.scale_words)
+        products += self._product_cycles(mlp.down, mlp.down.scale_words)
+        return products + mlp.rows_per_core * mlp.spec.hidden
+
     def cycles(self, name: str) -> int:
         """Estimated clocks of one linear call; pipeline depths and memory latency are left out."""
-        stage, rows = self.linears[name], self.mlp.rows_per_core
-        fetch = stage.header_words + stage.tile * stage.channel_words
+        stage = self.linears[name]
+        return self._product_cycles(stage, stage.header_words) + self.mlp.rows_per_core * stage.inputs
+
+    def _product_cycles(self, stage: StageShape, header: int) -> int:
+        """Two passes that quantise, then fetch, multiply, finish and send, which overlap tile by tile."""
+        rows, multiply = self.mlp.rows_per_core, stage.tile * stage.channel_words
         finish = stage.tile * stage.ports * rows
-        multiply = stage.tile * stage.channel_words
-        return stage.tiles * max(fetch, finish) + multiply + 2 * finish + 3 * rows * stage.inputs
+        return 2 * rows * stage.inputs + stage.tiles * max(header + multiply, finish) + multiply + 2 * finish
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report."""
-        calls = {
-            name: asdict(stage) | {"stream_bytes": stage.stream_bytes, "cycles_estimate": self.cycles(name)}
-            for name, stage in self.linears.items()
+        return self.mlp.to_json() | {
+            "cycles_estimate": self.mlp_cycles,
+            "linears": {name: asdict(stage) for name, stage in self.linears.items()},
+            "linear_stream_bytes": {name: stage.stream_bytes for name, stage in self.linears.items()},
+            "linear_cycles_estimate": {name: self.cycles(name) for name in self.linears},
+            "buffers": {"inputs": self.max_inputs, "tile": self.max_tile, "tile_words": self.max_tile_words},
         }
-        buffers = {"inputs": self.max_inputs, "tile": self.max_tile, "tile_words": self.max_tile_words}
-        return self.mlp.to_json() | {"linears": calls, "buffers": buffers}
 
     def _stages(self) -> list[StageShape]:
         return [self.mlp.gate_up, self.mlp.down, *self.linears.values()]

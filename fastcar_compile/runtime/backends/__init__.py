@@ -74,8 +74,14 @@ def _hls_csim(artifact: Artifact, threads: int | None) -> Backend:
     if accelerator is None:
         mend = "compile for a target with an accelerator and quant='w8a8'"
         raise BackendError("this artifact has no accelerator kernels", mend=mend)
+    from fastcar_compile.codegen.hls.engine_design import LinearStage
     from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+    from fastcar_compile.runtime.backends.hls_csim_engine import HlsCsimEngineBackend
 
     weights = load_tensors(artifact.path / accelerator["weights"], "numpy")
     table = (artifact.path / accelerator["table"]).read_bytes()
-    return HlsCsimBackend(weights=weights, table=table, **_cpu_options(artifact, threads))
+    options = {"weights": weights, "table": table, **_cpu_options(artifact, threads)}
+    if accelerator["offload"] != "linears":
+        return HlsCsimBackend(**options)
+    stages = accelerator["design"]["linears"]
+    return HlsCsimEngineBackend(stages={name: LinearStage(**stage) for name, stage in stages.items()}, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,8 +47,10 @@ class HlsCsimBackend(CpuBackend):
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
     """
 
+    library_type: ClassVar[type[CsimLibrary]] = CsimLibrary
+
     def __init__(self, root: Path, weights: Mapping[str, Array], table: bytes, **options: Any) -> None:
-        self._library = CsimLibrary.build(root / "hls", cache_folder())
+        self._library = self.library_type.build(root / "hls", cache_folder())
         self._weights, self._table = dict(weights), table
         super().__init__(root, decode="offload", **options)
 
