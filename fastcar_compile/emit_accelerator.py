@@ -11,8 +11,8 @@ import torch
 
 from fastcar_compile.codegen.drs.table import build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
 from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec

@@ -86,7 +86,11 @@ def _places(program: DecoderProgram) -> dict[fx.Node, tuple[str, int | None]]:
     for site in program.sites:
         # What feeds the first layer is no part of it; later layers enter where the one before ends.
         borders += [(site.entry, "input", None)] if site.layer == 0 else []
-        borders += [(site.attention, "qkv", site.layer), (site.residual, "o", site.layer), (site.exit, "mlp", site.layer)]
+        borders += [
+            (site.attention, "qkv", site.layer),
+            (site.residual, "o", site.layer),
+            (site.exit, "mlp", site.layer),
+        ]
     places: dict[fx.Node, tuple[str, int | None]] = {}
     for name, role, layer in borders:
         for node in ancestors(node_named(graph, name)):

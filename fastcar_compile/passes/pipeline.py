@@ -37,7 +37,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     return passes
 
 
-def offload_pipeline(offload: str) -> list[Pass]:
+def offload_pipeline(offload: str = "mlp") -> list[Pass]:
     """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
     passes: list[Pass] = [OffloadMlp()]
     if offload == "linears":

@@ -51,9 +51,7 @@ def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
         "testbench.cpp": _render("testbench.cpp", design=design),
         "drs_testbench.cpp": _drs_testbench(design, drs),
         "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
-        "Makefile": _render(
-            "Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=benches
-        ),
+        "Makefile": _render("Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=benches),
         "link.cfg": _render(
             "link.cfg",
             kernels=kernels,

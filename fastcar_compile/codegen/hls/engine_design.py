@@ -115,6 +115,24 @@ class EngineDesign:
         finish = stage.tile * stage.ports * rows
         return 2 * rows * stage.inputs + stage.tiles * max(header + multiply, finish) + multiply + 2 * finish
 
+    def fit(self, linear: LinearSpec) -> LinearStage:
+        """A product for any linear on this very engine: its tiles are as long as the buffers allow.
+
+        Raises:
+            CompileError: the buffers are too small for it.
+        """
+        ports, words = self.mlp.ports, ceil(linear.inputs / WORD_BYTES)
+        step = FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, ports)
+        largest = min(self.max_tile, self.max_tile_words // words) // step * step
+        if linear.inputs > self.max_inputs or not largest:
+            raise CompileError(
+                f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {self.max_inputs}, "
+                f"and tiles of {self.max_tile_words} words per port",
+                mend="choose the design again with this linear",
+            )
+        shape = _cut(linear.inputs, linear.channels, ports, largest, step)
+        return LinearStage(**asdict(shape), biased=linear.biased)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report."""
         return self.mlp.to_json() | {
@@ -186,8 +204,13 @@ def _linear_stage(linear: LinearSpec, ports: int, words: int) -> LinearStage:
 def _stage(inputs: int, channels: int, ports: int, words: int) -> StageShape:
     """Tiles of about `words` words, all of one size; the channels of a tile are whole float32 words (and pairs)."""
     step = FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, ports)
-    per_port = ceil(channels / ports)
     largest = max(step, words // ceil(inputs / WORD_BYTES) // step * step)
+    return _cut(inputs, channels, ports, largest, step)
+
+
+def _cut(inputs: int, channels: int, ports: int, largest: int, step: int) -> StageShape:
+    """The fewest equal tiles of at most `largest` rows per port, which is a multiple of `step`."""
+    per_port = ceil(channels / ports)
     tile = ceil(ceil(per_port / ceil(per_port / largest)) / step) * step
     return StageShape(inputs, channels, ports, tile, ceil(per_port / tile))
 

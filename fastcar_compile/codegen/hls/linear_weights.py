@@ -60,9 +60,7 @@ def _check(parts: Sequence[Part], stage: LinearStage) -> None:
     for i, (weight, scale, bias) in enumerate(parts):
         channels = weight.shape[0]
         if weight.dtype != np.int8 or weight.shape != (channels, stage.inputs):
-            problems.append(
-                f"weights {i} are {weight.dtype} {list(weight.shape)}; expected int8 [N, {stage.inputs}]"
-            )
+            problems.append(f"weights {i} are {weight.dtype} {list(weight.shape)}; expected int8 [N, {stage.inputs}]")
         vectors = [("scales", scale)] if bias is None else [("scales", scale), ("bias", bias)]
         for name, vector in vectors:
             if vector.dtype != np.float32 or vector.shape != (channels,):
