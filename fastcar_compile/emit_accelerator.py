@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fastcar_compile.codegen.board.kernels import Kernel
 from fastcar_compile.codegen.drs.table import build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
@@ -56,12 +57,12 @@ def emit_accelerator(
     if config.offload == "linears":
         engine, streams, offloaded = _engine(program, spec, _budget(board))
         emit_hls(engine, writer.root / "hls")
-        section |= offloaded | {"design": engine.to_json()}
+        section |= offloaded | {"design": engine.to_json(), "kernels": _kernels(engine)}
         design = engine.mlp
     else:
         design, streams = choose_design(spec, _budget(board)), {}
         emit_hls(design, writer.root / "hls")
-        section["design"] = design.to_json()
+        section |= {"design": design.to_json(), "kernels": _kernels(design)}
     streams |= {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
     writer.write_tensors(WEIGHTS, streams)
     thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
@@ -69,6 +70,10 @@ def emit_accelerator(
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return section
+
+
+def _kernels(design: MlpDesign | EngineDesign) -> list[dict[str, Any]]:
+    return [Kernel.of(interface).to_json() for interface in kernel_interfaces(design)]
 
 
 def _engine(

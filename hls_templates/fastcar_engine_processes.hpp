@@ -10,17 +10,17 @@
 
 namespace fastcar {
 
-// Section `section` of the weight stream; nothing is read when no row computes.
+// One port's section of the weight stream; nothing is read when no row computes.
 template <class C>
-void engine_read_weights(const word_t* weights, int section, uint32_t index_register, uint32_t op, int inputs,
-                         int channels, int tile, int tiles, hls::stream<word_t>& out) {
+void engine_read_weights(const word_t* weights, uint32_t index_register, uint32_t op, int inputs, int channels,
+                         int tile, int tiles, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     const int words = call_words(make_call<C>(op, inputs, channels, tile, tiles));
     const int count = count_rows(index_register, C::BATCH) > 0 ? words : 0;
     for (int i = 0; i < count; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, EngineShapes<C>::MOST_BEATS)
-        out.write(weights[section * words + i]);
+        out.write(weights[i]);
     }
 }
 

@@ -16,14 +16,14 @@ struct Beat {
     word_t port[PORTS];
 };
 
-// Section `section` of the weight stream, in one long burst; nothing is read when no row computes.
+// One port's section of the weight stream, in one long burst; nothing is read when no row computes.
 template <class C>
-void read_weights(const word_t* weights, int section, uint32_t index_register, hls::stream<word_t>& out) {
+void read_weights(const word_t* weights, uint32_t index_register, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     if (count_rows(index_register, C::BATCH) > 0) {
         for (int i = 0; i < Shapes<C>::PORT_WORDS; ++i) {
             FASTCAR_PIPELINE(1)
-            out.write(weights[section * Shapes<C>::PORT_WORDS + i]);
+            out.write(weights[i]);
         }
     }
 }

@@ -225,22 +225,6 @@ def test_makefile_asks_for_the_headers(require_tool: Callable[[str], str], tmp_p
     assert "set AP_TYPES to the folder of ap_int.h" in done.stdout
 
 
-def test_host_calls_set_every_argument_in_order(csim_tools: None, tmp_path: Path) -> None:
-    emit_hls(DESIGNS["example"], tmp_path)
-    source = tmp_path / "host.cpp"
-    source.write_text(
-        '#include "fastcar_host.hpp"\n'
-        "struct Run { int next = 0; bool good = true;\n"
-        "  template <class T> void set_arg(int i, const T&) { good = good && i == next++; } };\n"
-        "int main() { Run run; int b = 0;\n"
-        "  fastcar_host::set_fastcar_mlp(run, b, b, b, b, b, b, b, 3u);\n"
-        "  return run.good && run.next == 8 ? 0 : 1; }\n"
-    )
-    built = run("g++", "-std=c++14", *WARNINGS, str(source), "-o", str(tmp_path / "host"))
-    assert built.returncode == 0, built.stderr
-    assert run(str(tmp_path / "host")).returncode == 0
-
-
 def test_the_library_is_reused(csim_tools: None, build_once: Callable[[str], CsimLibrary], tmp_path: Path) -> None:
     emit_hls(DESIGNS["eight_ports_one_row"], tmp_path / "hls")
     first = CsimLibrary.build(tmp_path / "hls", tmp_path / "build")

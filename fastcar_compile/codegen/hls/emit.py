@@ -37,11 +37,9 @@ def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     engine = design if isinstance(design, EngineDesign) else None
+    compute, drs = kernels = kernel_interfaces(design)
     design = design.mlp if isinstance(design, EngineDesign) else design
-    compute = mlp_interface(design) if engine is None else engine_interface(engine)
     benches = ["testbench", "drs_testbench"] if engine is None else ["testbench", "engine_testbench", "drs_testbench"]
-    drs = drs_interface(HEADER_WORDS + design.spec.layers * (1 + layer_words(design.spec.batch)))
-    kernels = [compute, drs]
     clock = f"{design.budget.clock_mhz:g}"
     texts = {
         "fastcar_config.hpp": _render("fastcar_config.hpp", design=design),
@@ -50,7 +48,6 @@ def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
         "csim_entry.cpp": _render("csim_entry.cpp", design=design, drs=drs),
         "testbench.cpp": _render("testbench.cpp", design=design),
         "drs_testbench.cpp": _drs_testbench(design, drs),
-        "fastcar_host.hpp": _render("fastcar_host.hpp", kernels=kernels),
         "Makefile": _render("Makefile", sources=[f"{k.name}.cpp" for k in kernels], benches=benches),
         "link.cfg": _render(
             "link.cfg",
@@ -66,6 +63,14 @@ def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
         texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
     texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
+
+
+def kernel_interfaces(design: MlpDesign | EngineDesign) -> list[KernelInterface]:
+    """Every kernel of the design: MLP or engine, then DRS controller."""
+    spec = design.mlp.spec if isinstance(design, EngineDesign) else design.spec
+    table_words = HEADER_WORDS + spec.layers * (1 + layer_words(spec.batch))
+    compute = engine_interface(design) if isinstance(design, EngineDesign) else mlp_interface(design)
+    return [compute, drs_interface(table_words)]
 
 
 def _mlp_top(design: MlpDesign, kernel: KernelInterface) -> dict[str, str]:

@@ -10,15 +10,15 @@ OP_MLP, OP_LINEAR, OP_LINEAR_BIAS = 0, 1, 2
 
 
 def engine_interface(design: EngineDesign) -> KernelInterface:
-    """The engine. Every weights_* argument takes the call's buffer; port p reads section p of it.
+    """The engine. Argument weights_p takes section p of the call's stream.
 
     `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP.
     """
     mlp = design.mlp
     rows = mlp.spec.batch * design.max_row_words
-    stream = mlp.ports * design.max_port_words
-    weights = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(mlp.ports)]
-    sizes = [KernelPort(name, "int") for name in ("inputs", "channels", "tile", "tiles")]
+    depth = design.max_port_words
+    weights = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", depth) for p in range(mlp.ports)]
+    sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
         "fastcar_engine",
         (

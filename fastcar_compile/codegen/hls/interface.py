@@ -1,4 +1,4 @@
-"""The typed interface of a kernel: signature, pragmas, connections and host call all come from it."""
+"""The typed interface of a kernel: signature, pragmas, connections and what the host fills all come from it."""
 
 from __future__ import annotations
 
@@ -65,22 +65,17 @@ class KernelInterface:
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
 
-    def host_parameters(self) -> str:
-        """Parameters of the host function that sets the arguments."""
-        types = (f"const Buffer& {p.name}" if p.mode == "m_axi" else f"{p.ctype} {p.name}" for p in self.ports)
-        return ", ".join(["Run& run", *types])
-
     def bundles(self) -> list[str]:
         """AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
 
 
 def mlp_interface(design: MlpDesign) -> KernelInterface:
-    """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
+    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory."""
     rows = design.spec.batch * design.row_words
-    stream = design.ports * design.port_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.port_words)
+        for p in range(design.ports)
     ]
     return KernelInterface(
         "fastcar_mlp",
