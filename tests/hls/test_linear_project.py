@@ -28,10 +28,9 @@ from hls.linear_library import ENGINES, Linear, engine
 
 LLAMA_7B = MlpSpec(hidden=4096, intermediate=11008, batch=2, layers=32, cores=2)
 LLAMA_7B_LINEARS = (("layer_0.qkv", 4096, 12288, False), ("layer_0.o", 4096, 4096, False), ("head", 4096, 32000, False))
-FLAGS = "-std=c++14 -O1 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas"
+FLAGS = "-std=c++14 -O0 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas"
 NOT_SYNTHESISED = {
     "csim_entry.cpp", "engine_csim_entry.cpp", "testbench.cpp", "engine_testbench.cpp", "drs_testbench.cpp",
-    "fastcar_host.hpp",
 }  # fmt: skip
 STREAM_FILES = {"fastcar_engine.cpp", "fastcar_engine_processes.hpp", "fastcar_mlp_processes.hpp"}
 
@@ -185,7 +184,6 @@ def test_interface_and_link(project: dict[str, str], name: str) -> None:
     ports = ENGINES[name].mlp.ports
     names = [*(f"weights_{p}" for p in range(ports)), "x", "cached", "y", "index_register", "op"]
     assert [p.name for p in kernel.ports] == [*names, "inputs", "channels", "tile", "tiles"]
-    assert "set_fastcar_engine(Run& run" in project["fastcar_host.hpp"]
     assert "syn.top=fastcar_engine\n" in project["hls_config.cfg"]
     assert "tb.file=engine_testbench.cpp\n" in project["hls_config.cfg"]
     assert "nk=fastcar_engine:1:fastcar_engine_1" in project["link.cfg"]

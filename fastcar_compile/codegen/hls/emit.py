@@ -61,7 +61,8 @@ def emit_hls(design: MlpDesign | EngineDesign, out_dir: Path) -> list[Path]:
         ("drs_hls_config.cfg", drs, "drs_testbench.cpp"),
     ):
         texts[name] = _render("hls_config.cfg", design=design, kernel=kernel, clock=clock, testbench=bench)
-    texts |= {path.name: path.read_text() for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")}
+    headers = [path for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")]
+    texts |= {p.name: p.read_text() for p in headers if engine is not None or not p.name.startswith("fastcar_engine")}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
 
 
