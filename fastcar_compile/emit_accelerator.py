@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.table import build_table
+from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
@@ -53,27 +53,26 @@ def emit_accelerator(
         activation=site.activation,
         gated=site.gated,
     )
+    table = _table(program, config, spec.cores)
     section: dict[str, Any] = {"offload": config.offload, "weights": WEIGHTS, "table": TABLE}
     if config.offload == "linears":
         engine, streams, offloaded = _engine(program, spec, _budget(board))
-        emit_hls(engine, writer.root / "hls")
-        section |= offloaded | {"design": engine.to_json(), "kernels": _kernels(engine)}
+        emit_hls(engine, writer.root / "hls", table)
+        section |= offloaded | {"design": engine.to_json(), "kernels": _kernels(engine, table)}
         design = engine.mlp
     else:
         design, streams = choose_design(spec, _budget(board)), {}
-        emit_hls(design, writer.root / "hls")
-        section |= {"design": design.to_json(), "kernels": _kernels(design)}
+        emit_hls(design, writer.root / "hls", table)
+        section |= {"design": design.to_json(), "kernels": _kernels(design, table)}
     streams |= {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
     writer.write_tensors(WEIGHTS, streams)
-    thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
-    table = build_table(len(program.sites), config.batch_size, spec.cores, config.tokens_per_frame, thresholds)
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return section
 
 
-def _kernels(design: MlpDesign | EngineDesign) -> list[dict[str, Any]]:
-    return [Kernel.of(interface).to_json() for interface in kernel_interfaces(design)]
+def _kernels(design: MlpDesign | EngineDesign, table: DrsTable) -> list[dict[str, Any]]:
+    return [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)]
 
 
 def _engine(
@@ -97,6 +96,25 @@ def _linear_stream(program: DecoderProgram, call: LinearCall, design: EngineDesi
         floats = [None if name is None else params[name].to(torch.float32).numpy() for name in (scale, bias)]
         parts.append((params[weight].to(torch.int8).numpy(), *floats))
     return pack_linear(parts, design.linears[call.name])
+
+
+def _table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
+    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched."""
+    sites, replay = program.sites, config.replay
+    shapes = {AttentionShape(s.num_heads, s.num_kv_heads, s.head_dim): s.layer for s in sites}
+    if len(shapes) > 1:
+        raise CompileError(
+            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
+            mend="compile for a CPU target; the TAS unit has one shape for all layers",
+        )
+    return build_table(
+        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
+        [float("inf") if s.threshold is None else s.threshold for s in sites],
+        attention=next(iter(shapes)),
+        scales=[s.scale if s.replay else None for s in sites],
+        max_chain=replay.max_chain if replay else None,
+        couple_cfg=replay.couple_cfg if replay else False,
+    )
 
 
 def _budget(board: Target) -> BoardBudget:

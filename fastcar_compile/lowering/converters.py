@@ -28,6 +28,9 @@ OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
 
 OFFLOAD_LINEAR_FUNCTION = "fastcar.offloaded_linear"
 """Packed function (x [B, K], name, out [B, N]) that the runtime registers."""
+GATE_FUNCTION = "fastcar.offloaded_gate"
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
+replay [B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -150,6 +153,13 @@ def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(call)
 
 
+def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    numbers = [IntImm("int64", int(value)) for value in node.args[5:7]]  # type: ignore[arg-type]
+    results = [relax.TensorType(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in node.meta["val"]]
+    return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], *numbers], results))
+
+
 def _all(node: fx.Node, importer: Any) -> relax.Var:
     """`all` of a bool vector: min over int8, since the importer has no converter for it."""
     e = _Emitter(node, importer)
@@ -185,4 +195,5 @@ CONVERTERS: dict[str, Converter] = {
     "slot_write.default": _slot_write,
     "offloaded_mlp.default": _offloaded_mlp,
     "offloaded_linear.default": _offloaded_linear,
+    "offloaded_gate.default": _offloaded_gate,
 }

@@ -8,12 +8,23 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp, OffloadLinears)
+    p.name: p
+    for p in (
+        NormalizeState,
+        Canonicalize,
+        FindSites,
+        QuantizeW8A8,
+        InsertReplay,
+        OffloadGate,
+        OffloadMlp,
+        OffloadLinears,
+    )
 }
 
 
@@ -39,7 +50,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
 
 def offload_pipeline(offload: str = "mlp") -> list[Pass]:
     """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
-    passes: list[Pass] = [OffloadMlp()]
+    passes: list[Pass] = [OffloadGate(), OffloadMlp()]
     if offload == "linears":
         passes.append(OffloadLinears())
     return passes

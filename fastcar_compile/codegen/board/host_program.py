@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, StrictUndefined
 
+from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import DecoderProgram, StateRole
 
@@ -50,15 +50,15 @@ def host_sources(
     templates = files("hls_templates") / "host"
     names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))]
     texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
-    texts["Makefile"] = render("Makefile", accelerator=accelerator is not None)
+    texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
         from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
 
         texts["fastcar_kernels.hpp"] = render(
-            "fastcar_kernels.hpp", config=program.config, function=OFFLOAD_FUNCTION, **accelerator
+            "host/fastcar_kernels.hpp", config=program.config, function=OFFLOAD_FUNCTION, **accelerator
         )
     texts["fastcar_program.hpp"] = render(
-        "fastcar_program.hpp",
+        "host/fastcar_program.hpp",
         config=program.config,
         programs=board["programs"],
         weights=WEIGHTS,
@@ -88,9 +88,3 @@ def _float(threshold: float | None) -> str:
     if np.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
     return f"{value.hex()}f"
-
-
-def render(name: str, **values: object) -> str:
-    """A template of hls_templates/host."""
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    return environment.from_string((files("hls_templates") / "host" / f"{name}.j2").read_text()).render(**values)

@@ -9,15 +9,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.drs.simulator import DispatchRecord
-from fastcar_compile.codegen.drs.table import Status
-from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY
+from fastcar_compile.codegen.hls.csim_drs import DrsLibrary, aligned
 from fastcar_compile.errors import BackendError, InputError, UserError
 
 Array = NDArray[Any]
@@ -72,12 +71,22 @@ def compiler() -> str:
 
 
 class CsimLibrary:
-    """One emitted HLS project as a loaded library. Calls release the GIL."""
+    """One emitted HLS project as a loaded library. Calls release the GIL.
 
-    SOURCES: ClassVar[tuple[str, ...]] = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
+    Attributes:
+        drs: its TAS unit and DRS controller.
+    """
+
+    SOURCES: ClassVar[tuple[str, ...]] = (
+        "csim_drs_entry.cpp",
+        "csim_entry.cpp",
+        "fastcar_drs.cpp",
+        "fastcar_mlp.cpp",
+    )
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        self.drs = DrsLibrary(self._library)
         sizes = (ctypes.c_uint64 * 5)()
         self._library.fastcar_csim_sizes(sizes)
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
@@ -89,12 +98,7 @@ class CsimLibrary:
         Raises:
             BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         """
-        cxx, headers = compiler(), ap_types_folder()
-        path = build_dir / f"fastcar_csim_{_digest(hls_dir, cxx, headers, cls.SOURCES)}.so"
-        if not path.is_file():
-            build_dir.mkdir(parents=True, exist_ok=True)
-            _compile(cxx, headers, hls_dir, path, cls.SOURCES)
-        return cls(path)
+        return cls(build_library(hls_dir, build_dir, cls.SOURCES))
 
     def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
         """One kernel call.
@@ -130,17 +134,6 @@ class CsimLibrary:
             )
         return gate, up, down
 
-    def drs(
-        self, table: bytes, layer: int, index_register: int, capacity: int = RECORD_CAPACITY
-    ) -> tuple[list[DispatchRecord], Status]:
-        """The DRS controller on a binary table: dispatch records and status; `capacity` records at most."""
-        words = np.frombuffer(table + bytes(-len(table) % 4), np.uint32)
-        result = np.zeros(capacity + 2, np.uint32)
-        numbers = (ctypes.c_uint32(v & 0xFFFFFFFF) for v in (len(table), layer, index_register, capacity))
-        self._library.fastcar_csim_drs(_at(words), *numbers, _at(result))
-        records = [DispatchRecord.from_word(int(word)) for word in result[2 : 2 + int(result[1])]]
-        return records, Status(int(result[0]))
-
     def _rows(self, name: str, rows: Array) -> Array:
         if rows.shape != (self.batch, self.hidden) or rows.dtype != np.float32:
             raise InputError(
@@ -156,22 +149,28 @@ class CsimLibrary:
                 mend="pack the weights with pack_mlp and the design of these sources",
             )
         stream = np.ascontiguousarray(weights)
-        return stream if stream.ctypes.data % 16 == 0 else _aligned(stream)
+        return aligned(stream)
 
 
-def _aligned(stream: Array) -> Array:
-    buffer = np.empty(stream.size + 16, np.uint8)
-    start = -buffer.ctypes.data % 16
-    aligned = buffer[start : start + stream.size]
-    aligned[:] = stream
-    return aligned
+def build_library(hls_dir: Path, build_dir: Path, sources: Sequence[str]) -> Path:
+    """Compile these sources of `hls_dir` into `build_dir`, or find the library already built from them; its path.
+
+    Raises:
+        BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
+    """
+    cxx, headers = compiler(), ap_types_folder()
+    path = build_dir / f"fastcar_csim_{_digest(hls_dir, sources, cxx, headers)}.so"
+    if not path.is_file():
+        build_dir.mkdir(parents=True, exist_ok=True)
+        _compile(cxx, headers, hls_dir, sources, path)
+    return path
 
 
 def _at(array: Array) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _digest(hls_dir: Path, cxx: str, headers: Path, names: tuple[str, ...]) -> str:
+def _digest(hls_dir: Path, names: Sequence[str], cxx: str, headers: Path) -> str:
     missing = [name for name in names if not (hls_dir / name).is_file()]
     if missing:
         raise BackendError(
@@ -184,7 +183,7 @@ def _digest(hls_dir: Path, cxx: str, headers: Path, names: tuple[str, ...]) -> s
     return digest.hexdigest()[:24]
 
 
-def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path, names: tuple[str, ...]) -> None:
+def _compile(cxx: str, headers: Path, hls_dir: Path, names: Sequence[str], path: Path) -> None:
     """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.csim import Array, CsimLibrary, _aligned, _at
+from fastcar_compile.codegen.hls.csim import Array, CsimLibrary, _at
+from fastcar_compile.codegen.hls.csim_drs import aligned
 from fastcar_compile.codegen.hls.engine_design import LinearStage
 from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS
 from fastcar_compile.errors import InputError, UserError
@@ -17,6 +18,7 @@ class EngineLibrary(CsimLibrary):
     """One emitted engine as a loaded library."""
 
     SOURCES: ClassVar[tuple[str, ...]] = (
+        "csim_drs_entry.cpp",
         "csim_entry.cpp",
         "engine_csim_entry.cpp",
         "fastcar_drs.cpp",
@@ -83,5 +85,4 @@ def _stream(weights: Array, stage: LinearStage) -> Array:
             f"the weight stream is {weights.dtype} {list(weights.shape)}; the linear takes uint8 [{stage.stream_bytes}]",
             mend="pack the weights with pack_linear and the stage of this call",
         )
-    stream = np.ascontiguousarray(weights)
-    return stream if stream.ctypes.data % 16 == 0 else _aligned(stream)
+    return aligned(np.ascontiguousarray(weights))
