@@ -14,7 +14,7 @@ import torch
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.codegen.board.kernels import Argument, Kernel
-from fastcar_compile.codegen.hls.csim import SOURCES, build_library
+from fastcar_compile.codegen.hls.csim import CsimLibrary, build_library
 from fastcar_compile.codegen.hls.interface import KernelPort
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends import programs_for
@@ -46,7 +46,7 @@ def pyxrt(artifact: fc.Artifact, csim_library: Path, monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def csim_library(artifact: fc.Artifact) -> Path:
     """The artifact's kernels built by g++."""
-    return build_library(artifact.path / "hls", cache_folder(), SOURCES)
+    return build_library(artifact.path / "hls", cache_folder(), CsimLibrary.SOURCES)
 
 
 def test_logits_equal_those_of_the_c_simulation(artifact: fc.Artifact, pyxrt: Faulty) -> None:
