@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, cut_tiles
+from fastcar_compile.codegen.hls.engine_design import EngineDesign
 from fastcar_compile.codegen.hls.spec import WEIGHT_BITS
 from fastcar_compile.estimate.dram import timing_of
 from fastcar_compile.estimate.shapes import LinearShape, Quant
@@ -42,14 +43,15 @@ class Engine:
     side_by_side: bool = True
 
     @classmethod
-    def of(cls, design: MlpDesign, target: Target) -> Engine:
+    def of(cls, design: MlpDesign | EngineDesign, target: Target) -> Engine:
         """The engine of an emitted design."""
+        whole, design = design, design.mlp if isinstance(design, EngineDesign) else design
         return cls(
             clock_hz=design.budget.clock_mhz * 1e6,
             ports=design.ports,
             cores=design.spec.cores,
             rows=design.spec.batch,
-            tile_words=max(s.tile_words for s in (design.gate_up, design.down)),
+            tile_words=whole.max_tile_words,
             memory_rate=memory_rate(target, design.ports),
             prefetch_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
         )

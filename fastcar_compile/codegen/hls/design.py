@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -139,6 +140,11 @@ class MlpDesign:
         return self.ports * self.gate_up.lanes * self.rows_per_core * self.spec.cores
 
     @property
+    def max_tile_words(self) -> int:
+        """Most 128-bit words of one tile's weights on one port."""
+        return max(self.gate_up.tile_words, self.down.tile_words)
+
+    @property
     def port_words(self) -> int:
         """128-bit words of one layer that one port reads."""
         return self.gate_up.port_words + self.down.port_words
@@ -211,10 +217,11 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
         )
-    tried = list(designs(spec, budget))
-    fitting = [d for d in tried if not excess(d)]
-    if fitting:
-        return min(fitting, key=lambda d: (-d.ports, d.cycles))
+    tried: list[MlpDesign] = []
+    for _ports, group in groupby(designs(spec, budget), key=lambda d: d.ports):
+        tried = list(group)
+        if fitting := [d for d in tried if not excess(d)]:
+            return min(fitting, key=lambda d: d.cycles)
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
