@@ -53,7 +53,7 @@ def cross_compiler(triple: str, machine: str) -> str:
 
 
 def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str) -> dict[str, Any]:
-    """The programs for the CPU of the board: shared libraries, or object files and a warning where the linker is missing.
+    """The programs for the board's CPU: shared libraries, or object files and a warning where the linker is missing.
 
     Args:
         lowered: program name -> LoweredModule. machine: triple of the build machine.
