@@ -49,7 +49,7 @@ def emit_accelerator(
         gated=site.gated,
     )
     design = choose_design(spec, _budget(board))
-    table = _table(program, config, spec.cores)
+    table = control_table(program, config, spec.cores)
     emit_hls(design, writer.root / "hls", table)
     streams = {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
     writer.write_tensors(WEIGHTS, streams)
@@ -59,10 +59,17 @@ def emit_accelerator(
     return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE, "kernels": kernels}
 
 
-def _table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched."""
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
+    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+        UserError: a size is out of the table's range.
+    """
     sites, replay = program.sites, config.replay
-    shapes = {AttentionShape(s.num_heads, s.num_kv_heads, s.head_dim): s.layer for s in sites}
+    shapes: dict[AttentionShape, int] = {}
+    for site in sites:
+        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
     if len(shapes) > 1:
         raise CompileError(
             f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
