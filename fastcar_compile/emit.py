@@ -43,7 +43,7 @@ def emit_artifact(
             say("writing the HLS project and the DRS table")
             accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, board, accelerator=accelerator is not None)
+        host = emit_host(writer, program, board, accelerator=accelerator is not None, offload=config.offload)
         if host["board"] is not None:
             for name, text in host_sources(program, host["board"], accelerator).items():
                 writer.write_text(f"{SOURCES}/{name}", text)

@@ -16,10 +16,12 @@ from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import Target
 
 
-def emit_host(writer: ArtifactWriter, program: DecoderProgram, board: Target, *, accelerator: bool) -> dict[str, Any]:
+def emit_host(
+    writer: ArtifactWriter, program: DecoderProgram, board: Target, *, accelerator: bool, offload: str
+) -> dict[str, Any]:
     """Lower to the build machine's CPU, and for an FPGA board also to the board's.
 
-    With an accelerator there is also the host program that calls it (`offload`).
+    With an accelerator there is also the host program that calls it for `offload`.
 
     Returns:
         The manifest's section: `triple` and `programs` of the build machine, per program (`decode`, `prefill`,
@@ -33,7 +35,7 @@ def emit_host(writer: ArtifactWriter, program: DecoderProgram, board: Target, *,
         programs["prefill"] = (program.prefill, program.prefill_outputs)
     if accelerator:
         host = copy.deepcopy(program)
-        run_pipeline(host, offload_pipeline())
+        run_pipeline(host, offload_pipeline(offload))
         programs["offload"] = (host.graph_module, host.outputs)
     lowered = {
         name: lower(graph, outputs, program.sites, program.state_names()) for name, (graph, outputs) in programs.items()

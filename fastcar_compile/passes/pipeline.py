@@ -9,11 +9,22 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadGate, OffloadMlp)
+    p.name: p
+    for p in (
+        NormalizeState,
+        Canonicalize,
+        FindSites,
+        QuantizeW8A8,
+        InsertReplay,
+        OffloadGate,
+        OffloadMlp,
+        OffloadLinears,
+    )
 }
 
 
@@ -37,9 +48,9 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     return passes
 
 
-def offload_pipeline() -> list[Pass]:
-    """The rewritten graph -> the host graph of an accelerator."""
-    return [
-        OffloadGate(),
-        OffloadMlp(),
-    ]
+def offload_pipeline(offload: str = "mlp") -> list[Pass]:
+    """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
+    passes: list[Pass] = [OffloadGate(), OffloadMlp()]
+    if offload == "linears":
+        passes.append(OffloadLinears())
+    return passes

@@ -41,9 +41,10 @@ def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench]) -> dict[s
     """Texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
-        part: vendor part name. clock_mhz: kernel clock, MHz. benches: every kernel with its bench.
+        part: vendor part name. clock_mhz: kernel clock, MHz.
+        benches: every kernel with its benches; of several, the last is the one of the kernel's configuration.
     """
-    kernels = [b.kernel for b in benches]
+    kernels = list(dict.fromkeys(b.kernel for b in benches))
     texts = {
         "Makefile": render(
             "Makefile",

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-SOURCES = ("csim_drs_entry.cpp", "csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
 
@@ -78,6 +77,13 @@ class CsimLibrary:
         drs: its TAS unit and DRS controller.
     """
 
+    SOURCES: ClassVar[tuple[str, ...]] = (
+        "csim_drs_entry.cpp",
+        "csim_entry.cpp",
+        "fastcar_drs.cpp",
+        "fastcar_mlp.cpp",
+    )
+
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         self.drs = DrsLibrary(self._library)
@@ -86,13 +92,13 @@ class CsimLibrary:
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
 
     @classmethod
-    def build(cls, hls_dir: Path, build_dir: Path) -> CsimLibrary:
+    def build(cls, hls_dir: Path, build_dir: Path) -> Self:
         """Compile `hls_dir` (as written by emit_hls) into `build_dir`, or take the library already built from it.
 
         Raises:
             BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         """
-        return cls(build_library(hls_dir, build_dir, SOURCES))
+        return cls(build_library(hls_dir, build_dir, cls.SOURCES))
 
     def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
         """One kernel call.

@@ -118,10 +118,16 @@ def _board(artifact: Artifact, threads: int | None) -> Backend:
 
 def _hls_csim(artifact: Artifact, threads: int | None, library: BoardLibrary | None = None) -> Backend:
     accelerator = _accelerator(artifact)
+    from fastcar_compile.codegen.hls.engine_design import LinearStage
     from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+    from fastcar_compile.runtime.backends.hls_csim_engine import HlsCsimEngineBackend
 
     weights = load_tensors(artifact.path / accelerator["weights"], "numpy")
     if library is not None:
         weights = {name: library.load(name, stream) for name, stream in weights.items()}
     table = (artifact.path / accelerator["table"]).read_bytes()
-    return HlsCsimBackend(weights=weights, table=table, library=library, **_cpu_options(artifact, threads))
+    options = {"weights": weights, "table": table, "library": library, **_cpu_options(artifact, threads)}
+    if accelerator["offload"] != "linears":
+        return HlsCsimBackend(**options)
+    stages = accelerator["design"]["linears"]
+    return HlsCsimEngineBackend(stages={name: LinearStage(**stage) for name, stage in stages.items()}, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -63,6 +63,8 @@ class HlsCsimBackend(CpuBackend):
         UserError: the table is not valid.
     """
 
+    library_type: ClassVar[type[CsimLibrary]] = CsimLibrary
+
     def __init__(
         self,
         root: Path,
@@ -71,7 +73,7 @@ class HlsCsimBackend(CpuBackend):
         library: CsimLibrary | BoardLibrary | None = None,
         **options: Any,
     ) -> None:
-        self._library: Any = library or CsimLibrary.build(root / "hls", cache_folder())
+        self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
         self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         super().__init__(root, decode="offload", **options)
 
