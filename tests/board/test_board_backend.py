@@ -26,7 +26,7 @@ Faulty = Callable[..., FakeXrt]
 
 @pytest.fixture
 def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """`pyxrt(artifact, fault="")` puts a stand-in with the artifact's kernels in place of pyxrt, sets the environment."""
+    """`pyxrt(artifact, fault="")` puts a stand-in with the artifact's kernels in place of pyxrt."""
 
     def install(artifact: fc.Artifact, fault: str = "") -> FakeXrt:
         library = ctypes.CDLL(str(fake_library(artifact)))
