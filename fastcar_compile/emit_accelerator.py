@@ -57,7 +57,7 @@ def emit_accelerator(
         up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
         down_bias=any(s.biases[-1] is not None for s in program.sites),
     )
-    table = _table(program, config, spec.cores)
+    table = control_table(program, config, spec.cores)
     section: dict[str, Any] = {"offload": config.offload, "weights": WEIGHTS, "table": TABLE}
     if config.offload == "linears":
         engine, streams, offloaded = _engine(program, spec, _budget(board))
@@ -93,10 +93,17 @@ def _engine(
     return design, streams, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
 
 
-def _table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched."""
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
+    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+        UserError: a size is out of the table's range.
+    """
     sites, replay = program.sites, config.replay
-    shapes = {AttentionShape(s.num_heads, s.num_kv_heads, s.head_dim): s.layer for s in sites}
+    shapes: dict[AttentionShape, int] = {}
+    for site in sites:
+        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
     if len(shapes) > 1:
         raise CompileError(
             f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",

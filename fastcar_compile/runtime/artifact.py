@@ -103,7 +103,7 @@ class Artifact:
         """Open a session.
 
         Args:
-            backend: cpu (TVM) | onnxruntime | hls-csim | eager.
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/board.md).
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
 

@@ -1,9 +1,8 @@
 // Decodes greedily with the MLPs on the accelerator: tokens of every row on stdout, a line each.
 #include <cstdio>
 
-#include "fastcar_accelerator.hpp"
 #include "fastcar_arguments.hpp"
-#include "fastcar_decoder.hpp"
+#include "fastcar_offload.hpp"
 
 int main(int count, char** words) {
     using namespace fastcar_host;
@@ -19,12 +18,9 @@ int main(int count, char** words) {
                                    : parse_integer("--device", arguments.options["--device"]);
         const DecoderSpec spec = decoder_spec();
         Accelerator accelerator(arguments.artifact, arguments.options["--xclbin"], static_cast<unsigned>(device));
-        const auto mlp = [&](const tvm::ffi::Tensor& x, const tvm::ffi::Tensor& replay, const tvm::ffi::Tensor& cached,
-                             int64_t layer, const tvm::ffi::Tensor& out) {
-            accelerator.mlp(layer, data_of<float>(x), data_of<uint8_t>(replay), data_of<float>(cached), data_of<float>(out));
-        };
-        tvm::ffi::Function::SetGlobal(accelerator_spec().function, tvm::ffi::Function::FromTyped(mlp), true);
+        register_accelerator(accelerator);
         Decoder decoder(arguments.artifact, spec, true);
+        accelerator.reset();
         print_tokens(decoder.generate(prompt_rows(arguments, spec.batch), arguments.num_tokens));
         std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
         return 0;

@@ -93,16 +93,15 @@ public:
                                   [&] { return xrt::kernel(device.device(), device.uuid(), spec.name); })),
           run_(kernel_), filled_(spec.arguments.size(), false) {}
 
-    // A buffer for an argument, in the memory that it is connected to.
-    xrt::bo make_buffer(const std::string& argument) {
+    // A buffer of `bytes` bytes for an argument, in the memory that it is connected to.
+    xrt::bo make_buffer(const std::string& argument, uint64_t bytes) {
         const size_t i = index(argument);
-        const ArgumentSpec& spec = spec_.arguments[i];
-        if (spec.kind == Kind::SCALAR) {
+        if (spec_.arguments[i].kind == Kind::SCALAR) {
             throw Error(argument + " is a scalar", spec_.name, "");
         }
-        return Device::attempt("no memory for " + std::to_string(spec.bytes) + " bytes", place(argument),
+        return Device::attempt("no memory for " + std::to_string(bytes) + " bytes", place(argument),
                                "free device memory, or compile for fewer layers, rows or bits",
-                               [&] { return xrt::bo(device_.device(), spec.bytes, kernel_.group_id(static_cast<int>(i))); });
+                               [&] { return xrt::bo(device_.device(), bytes, kernel_.group_id(static_cast<int>(i))); });
     }
 
     // The argument reads from or writes to this buffer from now on.
@@ -126,6 +125,9 @@ public:
         buffer.read(data, bytes, 0);
     }
 
+    // The argument is given its own buffer if it has none yet, whatever is in it: the kernel will not read it.
+    void fill(const std::string& argument) { own(argument, 0); }
+
     template <class T>
     void set(const std::string& argument, T value) {
         const size_t i = index(argument);
@@ -140,7 +142,7 @@ public:
     void run() {
         for (size_t i = 0; i < filled_.size(); ++i) {
             if (spec_.arguments[i].kind == Kind::OUTPUT) {
-                own(spec_.arguments[i].name, 0);
+                fill(spec_.arguments[i].name);
             }
             if (!filled_[i]) {
                 throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
@@ -152,6 +154,15 @@ public:
             throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
                         "see `dmesg` and `xbutil examine`; load the xclbin again");
         }
+    }
+
+    bool has(const std::string& argument) const {
+        for (const ArgumentSpec& known : spec_.arguments) {
+            if (known.name == argument) {
+                return true;
+            }
+        }
+        return false;
     }
 
     uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
@@ -190,7 +201,7 @@ private:
         if (found != buffers_.end()) {
             return found->second;
         }
-        xrt::bo& made = buffers_.emplace(argument, make_buffer(argument)).first->second;
+        xrt::bo& made = buffers_.emplace(argument, make_buffer(argument, bytes_of(argument))).first->second;
         bind(argument, made);
         return made;
     }

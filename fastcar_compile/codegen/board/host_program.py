@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import DecoderProgram, StateRole
@@ -18,7 +19,7 @@ SOURCES = "host/src"
 
 WEIGHTS = "weights/model.safetensors"
 
-ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_xrt.hpp")
+ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
 
 _ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 _DTYPES = {
@@ -52,11 +53,7 @@ def host_sources(
     texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
     texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
-        from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
-
-        texts["fastcar_kernels.hpp"] = render(
-            "host/fastcar_kernels.hpp", config=program.config, function=OFFLOAD_FUNCTION, **accelerator
-        )
+        texts["fastcar_kernels.hpp"] = _kernels(program, accelerator)
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         config=program.config,
@@ -69,6 +66,25 @@ def host_sources(
         ],
     )
     return dict(sorted(texts.items()))
+
+
+def _kernels(program: DecoderProgram, accelerator: Mapping[str, Any]) -> str:
+    """The compute kernel, the controller, and the names that the offload library calls them by."""
+    from fastcar_compile.lowering import converters
+
+    compute, controller = accelerator["kernels"]
+    return render(
+        "host/fastcar_kernels.hpp",
+        config=program.config,
+        kernels=[compute, controller],
+        weights=accelerator["weights"],
+        table=accelerator["table"],
+        linears=accelerator["design"].get("linears", {}),
+        mlp_function=converters.OFFLOAD_FUNCTION,
+        gate_function=converters.GATE_FUNCTION,
+        linear_function=converters.OFFLOAD_LINEAR_FUNCTION,
+        operations={"OP_MLP": OP_MLP, "OP_LINEAR": OP_LINEAR, "OP_LINEAR_BIAS": OP_LINEAR_BIAS},
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -122,9 +122,10 @@ def simulate(
     status = check(data, limits)
     if status is Status.OK and not 0 <= layer < header_of(data).layers:
         status = Status.BAD_LAYER
-    if status is not Status.OK:
-        return DispatchTrace(status, held=held)
-    return _dispatch(data, layer, index_register, held, capacity)
+    program = layer_program(words_of(data), layer) if status is Status.OK else None
+    if program is None:
+        return DispatchTrace(Status.BAD_INSTRUCTION if status is Status.OK else status, held=held)
+    return _dispatch(data, layer, program, index_register, held, capacity)
 
 
 def run_layer(
@@ -141,10 +142,11 @@ def run_layer(
     gate = gate_of(data, call.layer)
     if gate.factor != 0 and not _operands_fit(header, call):
         return LayerTrace(Status.BAD_OPERANDS, held=call.held)
-    if layer_program(words_of(data), call.layer) is None:
+    program = layer_program(words_of(data), call.layer)
+    if program is None:
         return LayerTrace(Status.BAD_INSTRUCTION, held=call.held)
     decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows])
-    trace = _dispatch(data, call.layer, decision.index_register, call.held, capacity)
+    trace = _dispatch(data, call.layer, program, decision.index_register, call.held, capacity)
     return LayerTrace(
         status=trace.status,
         index_register=decision.index_register,
@@ -161,15 +163,14 @@ def _operands_fit(header: Header, call: LayerCall) -> bool:
     return needed == (len(call.query), len(call.key))
 
 
-def _dispatch(data: bytes, layer: int, index_register: int, held: int | None, capacity: int) -> DispatchTrace:
-    """Discard or dispatch each instruction of a layer that the table has."""
-    words, header = words_of(data), header_of(data)
-    program = layer_program(words, layer)
-    if program is None:
-        return DispatchTrace(Status.BAD_INSTRUCTION, held=held)
+def _dispatch(
+    data: bytes, layer: int, program: Sequence[Instruction], index_register: int, held: int | None, capacity: int
+) -> DispatchTrace:
+    """Discard or dispatch each instruction of a layer of a checked table."""
+    header = header_of(data)
     register = index_register & (1 << header.rows) - 1
     mapping = map_rows(register, header.rows, header.cores)
-    prefetch = _PrefetchBuffer(words[header.prefetch : header.instructions], layer, held)
+    prefetch = _PrefetchBuffer(words_of(data)[header.prefetch : header.instructions], layer, held)
     records = []
     for instruction in program[:-1]:
         if _is_issued(instruction, register) and prefetch.allows(instruction.opcode):

@@ -50,10 +50,11 @@ class DrsLibrary:
         numbers = np.array([v & 0xFFFFFFFF for v in scalars], np.uint32)
         arrays = (words, query, key, chain, result, numbers)
         self._library.fastcar_csim_drs(*(ctypes.c_void_p(a.ctypes.data) for a in arrays))
-        return _trace(result, rows)
+        return read_result(result, rows)
 
 
-def _trace(result: Array, rows: int) -> LayerTrace:
+def read_result(result: Array, rows: int) -> LayerTrace:
+    """What the controller wrote, as uint32 words; `rows` of the batch."""
     status, count, register, held = (int(word) for word in result[:4])
     records = result[RESULT_WORDS : RESULT_WORDS + 2 * count].reshape(-1, 2)
     decided = rows if Status(status) in (Status.OK, Status.QUEUE_FULL) else 0

@@ -12,17 +12,16 @@ import torch
 import tvm
 from torch import Tensor
 
-from fastcar_compile.codegen.drs.gate import pack_heads
-from fastcar_compile.codegen.drs.reader import read_table
-from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import Opcode, Status
+from fastcar_compile.codegen.drs.table import Opcode
 from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.errors import InternalError
 from fastcar_compile.lowering.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
 from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
-from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
+from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
+from fastcar_compile.runtime.backends.board import BoardLibrary
+from fastcar_compile.runtime.backends.controller import GateController
 from fastcar_compile.runtime.backends.cpu import CpuBackend
 
 
@@ -56,6 +55,7 @@ class HlsCsimBackend(CpuBackend):
 
     Args:
         root: the artifact's folder. weights: `layer_<i>` -> uint8 [stream bytes]. table: drs/table.bin.
+        library: what runs the kernels, with weights as it takes them; None: the C simulation.
         options: as for CpuBackend.
 
     Raises:
@@ -65,52 +65,33 @@ class HlsCsimBackend(CpuBackend):
 
     library_type: ClassVar[type[CsimLibrary]] = CsimLibrary
 
-    def __init__(self, root: Path, weights: Mapping[str, Array], table: bytes, **options: Any) -> None:
-        self._library = self.library_type.build(root / "hls", cache_folder())
-        self._weights, self._table = dict(weights), read_table(table)
-        self._binary, self._step = table, 0
+    def __init__(
+        self,
+        root: Path,
+        weights: Mapping[str, Any],
+        table: bytes,
+        library: CsimLibrary | BoardLibrary | None = None,
+        **options: Any,
+    ) -> None:
+        self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
+        self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         super().__init__(root, decode="offload", **options)
 
     def reset(self) -> None:
         """Set every state to zero and empty the prefetch buffer."""
         super().reset()
-        self._held: int | None = None
-        self._decided: dict[int, LayerTrace] = {}
+        self._gate.reset()
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode. Other thresholds are a new control table."""
-        self._step = step
-        self._decided.clear()
-        if tuple(thresholds.tolist()) != self._table.thresholds:
-            self._table = self._table.with_thresholds(thresholds.tolist())
-            self._binary = self._table.to_bytes()
+        """One decode forward; see Backend.decode."""
+        self._gate.start(step, thresholds)
         with bound_accelerator(self._mlp), bound_gate_unit(self._gate):
             return super().decode(inputs, position, step, thresholds)
 
-    def _gate(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
-        trace = self._schedule(layer, pack_heads(query.numpy()), pack_heads(key.numpy()), chain.numpy())
-        self._decided[layer] = trace
-        replay = [not trace.index_register >> row & 1 for row in range(self._table.rows)]
-        return GateDecision(
-            torch.tensor(replay),
-            torch.tensor(trace.scores, dtype=torch.float32),
-            torch.tensor(trace.chain, dtype=torch.int32),
-        )
-
-    def _schedule(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
-        call = LayerCall(layer, self._step, query, key, chain, self._held)
-        trace = self._library.drs.run(self._binary, call, self._table.rows)
-        if trace.status is not Status.OK:
-            what = f"the DRS controller stopped with status {trace.status.name}"
-            raise BackendError(what, where=f"layer {layer}", mend="compile the model again")
-        self._held = trace.held
-        return trace
-
     def _mlp(self, layer: int, x: Tensor, replay: Tensor, cached: Tensor) -> Tensor:
-        """The rows that the controller dispatched; a layer without a gate is scheduled here."""
-        empty = np.zeros((0, 4), np.float32)
-        trace = self._decided.get(layer) or self._schedule(layer, empty, empty, np.zeros(self._table.rows, np.int32))
-        computed = sum(1 << r.row for r in trace.records if r.opcode is Opcode.COMPUTE_MLP and r.row is not None)
+        """The rows that the controller dispatched."""
+        records = self._gate.dispatched(layer).records
+        computed = sum(1 << r.row for r in records if r.opcode is Opcode.COMPUTE_MLP and r.row is not None)
         if computed != sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed):
             raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
         y = self._library.mlp(x.numpy(), computed, cached.numpy(), self._weights[f"layer_{layer}"])

@@ -36,7 +36,6 @@ class HlsCsimEngineBackend(HlsCsimBackend):
     """
 
     library_type: ClassVar[type[CsimLibrary]] = EngineLibrary
-    _library: EngineLibrary
 
     def __init__(self, stages: Mapping[str, LinearStage], **options: Any) -> None:
         self._stages = dict(stages)
