@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.codegen.drs.table import DrsTable
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
@@ -19,6 +19,7 @@ from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, LayerSite
 from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
@@ -54,7 +55,12 @@ def emit_accelerator(
         gated=site.gated,
     )
     table = control_table(program, config, spec.cores)
-    section: dict[str, Any] = {"offload": config.offload, "weights": WEIGHTS, "table": TABLE}
+    section: dict[str, Any] = {
+        "offload": config.offload,
+        "weights": WEIGHTS,
+        "table": TABLE,
+        "controller": controller_json(table),
+    }
     if config.offload == "linears":
         engine, streams, offloaded = _engine(program, spec, _budget(board))
         emit_hls(engine, writer.root / "hls", table)
@@ -96,32 +102,6 @@ def _linear_stream(program: DecoderProgram, call: LinearCall, design: EngineDesi
         floats = [None if name is None else params[name].to(torch.float32).numpy() for name in (scale, bias)]
         parts.append((params[weight].to(torch.int8).numpy(), *floats))
     return pack_linear(parts, design.linears[call.name])
-
-
-def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
-
-    Raises:
-        CompileError: the layers have different attention shapes.
-        UserError: a size is out of the table's range.
-    """
-    sites, replay = program.sites, config.replay
-    shapes: dict[AttentionShape, int] = {}
-    for site in sites:
-        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
-    if len(shapes) > 1:
-        raise CompileError(
-            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
-            mend="compile for a CPU target; the TAS unit has one shape for all layers",
-        )
-    return build_table(
-        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
-        [float("inf") if s.threshold is None else s.threshold for s in sites],
-        attention=next(iter(shapes)),
-        scales=[s.scale if s.replay else None for s in sites],
-        max_chain=replay.max_chain if replay else None,
-        couple_cfg=replay.couple_cfg if replay else False,
-    )
 
 
 def _budget(board: Target) -> BoardBudget:
