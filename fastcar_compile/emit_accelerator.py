@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from fastcar_compile.codegen.board.kernels import Kernel
 from fastcar_compile.codegen.drs.table import DrsTable
@@ -17,12 +16,13 @@ from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engin
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
-from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, LayerSite
-from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
+from fastcar_compile.ops.quant import unpack_int4
+from fastcar_compile.passes.linear_calls import linear_calls
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import Target
 
@@ -40,10 +40,11 @@ def emit_accelerator(
     Raises:
         CompileError: the kernel does not fit the board, or there is none for a shape.
     """
-    if config.quant != "w8a8":
+    if config.quant == "none":
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
         return None
+    _check_equal(program.sites)
     site = program.sites[0]
     spec = MlpSpec(
         hidden=site.hidden,
@@ -53,6 +54,9 @@ def emit_accelerator(
         cores=min(config.batch_size, MAX_CORES),
         activation=site.activation,
         gated=site.gated,
+        quant=config.quant,
+        up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
+        down_bias=any(s.biases[-1] is not None for s in program.sites),
     )
     table = control_table(program, config, spec.cores)
     section: dict[str, Any] = {
@@ -91,17 +95,24 @@ def _engine(
         raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", mend="use offload='mlp'")
     linears = tuple(LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls)
     design = choose_engine(EngineSpec(spec, linears), budget)
-    streams = {c.name: _linear_stream(program, c, design) for c in calls}
+    streams = {c.name: pack_linear(_weights(program, c.weights, c.biases), design.linears[c.name]) for c in calls}
     return design, streams, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
 
 
-def _linear_stream(program: DecoderProgram, call: LinearCall, design: EngineDesign) -> Any:
-    params = program.params
-    parts = []
-    for weight, scale, bias in zip(call.weights, call.scales, call.biases, strict=True):
-        floats = [None if name is None else params[name].to(torch.float32).numpy() for name in (scale, bias)]
-        parts.append((params[weight].to(torch.int8).numpy(), *floats))
-    return pack_linear(parts, design.linears[call.name])
+def _check_equal(sites: Sequence[LayerSite]) -> None:
+    """Raises CompileError when layers differ: they share one kernel."""
+
+    def shape(site: LayerSite) -> str:
+        kind = f"{'gated' if site.gated else 'plain'} {site.activation}"
+        return f"layer {site.layer}: {kind}, {site.hidden} / {site.intermediate}"
+
+    different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
+    if different:
+        raise CompileError(
+            f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}",
+            where=different[0].source,
+            mend="compile for a CPU target",
+        )
 
 
 def _budget(board: Target) -> BoardBudget:
@@ -117,10 +128,16 @@ def _budget(board: Target) -> BoardBudget:
 
 
 def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Any:
-    """The kernel's weight stream of one layer, uint8, from gate, up and down in this order."""
-    params, arrays = program.params, []
-    for name in site.weights:
-        weight, scale = params[f"{name}_int8"], params[f"{name}_scale"]
-        arrays.append((weight.to(torch.int8).numpy(), scale.to(torch.float32).numpy()))
-    (gate, gate_scale), (up, up_scale), (down, down_scale) = arrays
-    return pack_mlp(gate, gate_scale, up, up_scale, down, down_scale, design)
+    """The kernel's weight stream of one layer, uint8."""
+    return pack_mlp(_weights(program, site.weights, site.biases), design)
+
+
+def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
+    """Quantised linears by the names that their weights had before."""
+    params, linears = program.params, []
+    for name, bias in zip(names, biases, strict=True):
+        int4 = f"{name}_int4" in params
+        values = unpack_int4(params[f"{name}_int4"]) if int4 else params[f"{name}_int8"]
+        scales = params[f"{name}_scale"].numpy()
+        linears.append(LinearWeights(values.numpy(), scales, None if bias is None else params[bias].float().numpy()))
+    return linears

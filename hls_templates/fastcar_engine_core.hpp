@@ -1,8 +1,8 @@
 // Compute cores of the engine: one MAC array for every matrix product of the decode step. Plain functions over words and
 // arrays, no streams. Loops run to the bounds of the product at hand; buffers have the sizes of the largest.
 //
-// Channel c = (t * tile + j) * PORTS + p is row j of tile t on weight port p. In gate/up, channel 2n is gate n, 2n + 1 is
-// up n. tile * PORTS is a multiple of four, so that the channels of a tile are whole words of y.
+// Channels, tiles and heads are laid out as in fastcar_mlp_core.hpp, whose mac_tile and scale_tile do the work.
+// tile * PORTS is a multiple of four, so that the channels of a tile are whole words of y.
 #ifndef FASTCAR_ENGINE_CORE_HPP
 #define FASTCAR_ENGINE_CORE_HPP
 
@@ -15,18 +15,13 @@ static const uint32_t OP_LINEAR = 1;
 static const uint32_t OP_LINEAR_BIAS = 2;
 static const int MOST_CHANNELS = 1 << 18;
 
-// One matrix product: the bounds of its loops.
+// One matrix product: the bounds of its loops. `inner`: its values are activated and stay in the core.
 struct Product {
     int inputs;
     int channels;
-    int tile;
     int tiles;
-    int channel_words;
-    int tile_words;
-    int scale_words;
-    int header_words;
-    bool paired;
-    bool biased;
+    bool inner;
+    Bounds bounds;
 };
 
 // What one call computes: products == 0 means that the request was refused, and nothing is read or written.
@@ -36,19 +31,23 @@ struct Call {
     Product last;
 };
 
-// The largest bounds of configuration C.
+// The largest bounds of configuration C, under the names that the MLP's stages have.
 template <class C>
 struct EngineShapes {
+    typedef typename WeightFormat<C::WEIGHT_BITS>::Type Format;
     static const int ROWS = (C::BATCH + C::CORES - 1) / C::CORES;
     static const int PORTS = C::PORTS;
+    static const int LANES = Format::LANES;
     static const int INPUTS = C::MAX_INPUTS;
-    static const int CHANNEL_WORDS = WordsFor<C::MAX_INPUTS, INT8_LANES>::VALUE;
     static const int TILE = C::MAX_TILE;
     static const int TILE_WORDS = C::MAX_TILE_WORDS;
-    static const int SCALE_WORDS = WordsFor<C::MAX_TILE, FLOAT_LANES>::VALUE;
-    static const int HEADER_WORDS = 2 * SCALE_WORDS;
+    static const int TILE_SUMS = C::MAX_TILE_SUMS;
+    static const int HEAD_WORDS = C::MAX_HEAD_WORDS;
+    static const int CHANNEL_WORDS = C::MAX_CHANNEL_WORDS;
     static const int RESULT_WORDS = WordsFor<C::MAX_TILE * C::PORTS, FLOAT_LANES>::VALUE;
-    static const int MOST_BEATS = MOST_CHANNELS * CHANNEL_WORDS;
+    static const int ROW_LANES = (ROWS + 3) / 4;
+    static const int ROW_BLOCKS = (ROWS + ROW_LANES - 1) / ROW_LANES;
+    static const int MOST_BEATS = 1 << 30;
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
 };
 
@@ -57,55 +56,65 @@ inline int words_for(int count, int lanes) {
     return (count + lanes - 1) / lanes;
 }
 
-inline Product make_product(int inputs, int channels, int tile, int tiles, bool paired, bool biased) {
+template <class Format>
+Product make_product(int inputs, int channels, int tile, int tiles, bool inner, bool bias) {
     FASTCAR_INLINE
+    const bool groups = Format::GROUP == 128;
     Product product;
     product.inputs = inputs;
     product.channels = channels;
-    product.tile = tile;
     product.tiles = tiles;
-    product.channel_words = words_for(inputs, INT8_LANES);
-    product.tile_words = tile * product.channel_words;
-    product.scale_words = words_for(tile, FLOAT_LANES);
-    product.header_words = biased ? 2 * product.scale_words : product.scale_words;
-    product.paired = paired;
-    product.biased = biased;
+    product.inner = inner;
+    product.bounds.tile = tile;
+    product.bounds.sums = groups ? words_for(inputs, Format::GROUP) : 1;
+    product.bounds.sum_words = groups ? 128 / Format::LANES : words_for(inputs, Format::LANES);
+    product.bounds.channel_words = product.bounds.sums * product.bounds.sum_words;
+    product.bounds.scale_words = words_for(tile * product.bounds.sums, Format::SCALE_LANES);
+    product.bounds.head_words = product.bounds.scale_words + (bias ? words_for(tile, FLOAT_LANES) : 0);
+    product.bounds.tile_words = tile * product.bounds.channel_words;
+    product.bounds.bias = bias;
     return product;
 }
 
 // Whether the buffers hold a linear and its tiles cover its channels. Nothing is multiplied before it is known to be small.
 template <class C>
-bool linear_fits(int inputs, int channels, int tile, int tiles) {
+bool linear_fits(int inputs, int channels, int tile, int tiles, bool bias) {
     FASTCAR_INLINE
-    const bool small = inputs >= 1 && inputs <= C::MAX_INPUTS && tile >= 1 && tile <= C::MAX_TILE && channels >= 1 &&
+    typedef EngineShapes<C> S;
+    const bool small = inputs >= 1 && inputs <= S::INPUTS && tile >= 1 && tile <= S::TILE && channels >= 1 &&
                        channels <= MOST_CHANNELS && tiles >= 1 && tiles <= channels;
+    const Product product = make_product<typename S::Format>(small ? inputs : 1, 1, small ? tile : 1, 1, false, bias);
     const int chunk = small ? tile * C::PORTS : 0;
     const int covered = small ? tiles * chunk : 0;
-    const int words = small ? tile * words_for(inputs, INT8_LANES) : 0;
-    return small && words <= C::MAX_TILE_WORDS && chunk % FLOAT_LANES == 0 && covered >= channels &&
+    return small && product.bounds.tile_words <= S::TILE_WORDS && product.bounds.head_words <= S::HEAD_WORDS &&
+           tile * product.bounds.sums <= S::TILE_SUMS && chunk % FLOAT_LANES == 0 && covered >= channels &&
            covered - chunk < channels;
 }
 
 template <class C>
 Call make_call(uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_INLINE
+    typedef typename EngineShapes<C>::Format Format;
+    const int parts = C::GATED ? 2 : 1;
+    const bool bias = op == OP_LINEAR_BIAS;
     Call call;
-    call.first = make_product(C::HIDDEN, 2 * C::INTERMEDIATE, C::GATE_UP_TILE, C::GATE_UP_TILES, true, false);
+    call.first = make_product<Format>(C::HIDDEN, parts * C::INTERMEDIATE, C::GATE_UP_TILE, C::GATE_UP_TILES, true,
+                                      C::UP_BIAS);
     if (op == OP_MLP) {
         call.products = 2;
-        call.last = make_product(C::INTERMEDIATE, C::HIDDEN, C::DOWN_TILE, C::DOWN_TILES, false, false);
+        call.last = make_product<Format>(C::INTERMEDIATE, C::HIDDEN, C::DOWN_TILE, C::DOWN_TILES, false, C::DOWN_BIAS);
     } else {
-        const bool fits = op <= OP_LINEAR_BIAS && linear_fits<C>(inputs, channels, tile, tiles);
+        const bool fits = op <= OP_LINEAR_BIAS && linear_fits<C>(inputs, channels, tile, tiles, bias);
         call.products = fits ? 1 : 0;
-        call.last = make_product(fits ? inputs : 0, fits ? channels : 0, fits ? tile : 0, fits ? tiles : 0, false,
-                                 op == OP_LINEAR_BIAS);
+        call.last = make_product<Format>(fits ? inputs : 0, fits ? channels : 0, fits ? tile : 0, fits ? tiles : 0,
+                                         false, bias);
     }
     return call;
 }
 
 inline int product_words(const Product& product) {
     FASTCAR_INLINE
-    return product.tiles * (product.header_words + product.tile_words);
+    return product.tiles * (product.bounds.head_words + product.bounds.tile_words);
 }
 
 // 128-bit words that one weight port reads in a call.
@@ -120,98 +129,28 @@ inline int call_inputs(const Call& call) {
     return call.products > 1 ? call.first.inputs : call.last.inputs;
 }
 
-// As quantize_row, with the length of the product at hand.
-inline float quantize_values(const float* x, int inputs, int channel_words, int8_t (*q)[INT8_LANES]) {
-    FASTCAR_INLINE
-    uint32_t amax = 0;
-    for (int k = 0; k < inputs; ++k) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 65536)
-        const uint32_t size = bits_of_float(x[k]) & 0x7FFFFFFFu;
-        amax = size > amax && size <= INFINITY_BITS ? size : amax;
-    }
-    const float floored = row_amax_floor(float_of_bits(amax));
-    const float inverse = 127.0f / floored;
-    int8_t lanes[INT8_LANES] = {};
-    FASTCAR_PARTITION(lanes, 0)
-    for (int k = 0; k < channel_words * INT8_LANES; ++k) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(16, 65536)
-        lanes[k % INT8_LANES] = k < inputs ? quantize(x[k], inverse) : static_cast<int8_t>(0);
-        if (k % INT8_LANES == INT8_LANES - 1) {
-            store_lanes(lanes, q[k / INT8_LANES]);
-        }
-    }
-    return floored * ONE_OVER_127;
-}
-
 template <class C>
 void engine_quantize(const float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS], int rows, Product product,
-                     int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][INT8_LANES],
+                     int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][EngineShapes<C>::LANES],
                      float row_scale[EngineShapes<C>::ROWS]) {
     FASTCAR_NO_INLINE
+    typedef EngineShapes<C> S;
     for (int r = 0; r < rows; ++r) {
-        FASTCAR_TRIPS(1, EngineShapes<C>::ROWS)
-        row_scale[r] = quantize_values(values[r], product.inputs, product.channel_words, q[r]);
+        FASTCAR_TRIPS(1, S::ROWS)
+        row_scale[r] = quantize_row<S::INPUTS, S::CHANNEL_WORDS, S::LANES>(values[r], q[r], product.inputs,
+                                                                           product.bounds.channel_words);
     }
 }
 
-// The MAC array: PORTS * 16 lanes for each of ROWS rows, one word of every port per clock. Rows at or beyond `rows` idle.
+// Values of tile t -> activated neurons in `values` (the inner product of an MLP), or whole words of y in `results`.
+// One channel per clock, as scale_tile delivers them.
 template <class C>
-void engine_mac(const word_t tile[C::PORTS][EngineShapes<C>::TILE_WORDS],
-                const int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][INT8_LANES], int rows,
-                Product product, int32_t acc[EngineShapes<C>::ROWS][C::PORTS][EngineShapes<C>::TILE]) {
-    FASTCAR_NO_INLINE
-    int32_t partial[EngineShapes<C>::ROWS][C::PORTS];
-    FASTCAR_PARTITION(partial, 0)
-    for (int i = 0, j = 0, k = 0; i < product.tile_words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, EngineShapes<C>::TILE_WORDS)
-        for (int p = 0; p < C::PORTS; ++p) {
-            FASTCAR_UNROLL
-            int8_t weight[INT8_LANES];
-            FASTCAR_PARTITION(weight, 0)
-            unpack_int8(tile[p][i], weight);
-            for (int r = 0; r < EngineShapes<C>::ROWS; ++r) {
-                FASTCAR_UNROLL
-                if (r < rows) {
-                    partial[r][p] = (k == 0 ? 0 : partial[r][p]) + dot(weight, q[r][k]);
-                    acc[r][p][j] = partial[r][p];
-                }
-            }
-        }
-        const bool last = k == product.channel_words - 1;
-        j += last ? 1 : 0;
-        k = last ? 0 : k + 1;
-    }
-}
-
-// One channel of a tile: dequantised, with its bias. The header is the scales of the tile's rows, then their biases.
-template <class C>
-float engine_channel(const word_t header[C::PORTS][EngineShapes<C>::HEADER_WORDS],
-                     const int32_t acc[C::PORTS][EngineShapes<C>::TILE], float row_scale, Product product,
-                     int channel) {
-    FASTCAR_INLINE
-    const int p = channel % C::PORTS;
-    const int j = channel / C::PORTS;
-    const int word = j / FLOAT_LANES;
-    const float value = dequantize(acc[p][j], row_scale, unpack_float(header[p][word], j % FLOAT_LANES));
-    if (!product.biased) {
-        return value;
-    }
-    return value + unpack_float(header[p][product.scale_words + word], j % FLOAT_LANES);
-}
-
-// Accumulators of tile t -> gated activations in `values` (gate/up), or whole words of y in `results`. One channel per
-// clock: a neuron takes two, so that all products share one dequantisation.
-template <class C>
-void engine_finish(const word_t header[C::PORTS][EngineShapes<C>::HEADER_WORDS],
-                   const int32_t acc[EngineShapes<C>::ROWS][C::PORTS][EngineShapes<C>::TILE],
-                   const float row_scale[EngineShapes<C>::ROWS], int rows, int t, Product product,
-                   float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS],
+void engine_finish(const float value[EngineShapes<C>::ROWS][C::PORTS][EngineShapes<C>::TILE], int rows, int t,
+                   Product product, float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS],
                    word_t results[EngineShapes<C>::ROWS][EngineShapes<C>::RESULT_WORDS]) {
     FASTCAR_NO_INLINE
-    const int chunk = product.tile * C::PORTS;
+    const int parts = C::GATED ? 2 : 1;
+    const int chunk = product.bounds.tile * C::PORTS;
     const int first = t * chunk;
     float lanes[FLOAT_LANES] = {0.0f, 0.0f, 0.0f, 0.0f};
     FASTCAR_PARTITION(lanes, 0)
@@ -222,15 +161,16 @@ void engine_finish(const word_t header[C::PORTS][EngineShapes<C>::HEADER_WORDS],
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(4, EngineShapes<C>::TILE * C::PORTS)
             const bool real = first + i < product.channels;
-            const float value = real ? engine_channel<C>(header, acc[r], row_scale[r], product, i) : 0.0f;
-            lanes[i % FLOAT_LANES] = value;
-            if (!product.paired && i % FLOAT_LANES == FLOAT_LANES - 1) {
+            const float now = real ? channel_value<EngineShapes<C> >(value[r], i) : 0.0f;
+            lanes[i % FLOAT_LANES] = now;
+            if (!product.inner && i % FLOAT_LANES == FLOAT_LANES - 1) {
                 results[r][i / FLOAT_LANES] = pack_float(lanes);
             }
-            if (product.paired && real && i % 2 == 1) {
-                values[r][(first + i) / 2] = gated_silu(previous, value);
+            if (product.inner && real && i % parts == parts - 1) {
+                const float act = Activate<C::ACTIVATION>::of(C::GATED ? previous : now);
+                values[r][(first + i) / parts] = C::GATED ? act * now : act;
             }
-            previous = value;
+            previous = now;
         }
     }
 }
@@ -239,7 +179,7 @@ void engine_finish(const word_t header[C::PORTS][EngineShapes<C>::HEADER_WORDS],
 template <class C>
 int result_words(const Product& product, int t) {
     FASTCAR_INLINE
-    const int whole = product.tile * C::PORTS / FLOAT_LANES;
+    const int whole = product.bounds.tile * C::PORTS / FLOAT_LANES;
     const int left = words_for(product.channels, FLOAT_LANES) - t * whole;
     return left < whole ? left : whole;
 }

@@ -96,7 +96,7 @@ void engine_write_rows(const word_t* cached, uint32_t index_register, uint32_t o
     for (int t = 0; t < steps; ++t) {
         FASTCAR_TRIPS(0, MOST_CHANNELS)
         for (int row = 0; row < C::BATCH; ++row) {
-            const int first = row * words + t * (call.last.tile * C::PORTS / FLOAT_LANES);
+            const int first = row * words + t * (call.last.bounds.tile * C::PORTS / FLOAT_LANES);
             const int count = row_computes(index_register, row) ? result_words<C>(call.last, t) : 0;
             const int core = mapping[row].to_int();
             for (int i = 0; i < count; ++i) {
@@ -108,33 +108,12 @@ void engine_write_rows(const word_t* cached, uint32_t index_register, uint32_t o
     }
 }
 
-template <class C>
-void engine_fetch(hls::stream<Beat<C::PORTS> >& weights, Product product,
-                  word_t header[C::PORTS][EngineShapes<C>::HEADER_WORDS],
-                  word_t tile[C::PORTS][EngineShapes<C>::TILE_WORDS]) {
-    FASTCAR_NO_INLINE
-    const int count = product.header_words + product.tile_words;
-    for (int i = 0; i < count; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(2, EngineShapes<C>::HEADER_WORDS + EngineShapes<C>::TILE_WORDS)
-        const Beat<C::PORTS> beat = weights.read();
-        for (int p = 0; p < C::PORTS; ++p) {
-            FASTCAR_UNROLL
-            if (i < product.header_words) {
-                header[p][i] = beat.port[p];
-            } else {
-                tile[p][i - product.header_words] = beat.port[p];
-            }
-        }
-    }
-}
-
-// Results of tile t leave for memory; those of gate/up stay in the core.
+// Results of tile t leave for memory; activations stay in the core.
 template <class C>
 void engine_send(const word_t results[EngineShapes<C>::ROWS][EngineShapes<C>::RESULT_WORDS], int rows, int t,
                  Product product, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
-    const int count = product.paired ? 0 : result_words<C>(product, t);
+    const int count = product.inner ? 0 : result_words<C>(product, t);
     for (int r = 0; r < rows; ++r) {
         FASTCAR_TRIPS(1, EngineShapes<C>::ROWS)
         for (int i = 0; i < count; ++i) {
@@ -145,11 +124,11 @@ void engine_send(const word_t results[EngineShapes<C>::ROWS][EngineShapes<C>::RE
     }
 }
 
-// Tiles are double-buffered: while one is multiplied, the next is fetched, the one before is finished, and the results
-// before that are sent. The header skips the multiplication, so it has three copies.
+// Tiles are double-buffered: while one is multiplied, the next is fetched, and the ones before are scaled, finished and
+// sent. The head skips the multiplication, so it has three copies.
 template <class C>
 void engine_product(hls::stream<Beat<C::PORTS> >& weights,
-                    const int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][INT8_LANES],
+                    const int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][EngineShapes<C>::LANES],
                     const float row_scale[EngineShapes<C>::ROWS], int rows, Product product,
                     float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS], hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
@@ -157,18 +136,22 @@ void engine_product(hls::stream<Beat<C::PORTS> >& weights,
     for (int t = 0; t < product.tiles; ++t) {
         FASTCAR_TRIPS(1, MOST_CHANNELS)
         FASTCAR_DATAFLOW
-        word_t header[S::PORTS][S::HEADER_WORDS];
-        FASTCAR_PARTITION(header, 1)
-        FASTCAR_BLOCKS(header, 3)
+        word_t head[S::PORTS][S::HEAD_WORDS];
+        FASTCAR_PARTITION(head, 1)
+        FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
-        int32_t acc[S::ROWS][S::PORTS][S::TILE];
+        int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
+        float value[S::ROWS][S::PORTS][S::TILE];
+        FASTCAR_PARTITION(value, 1)
+        FASTCAR_PARTITION(value, 2)
         word_t results[S::ROWS][S::RESULT_WORDS];
-        engine_fetch<C>(weights, product, header, tile);
-        engine_mac<C>(tile, q, rows, product, acc);
-        engine_finish<C>(header, acc, row_scale, rows, t, product, values, results);
+        fetch_tile<S>(weights, head, tile, product.bounds);
+        mac_tile<S>(tile, q, rows, acc, product.bounds);
+        scale_tile<S>(head, acc, row_scale, rows, value, product.bounds);
+        engine_finish<C>(value, rows, t, product, values, results);
         engine_send<C>(results, rows, t, product, out);
     }
 }
@@ -202,7 +185,7 @@ void engine_core(uint32_t index_register, uint32_t op, int inputs, int channels,
     const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
     const int products = rows > 0 ? call.products : 0;
     float values[S::ROWS][S::INPUTS];
-    int8_t q[S::ROWS][S::CHANNEL_WORDS][INT8_LANES];
+    int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES];
     float row_scale[S::ROWS];
     FASTCAR_PARTITION(q, 1)
     FASTCAR_RESHAPE(q, 3)

@@ -120,6 +120,24 @@ def is_op(node: object, *packets: Any) -> bool:
     )
 
 
+_ACTIVATIONS = {
+    torch.ops.aten.silu: "silu",
+    torch.ops.aten.gelu: "gelu",
+    torch.ops.aten.relu: "relu",
+    torch.ops.aten.sigmoid: "sigmoid",
+    torch.ops.aten.tanh: "tanh",
+}
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """Name of the elementwise nonlinearity that the node computes: "gelu" is by erf, "gelu_tanh" by tanh."""
+    if not is_op(node, *_ACTIVATIONS):
+        return None
+    name = _ACTIVATIONS[node.target.overloadpacket]  # type: ignore[union-attr]
+    approximate = name == "gelu" and node.kwargs.get("approximate", "none") == "tanh"
+    return "gelu_tanh" if approximate else name
+
+
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     """What the graph returns."""
     value = graph.output_node().args[0]

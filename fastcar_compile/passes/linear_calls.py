@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from fastcar_compile.ir import DecoderProgram, module_path_of
-from fastcar_compile.passes.edit import ancestors, is_op, node_named
+from fastcar_compile.passes.edit import ancestors, is_op, node_arg, node_named
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+QUANTISED = (fastcar.linear_w8a8, fastcar.linear_w4a8)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LinearCall:
         name: `layer_<l>.<role>`, or the role alone outside of the layers; also the name of the weight stream.
         layer: index of the decoder layer, or None.
         nodes: the linears in the graph, in order. paths: their module paths.
-        weights: attribute paths of their int8 weights. scales, biases: the same; biases are all None or none is.
+        weights: attribute paths of their weights before quantisation. biases: the same; all are None or none is.
         inputs: K. channels: N of each.
     """
 
@@ -32,7 +33,6 @@ class LinearCall:
     nodes: tuple[str, ...]
     paths: tuple[str, ...]
     weights: tuple[str, ...]
-    scales: tuple[str, ...]
     biases: tuple[str | None, ...]
     inputs: int
     channels: tuple[int, ...]
@@ -63,7 +63,7 @@ def linear_calls(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLi
     groups: dict[tuple[fx.Node, str, bool], list[fx.Node]] = {}
     kept: list[HostLinear] = []
     for node in program.graph_module.graph.nodes:
-        if not is_op(node, aten.linear, fastcar.linear_w8a8) or node.name in of_mlps:
+        if not is_op(node, aten.linear, *QUANTISED) or node.name in of_mlps:
             continue
         role, layer = places.get(node, ("head", None))
         if reason := _reason(node, program.config.batch_size):
@@ -100,8 +100,8 @@ def _places(program: DecoderProgram) -> dict[fx.Node, tuple[str, int | None]]:
 
 def _reason(node: fx.Node, batch: int) -> str | None:
     """Why this linear stays on the host; None where it does not."""
-    if not is_op(node, fastcar.linear_w8a8):
-        return "its weights are not int8"
+    if not is_op(node, *QUANTISED):
+        return "its weights are not quantised"
     x = node.args[0].meta["val"]  # type: ignore[union-attr]
     rows = math.prod(x.shape[:-1])
     if rows != batch:
@@ -117,14 +117,14 @@ def _call(name: str, layer: int | None, nodes: list[fx.Node]) -> LinearCall:
         return tuple(None if n.args[index] is None else str(n.args[index].target) for n in nodes)  # type: ignore[union-attr]
 
     weights = [n.args[1].meta["val"] for n in nodes]  # type: ignore[union-attr]
+    x = node_arg(nodes[0], 0).meta["val"]
     return LinearCall(
         name=name,
         layer=layer,
         nodes=tuple(n.name for n in nodes),
         paths=tuple(module_path_of(n) for n in nodes),
-        weights=targets(1),
-        scales=targets(2),
+        weights=tuple(name.removesuffix("_int8").removesuffix("_int4") for name in targets(1)),
         biases=targets(3),
-        inputs=int(weights[0].shape[1]),
+        inputs=int(x.shape[-1]),
         channels=tuple(int(w.shape[0]) for w in weights),
     )

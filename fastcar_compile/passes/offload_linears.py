@@ -18,7 +18,7 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 @dataclass(frozen=True)
 class OffloadLinears(Pass):
-    """Replace the w8a8 linears of the decode step outside of the MLPs by `fastcar.offloaded_linear`.
+    """Replace the quantised linears of the decode step outside of the MLPs by `fastcar.offloaded_linear`.
 
     Linears that share their input, such as q, k and v, become one call. Prefill stays on the host.
     """
@@ -26,7 +26,7 @@ class OffloadLinears(Pass):
     name: ClassVar[str] = "offload-linears"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Linears that are not w8a8 stay on the host; `linear_calls` has the reasons."""
+        """Linears that are not quantised stay on the host; `linear_calls` has the reasons."""
         calls, _ = linear_calls(program)
         for item in calls:
             _offload(program.graph_module.graph, item)

@@ -11,7 +11,7 @@ from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
@@ -20,12 +20,14 @@ PASSES: dict[str, type[Pass]] = {
         Canonicalize,
         FindSites,
         QuantizeW8A8,
+        QuantizeW4A8,
         InsertReplay,
         OffloadGate,
         OffloadMlp,
         OffloadLinears,
     )
 }
+QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -40,8 +42,8 @@ def analysis_pipeline() -> list[Pass]:
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
-    if config.quant == "w8a8":
-        passes.append(QuantizeW8A8())
+    if config.quant in QUANTIZE:
+        passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
         thresholds = config.replay.thresholds(num_layers)
         passes.append(InsertReplay(thresholds, config.replay.max_chain, config.replay.couple_cfg))

@@ -10,7 +10,8 @@ from fastcar_compile.codegen.hls.engine_design import EngineDesign, LinearStage,
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import MlpSpec
-from hls.library import Array, accumulate, dequantize, quantize, zcu102
+from fastcar_compile.codegen.hls.weights import LinearWeights
+from hls.library import Array, linear, random_linear, zcu102
 
 
 def engine(mlp: MlpSpec, *linears: tuple[str, int, int, bool], ports: int = 6) -> EngineDesign:
@@ -28,41 +29,41 @@ ENGINES = {
         MlpSpec(hidden=37, intermediate=53, batch=5, layers=1, cores=3),
         ("qkv", 300, 70, True), ("o", 21, 1000, False), ports=4,
     ),
-    "one_port": engine(
-        MlpSpec(hidden=20, intermediate=24, batch=2, layers=1, cores=1), ("qkv", 600, 33, False), ("o", 5, 9, True),
-        ports=3,
+    "int4_one_port": engine(
+        MlpSpec(
+            hidden=20, intermediate=140, batch=2, layers=1, cores=1, activation="gelu", gated=False, quant="w4a8",
+            up_bias=True, down_bias=True,
+        ),
+        ("qkv", 600, 33, False), ("o", 5, 9, True), ports=3,
     ),
 }  # fmt: skip
-"""Four, two and one weight ports; one and two rows per core; sizes that are no multiples of words or tiles."""
+"""Four, two and one weight ports; one and two rows per core; both quantisations; sizes that are no multiples of words,
+groups or tiles."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """int8 weights, float32 scales and bias of one call, and its product on an engine."""
+    """Random weights of one call, and its product on an engine."""
 
     stage: LinearStage
-    weight: Array
-    scale: Array
-    bias: Array | None
+    spec: MlpSpec
+    weights: LinearWeights
 
     @classmethod
-    def random(cls, stage: LinearStage, rng: np.random.Generator) -> Linear:
-        """Uniform int8 weights; scales over several orders of magnitude."""
-        weight = rng.integers(-127, 128, (stage.channels, stage.inputs)).astype(np.int8)
-        scale = (10.0 ** rng.uniform(-5, -2, stage.channels)).astype(np.float32)
-        bias = rng.normal(size=stage.channels).astype(np.float32) if stage.biased else None
-        return cls(stage, weight, scale, bias)
+    def random(cls, design: EngineDesign, stage: LinearStage, rng: np.random.Generator) -> Linear:
+        """Uniform weights; scales over several orders of magnitude."""
+        spec = design.mlp.spec
+        return cls(stage, spec, random_linear(spec, stage.channels, stage.inputs, stage.bias, rng))
 
     @property
     def stream(self) -> Array:
         """The packed weight stream."""
-        return pack_linear([(self.weight, self.scale, self.bias)], self.stage)
+        return pack_linear([self.weights], self.stage)
 
     def sums(self, x: Array) -> Array:
-        """Exact int32 sums [B, N]."""
-        return accumulate(quantize(x)[0], self.weight)
+        """Exact int32 sums [B, N], for w4a8 [B, N, groups]."""
+        return linear(x, self.weights, self.spec)[0]
 
     def reference(self, x: Array) -> Array:
-        """docs/architecture.md, "w8a8, bit for bit", in numpy; x float32 [B, K]."""
-        y = dequantize(self.sums(x), quantize(x)[1], self.scale)
-        return y if self.bias is None else y + self.bias
+        """docs/architecture.md, "bit for bit", in numpy; x float32 [B, K]."""
+        return linear(x, self.weights, self.spec)[1]

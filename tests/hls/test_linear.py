@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from fastcar_compile.codegen.hls.emit import emit_hls
 from fastcar_compile.codegen.hls.engine_csim import EngineLibrary
 from fastcar_compile.codegen.hls.linear_spec import LinearSpec
-from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.codegen.hls.linear_weights import pack_linear
+from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.errors import CompileError, UserError
-from hls.library import Array, Layer, assert_same_bits, reference
+from fastcar_compile.ops.quant import pack_int4
+from hls.library import Array, assert_same_bits, random_layer, reference
 from hls.linear_library import ENGINES, Linear
 
 P = ctypes.c_void_p
@@ -43,7 +45,7 @@ def build_engine(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build
 
 
-@pytest.fixture(params=["one_port", "two_rows_per_core"])
+@pytest.fixture(params=["int4_one_port", "two_rows_per_core"])
 def name(request: pytest.FixtureRequest) -> str:
     """The name of each engine in turn; tests/test_offload_linears.py runs the one of the shipped decoder."""
     return request.param
@@ -73,7 +75,8 @@ def test_any_shape_and_any_rows_on_one_engine(
 ) -> None:
     """One compiled engine takes every size that its buffers hold; rows that it does not compute stay as they were."""
     design, rng = ENGINES[name], np.random.default_rng(seed)
-    linear = Linear.random(design.fit(LinearSpec("any", min(inputs, design.max_inputs), channels, biased)), rng)
+    stage = design.fit(LinearSpec("any", min(inputs, design.max_inputs), channels, biased))
+    linear = Linear.random(design, stage, rng)
     x, before = rows(library, linear.stage.inputs, rng, exponent), rows(library, channels, rng)
     mask = int(rng.integers(0, 1 << library.batch))
     computes = np.array([mask >> b & 1 for b in range(library.batch)], bool)
@@ -84,28 +87,33 @@ def test_any_shape_and_any_rows_on_one_engine(
 def test_calls_of_the_design_equal_the_operator(library: EngineLibrary, name: str) -> None:
     rng = np.random.default_rng(5)
     for stage in ENGINES[name].linears.values():
-        linear, x = Linear.random(stage, rng), rows(library, stage.inputs, rng)
-        bias = None if linear.bias is None else torch.from_numpy(linear.bias)
-        weight, scale = torch.from_numpy(linear.weight), torch.from_numpy(linear.scale)
-        want = torch.ops.fastcar.linear_w8a8(torch.from_numpy(x), weight, scale, bias)
+        linear, x = Linear.random(ENGINES[name], stage, rng), rows(library, stage.inputs, rng)
+        weights = linear.weights
+        values, scales = torch.from_numpy(weights.values), torch.from_numpy(weights.scales)
+        arguments = (scales, None if weights.bias is None else torch.from_numpy(weights.bias))
+        if stage.bits == 4:
+            want = torch.ops.fastcar.linear_w4a8(torch.from_numpy(x), pack_int4(values), *arguments)
+        else:
+            want = torch.ops.fastcar.linear_w8a8(torch.from_numpy(x), values, *arguments)
         assert_same_bits(library.linear(x, stage, linear.stream), want.numpy())
         np.testing.assert_array_equal(library.linear_sums(x, stage, linear.stream), linear.sums(x))
 
 
-def test_a_negative_zero_stays_one_without_a_bias(library: EngineLibrary, name: str) -> None:
+@pytest.mark.parametrize("name", ["two_rows_per_core"], indirect=True)
+def test_a_negative_zero_stays_one_without_a_bias(library: EngineLibrary) -> None:
     """Adding a bias of zero would make it positive."""
-    stage = ENGINES[name].fit(LinearSpec("zero", 4, 4))
-    weight, scale = np.ones((4, 4), np.int8), np.full(4, -1.0, np.float32)
-    got = library.linear(np.zeros((library.batch, 4), np.float32), stage, Linear(stage, weight, scale, None).stream)
+    stage = ENGINES["two_rows_per_core"].fit(LinearSpec("zero", 4, 4))
+    weights = LinearWeights(np.ones((4, 4), np.int8), np.full(4, -1.0, np.float32))
+    got = library.linear(np.zeros((library.batch, 4), np.float32), stage, pack_linear([weights], stage))
     assert (np.signbit(got) & (got == 0)).all()
 
 
 def test_the_mlp_of_the_engine_is_bit_exact_for_every_row_pattern(library: EngineLibrary, name: str) -> None:
     design, rng = ENGINES[name].mlp, np.random.default_rng(2)
-    layer = Layer.random(library.hidden, library.intermediate, rng)
-    stream = pack_mlp(*layer.arguments, design)
+    layer = random_layer(design.spec, rng)
+    stream = pack_mlp(layer, design)
     x, cached = rows(library, library.hidden, rng), rows(library, library.hidden, rng)
-    want = reference(x, layer)
+    want = reference(x, layer, design.spec)
     for register in range(1 << library.batch):
         computes = np.array([register >> b & 1 for b in range(library.batch)], bool)
         assert_same_bits(library.mlp(x, register, cached, stream), np.where(computes[:, None], want.y, cached))
@@ -156,9 +164,9 @@ def test_wrong_arrays_are_refused(library: EngineLibrary) -> None:
     x, stream = np.zeros((5, 300), np.float32), np.zeros(stage.stream_bytes, np.uint8)
     with pytest.raises(UserError, match=r"x is float32 \[1, 300\]; the engine takes float32 \[5, 300\]"):
         library.linear(x[:1], stage, stream)
-    with pytest.raises(UserError, match=r"the weight stream is uint8 \[3\]; the linear takes uint8 \[22528\]"):
+    with pytest.raises(UserError, match=r"the weight stream is uint8 \[3\]; the linear takes uint8 \[24576\]"):
         library.linear(x, stage, stream[:3])
     with pytest.raises(UserError, match="the engine has no room for LinearStage"):
         library.linear_sums(x, replace(stage, tiles=3), np.zeros(replace(stage, tiles=3).stream_bytes, np.uint8))
-    with pytest.raises(CompileError, match="big has 400 inputs; the engine's buffers hold 300, and tiles of 500 words"):
+    with pytest.raises(CompileError, match="big has 400 inputs; the engine's buffers hold 300, and tiles of 64 words"):
         ENGINES["two_rows_per_core"].fit(LinearSpec("big", 400, 3))

@@ -10,7 +10,15 @@ from fastcar_compile.codegen.hls.emit import emit_hls
 from hls import lint
 from hls.library import DESIGNS
 
-NOT_SYNTHESISED = {"csim_entry.cpp", "csim_drs_entry.cpp", "testbench.cpp", "drs_testbench.cpp", "fastcar_host.hpp"}
+NOT_SYNTHESISED = {
+    "csim_entry.cpp",
+    "csim_drs_entry.cpp",
+    "testbench.cpp",
+    "drs_testbench.cpp",
+    "fastcar_csim.hpp",
+    "fastcar_host.hpp",
+    "fastcar_reference.hpp",
+}
 TOPS = ("fastcar_mlp.cpp", "fastcar_drs.cpp")
 STREAM_FILES = {"fastcar_mlp.cpp", "fastcar_mlp_processes.hpp"}
 

@@ -25,6 +25,7 @@ CASES = [
     Case(thresholds=(0.0, None, 0.0)),
     Case(quant="w8a8"),
     Case(quant="w8a8", batch=1, bias=True),
+    Case(quant="w4a8", bias=True),
 ]
 INF = float("inf")
 

@@ -18,13 +18,14 @@ from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 
 from .golden import check_golden, check_origins, check_truthful, everything, module_text, nodes_of, program_text
 from .tiny import BATCH, WIDTH, TinyBlock, after, decode, logits
 
 fastcar = torch.ops.fastcar
 W8A8 = (*analysis_pipeline(), QuantizeW8A8())
+W4A8 = (*analysis_pipeline(), QuantizeW4A8())
 REPLAY = (*W8A8, InsertReplay((1.5,)))
 
 
@@ -57,9 +58,13 @@ class Accelerator:
     def __call__(self, name: str, x: Tensor) -> Tensor:
         self.names.append(name)
         call = self.calls[name]
-        parts = zip(call.weights, call.scales, call.biases, strict=True)
-        arguments = ((None if n is None else self.params[n] for n in names) for names in parts)
-        return torch.cat([fastcar.linear_w8a8(x, *a) for a in arguments], -1)
+        return torch.cat([self.linear(x, *names) for names in zip(call.weights, call.biases, strict=True)], -1)
+
+    def linear(self, x: Tensor, weight: str, bias: str | None) -> Tensor:
+        own = None if bias is None else self.params[bias]
+        if f"{weight}_int4" in self.params:
+            return fastcar.linear_w4a8(x, self.params[f"{weight}_int4"], self.params[f"{weight}_scale"], own)
+        return fastcar.linear_w8a8(x, self.params[f"{weight}_int8"], self.params[f"{weight}_scale"], own)
 
 
 def calls_of(program: DecoderProgram) -> list[LinearCall]:
@@ -91,7 +96,7 @@ def test_calls_are_named_by_layer_and_role() -> None:
     calls, kept = linear_calls(program)
     assert [c.name for c in calls] == ["layer_0.qkv", "layer_0.o", "layer_1.qkv", "layer_1.o", "head"]
     assert [(c.layer, c.inputs, c.channels) for c in calls[:2]] == [(0, 8, (16,)), (0, 8, (8,))]
-    assert calls[4].weights == ("head.weight_int8",)
+    assert calls[4].weights == ("head.weight",)
     assert kept == []
     data = json.loads(json.dumps(calls[0].to_json()))
     assert data == {"name": "layer_0.qkv", "layer": 0, "paths": ["blocks.0.qkv"], "inputs": 8, "channels": [16]}
@@ -104,7 +109,7 @@ def test_linears_of_one_input_are_one_call_where_biases_agree() -> None:
         ("layer_0.qkv", (8,), False), ("layer_0.qkv+1", (4, 4), True), ("layer_0.o", (8,), False), ("head", (5,), False)
     ]  # fmt: skip
     assert calls[1].paths == ("blocks.0.qkv.k", "blocks.0.qkv.v")
-    assert [(k.path, k.layer, k.reason) for k in kept] == [("blocks.0.qkv", 0, "its weights are not int8")]
+    assert [(k.path, k.layer, k.reason) for k in kept] == [("blocks.0.qkv", 0, "its weights are not quantised")]
 
 
 def test_the_mlp_is_not_touched() -> None:
@@ -122,7 +127,7 @@ def test_float_linears_stay_on_the_host_and_say_why() -> None:
     assert everything(program) == before
     _, kept = linear_calls(program)
     assert [k.path for k in kept] == ["blocks.0.qkv", "blocks.0.out", "head"]
-    assert {k.reason for k in kept} == {"its weights are not int8"}
+    assert {k.reason for k in kept} == {"its weights are not quantised"}
 
 
 def test_linears_of_other_rows_than_the_batch_stay_on_the_host() -> None:
@@ -140,10 +145,10 @@ def test_prefill_stays_on_the_host() -> None:
     assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("blocks", [(), (SplitBlock,)])
-def test_outputs_stay_the_same_bit_for_bit(blocks: tuple) -> None:
-    expected = logits(after(*REPLAY, blocks=blocks), 0.0)
-    program = after(*REPLAY, blocks=blocks)
+@pytest.mark.parametrize(("passes", "blocks"), [(REPLAY, ()), (REPLAY, (SplitBlock,)), (W4A8, (SplitBlock,))])
+def test_outputs_stay_the_same_bit_for_bit(passes: tuple, blocks: tuple) -> None:
+    expected = logits(after(*passes, blocks=blocks), 0.0)
+    program = after(*passes, blocks=blocks)
     accelerator = Accelerator(program)
     OffloadLinears().apply(program)
     program.graph_module.recompile()

@@ -73,8 +73,11 @@ def compiler() -> str:
 class CsimLibrary:
     """One emitted HLS project as a loaded library. Calls release the GIL.
 
+    Args:
+        path: the shared library. prefix: what its entries' names begin with.
+
     Attributes:
-        drs: its TAS unit and DRS controller.
+        drs: its TAS unit and DRS controller; only of a library with the prefix `fastcar_csim`.
     """
 
     SOURCES: ClassVar[tuple[str, ...]] = (
@@ -84,12 +87,16 @@ class CsimLibrary:
         "fastcar_mlp.cpp",
     )
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, path: Path, prefix: str = "fastcar_csim") -> None:
+        self._library, self._prefix = ctypes.CDLL(str(path)), prefix
         self.drs = DrsLibrary(self._library)
-        sizes = (ctypes.c_uint64 * 5)()
-        self._library.fastcar_csim_sizes(sizes)
-        self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
+        sizes = (ctypes.c_uint64 * 9)()
+        self._entry("sizes")(sizes)
+        self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes[:5])
+        self._weight_bits, self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:])
+
+    def _entry(self, name: str) -> Any:
+        return getattr(self._library, f"{self._prefix}_{name}")
 
     @classmethod
     def build(cls, hls_dir: Path, build_dir: Path) -> Self:
@@ -116,23 +123,23 @@ class CsimLibrary:
         stream = self._stream(weights)
         y = np.empty_like(x)
         register = ctypes.c_uint32(index_register & 0xFFFFFFFF)
-        self._library.fastcar_csim_mlp(_at(x), register, _at(cached), _at(stream), _at(y))
+        self._entry("mlp")(_at(x), register, _at(cached), _at(stream), _at(y))
         return y
 
-    def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, Array, Array]:
+    def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, ...]:
         """The exact sums of every row of x (float32 [B, H]), from the kernel's own compute cores.
 
         Returns:
-            int32 gate [B, I], up [B, I], down [B, H].
+            Per linear, in the order of `pack_mlp`: int32 [B, N]; for w4a8 int32 [B, N, groups].
         """
         x, stream = self._rows("x", x), self._stream(weights)
-        gate = np.empty((self.batch, self.intermediate), np.int32)
-        up, down = np.empty_like(gate), np.empty((self.batch, self.hidden), np.int32)
+        parts = self._matrices - 1
+        first = np.empty((self.batch, self.intermediate, parts, self._first_sums), np.int32)
+        down = np.empty((self.batch, self.hidden, self._down_sums), np.int32)
         for row in range(self.batch):
-            self._library.fastcar_csim_accumulators(
-                _at(x[row]), _at(stream), _at(gate[row]), _at(up[row]), _at(down[row])
-            )
-        return gate, up, down
+            self._entry("accumulators")(_at(x[row]), _at(stream), _at(first[row]), _at(down[row]))
+        sums = (*(first[:, :, part] for part in range(parts)), down)
+        return sums if self._weight_bits == 4 else tuple(s[..., 0] for s in sums)
 
     def _rows(self, name: str, rows: Array) -> Array:
         if rows.shape != (self.batch, self.hidden) or rows.dtype != np.float32:

@@ -53,18 +53,21 @@ class EngineLibrary(CsimLibrary):
         return out
 
     def linear_sums(self, x: Array, stage: LinearStage, weights: Array) -> Array:
-        """The exact sums, int32 [B, N], of every row of x (float32 [B, K]), from the kernel's own compute cores.
+        """The exact sums of every row of x (float32 [B, K]), from the kernel's own compute cores.
+
+        Returns:
+            int32 [B, N]; for w4a8 int32 [B, N, groups].
 
         Raises:
             UserError: the engine refuses the request; also as for `linear`.
         """
         x, stream = self._checked("x", x, stage.inputs), _stream(weights, stage)
-        sums = np.zeros((self.batch, stage.channels), np.int32)
+        sums = np.zeros((self.batch, stage.channels, stage.sums), np.int32)
         for row in range(self.batch):
             done = self._library.fastcar_csim_linear_sums(_at(x[row]), _at(stream), *_request(stage), _at(sums[row]))
             if not done:
                 raise UserError(f"the engine has no room for {stage}", mend="choose the design again with this linear")
-        return sums
+        return sums if stage.bits == 4 else sums[..., 0]
 
     def _checked(self, name: str, rows: Array, width: int) -> Array:
         if rows.shape != (self.batch, width) or rows.dtype != np.float32:
@@ -75,7 +78,7 @@ class EngineLibrary(CsimLibrary):
 
 
 def _request(stage: LinearStage) -> tuple[ctypes.c_uint32 | int, ...]:
-    op = OP_LINEAR_BIAS if stage.biased else OP_LINEAR
+    op = OP_LINEAR_BIAS if stage.bias else OP_LINEAR
     return ctypes.c_uint32(op), stage.inputs, stage.channels, stage.tile, stage.tiles
 
 

@@ -8,19 +8,22 @@ from typing import Any
 
 from fastcar_compile.codegen.hls import resources
 from fastcar_compile.codegen.hls.design import (
+    FACTOR_ROM,
     FLOATS_PER_WORD,
     PORT_CHOICES,
     ROW_PORTS,
-    SIGMOID_ROM,
+    SECTION_WORDS,
     TILE_WORD_CHOICES,
     WORD_BITS,
     WORD_BYTES,
     MlpDesign,
     StageShape,
+    multipliers,
+    row_lanes,
 )
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram
-from fastcar_compile.codegen.hls.spec import BoardBudget
+from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import CompileError
 
 CONTROL_LUT, CONTROL_FF, CONTROL_DSP = 1_500, 1_500, 6
@@ -29,24 +32,17 @@ CONTROL_LUT, CONTROL_FF, CONTROL_DSP = 1_500, 1_500, 6
 
 @dataclass(frozen=True)
 class LinearStage(StageShape):
-    """A matrix product whose tiles may carry biases after the scales."""
-
-    biased: bool = False
+    """The one matrix product of a linear call, and its weight stream."""
 
     @property
-    def header_words(self) -> int:
-        """128-bit words of one tile's scales and biases on one port."""
-        return self.scale_words * (2 if self.biased else 1)
-
-    @property
-    def port_words(self) -> int:
-        """128-bit words of this product on one port."""
-        return self.tiles * (self.header_words + self.tile * self.channel_words)
+    def section_words(self) -> int:
+        """128-bit words from one port's section to the next."""
+        return ceil(self.port_words / SECTION_WORDS) * SECTION_WORDS
 
     @property
     def stream_bytes(self) -> int:
         """Bytes of the weight stream, all ports."""
-        return self.ports * self.port_words * WORD_BYTES
+        return self.ports * self.section_words * WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,28 @@ class EngineDesign:
 
     @property
     def max_tile_words(self) -> int:
-        """Most 128-bit words of one tile on one port."""
-        return max(s.tile * s.channel_words for s in self._stages())
+        """Most 128-bit words of one tile's weights on one port."""
+        return max(s.tile_words for s in self._stages())
 
     @property
-    def max_port_words(self) -> int:
-        """Most 128-bit words that one port reads in a call."""
-        return max([self.mlp.port_words, *(s.port_words for s in self.linears.values())])
+    def max_tile_sums(self) -> int:
+        """Most int32 sums of one tile on one port."""
+        return max(s.tile * s.sums for s in self._stages())
+
+    @property
+    def max_head_words(self) -> int:
+        """Most 128-bit words of one tile's scales and biases on one port; there is always room for biases."""
+        return max(replace(s, bias=True).head_words for s in self._stages())
+
+    @property
+    def max_channel_words(self) -> int:
+        """Most 128-bit words of one channel's weights."""
+        return max(s.channel_words for s in self._stages())
+
+    @property
+    def max_section_words(self) -> int:
+        """Most 128-bit words of one port's section."""
+        return max([self.mlp.section_words, *(s.section_words for s in self.linears.values())])
 
     @property
     def max_row_words(self) -> int:
@@ -94,26 +105,25 @@ class EngineDesign:
 
     def shapes(self) -> list[LinearStage]:
         """One unbiased product per distinct shape, for the test bench."""
-        return list(dict.fromkeys(replace(s, biased=False) for s in self.linears.values()))
+        return list(dict.fromkeys(replace(s, bias=False) for s in self.linears.values()))
 
     @property
     def mlp_cycles(self) -> int:
         """Estimated clocks of an MLP call in which some row computes, under the same terms as `cycles`."""
         mlp = self.mlp
-        products = self._product_cycles(mlp.gate_up, mlp.gate_up.scale_words)
-        products += self._product_cycles(mlp.down, mlp.down.scale_words)
-        return products + mlp.rows_per_core * mlp.spec.hidden
+        moved = mlp.rows_per_core * mlp.spec.hidden
+        return moved + sum(self._product_cycles(stage) for stage in (mlp.gate_up, mlp.down))
 
     def cycles(self, name: str) -> int:
         """Estimated clocks of one linear call; pipeline depths and memory latency are left out."""
         stage = self.linears[name]
-        return self._product_cycles(stage, stage.header_words) + self.mlp.rows_per_core * stage.inputs
+        return self._product_cycles(stage) + self.mlp.rows_per_core * stage.inputs
 
-    def _product_cycles(self, stage: StageShape, header: int) -> int:
-        """Two passes that quantise, then fetch, multiply, finish and send, which overlap tile by tile."""
-        rows, multiply = self.mlp.rows_per_core, stage.tile * stage.channel_words
+    def _product_cycles(self, stage: StageShape) -> int:
+        """Two passes that quantise, then the stage's processes, and sending, which takes no longer than finishing."""
+        rows = self.mlp.rows_per_core
         finish = stage.tile * stage.ports * rows
-        return 2 * rows * stage.inputs + stage.tiles * max(header + multiply, finish) + multiply + 2 * finish
+        return 2 * rows * stage.inputs + stage.cycles(rows, finish) + finish
 
     def fit(self, linear: LinearSpec) -> LinearStage:
         """A product for any linear on this very engine: its tiles are as long as the buffers allow.
@@ -121,17 +131,19 @@ class EngineDesign:
         Raises:
             CompileError: the buffers are too small for it.
         """
-        ports, words = self.mlp.ports, ceil(linear.inputs / WORD_BYTES)
-        step = FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, ports)
-        largest = min(self.max_tile, self.max_tile_words // words) // step * step
+        stage = _bare(linear, self.mlp.ports, self.mlp.spec.weight_bits)
+        step = _step(stage.ports)
+        rows = [self.max_tile, self.max_tile_words // stage.channel_words, self.max_tile_sums // stage.sums]
+        largest = min(rows) // step * step
+        while largest and replace(stage, tile=largest, bias=True).head_words > self.max_head_words:
+            largest -= step
         if linear.inputs > self.max_inputs or not largest:
             raise CompileError(
                 f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {self.max_inputs}, "
                 f"and tiles of {self.max_tile_words} words per port",
                 mend="choose the design again with this linear",
             )
-        shape = _cut(linear.inputs, linear.channels, ports, largest, step)
-        return LinearStage(**asdict(shape), biased=linear.biased)
+        return _cut(stage, largest)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report."""
@@ -140,7 +152,13 @@ class EngineDesign:
             "linears": {name: asdict(stage) for name, stage in self.linears.items()},
             "linear_stream_bytes": {name: stage.stream_bytes for name, stage in self.linears.items()},
             "linear_cycles_estimate": {name: self.cycles(name) for name in self.linears},
-            "buffers": {"inputs": self.max_inputs, "tile": self.max_tile, "tile_words": self.max_tile_words},
+            "buffers": {
+                "inputs": self.max_inputs,
+                "tile": self.max_tile,
+                "tile_words": self.max_tile_words,
+                "tile_sums": self.max_tile_sums,
+                "head_words": self.max_head_words,
+            },
         }
 
     def _stages(self) -> list[StageShape]:
@@ -148,7 +166,7 @@ class EngineDesign:
 
 
 def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
-    """The design with the most weight ports, then the longest tiles, that fits the budget.
+    """The design with the most weight ports that fits the budget, with the tiles that take the fewest clocks.
 
     Buffers are those of the largest product; the lanes serve all of them.
 
@@ -162,22 +180,20 @@ def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
             f"the engine needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
         )
-    tried: EngineDesign | None = None
+    tried: list[EngineDesign] = []
     for ports in PORT_CHOICES:
         if ports + ROW_PORTS > budget.axi_ports:
             continue
-        for words in TILE_WORD_CHOICES:
-            tried = _design(spec, budget, ports, words)
-            if not _excess(tried):
-                return tried
-    assert tried is not None
-    mlp = spec.mlp
+        tried = [_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES]
+        if fitting := [d for d in tried if not _excess(d)]:
+            return min(fitting, key=_forward_cycles)
+    mlp, least = spec.mlp, tried[-1]
     widest = max(spec.linears, key=lambda linear: linear.inputs, default=None)
     also = f" and linears of up to {widest.inputs} inputs ({widest.name})" if widest else ""
     raise CompileError(
         f"an engine for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
-        f"does not fit {budget.part}: {', '.join(_excess(tried))} (estimates, least design: 1 port, "
-        f"{tried.mlp.lanes} lanes)",
+        f"does not fit {budget.part}: {', '.join(_excess(least))} (estimates, least design: 1 port, "
+        f"{least.mlp.lanes} lanes)",
         mend="use a larger board, a smaller batch or offload='mlp'",
     )
 
@@ -187,65 +203,95 @@ def _excess(design: EngineDesign) -> list[str]:
     return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
 
 
+def _forward_cycles(design: EngineDesign) -> int:
+    """Clocks of a forward in which every MLP computes."""
+    return design.mlp.spec.layers * design.mlp_cycles + sum(design.cycles(name) for name in design.linears)
+
+
 def _design(spec: EngineSpec, budget: BoardBudget, ports: int, words: int) -> EngineDesign:
     mlp = spec.mlp
-    gate_up = _stage(mlp.hidden, 2 * mlp.intermediate, ports, words)
-    down = _stage(mlp.intermediate, mlp.hidden, ports, words)
-    linears = {linear.name: _linear_stage(linear, ports, words) for linear in spec.linears}
+    parts, bits = 2 if mlp.gated else 1, mlp.weight_bits
+    first = LinearSpec("gate/up", mlp.hidden, parts * mlp.intermediate, mlp.up_bias)
+    second = LinearSpec("down", mlp.intermediate, mlp.hidden, mlp.down_bias)
+    gate_up, down, *others = (_stage(linear, ports, bits, words) for linear in (first, second, *spec.linears))
+    linears = {linear.name: stage for linear, stage in zip(spec.linears, others, strict=True)}
     bare = EngineDesign(MlpDesign(mlp, budget, ports, gate_up, down, Usage(0, 0, 0, 0)), linears)
     return EngineDesign(replace(bare.mlp, usage=_usage(bare)), linears)
 
 
-def _linear_stage(linear: LinearSpec, ports: int, words: int) -> LinearStage:
-    shape = _stage(linear.inputs, linear.channels, ports, words)
-    return LinearStage(**asdict(shape), biased=linear.biased)
+def _bare(linear: LinearSpec, ports: int, bits: int) -> LinearStage:
+    return LinearStage(linear.inputs, linear.channels, ports, 1, 1, bits, linear.biased)
 
 
-def _stage(inputs: int, channels: int, ports: int, words: int) -> StageShape:
-    """Tiles of about `words` words, all of one size; the channels of a tile are whole float32 words (and pairs)."""
-    step = FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, ports)
-    largest = max(step, words // ceil(inputs / WORD_BYTES) // step * step)
-    return _cut(inputs, channels, ports, largest, step)
+def _step(ports: int) -> int:
+    """Rows of a tile per port come in steps: the channels of a tile are whole float32 words (and pairs)."""
+    return FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, ports)
 
 
-def _cut(inputs: int, channels: int, ports: int, largest: int, step: int) -> StageShape:
-    """The fewest equal tiles of at most `largest` rows per port, which is a multiple of `step`."""
-    per_port = ceil(channels / ports)
+def _stage(linear: LinearSpec, ports: int, bits: int, words: int) -> LinearStage:
+    """Tiles of about `words` words, all of one size."""
+    stage, step = _bare(linear, ports, bits), _step(ports)
+    return _cut(stage, max(step, words // stage.channel_words // step * step))
+
+
+def _cut(stage: LinearStage, largest: int) -> LinearStage:
+    """The fewest equal tiles of at most `largest` rows per port, a multiple of the step."""
+    per_port, step = ceil(stage.channels / stage.ports), _step(stage.ports)
     tile = ceil(ceil(per_port / ceil(per_port / largest)) / step) * step
-    return StageShape(inputs, channels, ports, tile, ceil(per_port / tile))
+    return replace(stage, tile=tile, tiles=ceil(per_port / tile))
 
 
 def _usage(design: EngineDesign) -> Usage:
+    """As for the MLP kernel, with one product instead of two in hardware."""
     spec, ports, rows = design.mlp.spec, design.mlp.ports, design.mlp.rows_per_core
     memories = _memories(design, ports, rows)
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
     core_lut_ram = sum(count * lut_ram(bits, depth) for count, bits, depth in memories)
     lanes, axi = design.mlp.lanes, ports + ROW_PORTS
-    fifo_bram = ports * bram_blocks(WORD_BITS, 512)
+    multiplies, adds = _float_operators(spec, ports, rows)
+    operators = multiplies + adds
+    core_dsp = multiplies * resources.FLOAT_MULTIPLY_DSP + adds * resources.FLOAT_ADD_DSP + CONTROL_DSP
+    core_dsp += 0 if spec.activation == "relu" else 2  # the table's blend: two products in integers
+    core_lut = resources.CORE_LUT + CONTROL_LUT + core_lut_ram + operators * resources.FLOAT_LUT
+    core_ff = resources.CORE_FF + CONTROL_FF + operators * resources.FLOAT_FF
+    word_lanes = design.mlp.gate_up.lanes
     return Usage(
         lut=lanes * resources.LANE_LUT
-        + spec.cores * (resources.CORE_LUT + CONTROL_LUT + core_lut_ram)
+        + spec.cores * core_lut
         + axi * resources.PORT_LUT
         + resources.BASE_LUT
         + CONTROL_LUT,
-        ff=lanes * resources.LANE_FF
-        + spec.cores * (resources.CORE_FF + CONTROL_FF)
-        + axi * resources.PORT_FF
-        + resources.BASE_FF
-        + CONTROL_FF,
-        dsp=lanes + spec.cores * (resources.CORE_DSP + CONTROL_DSP) + CONTROL_DSP,
-        bram36=spec.cores * core_bram + axi * resources.PORT_BRAM + fifo_bram + resources.BASE_BRAM,
+        ff=lanes * resources.LANE_FF + spec.cores * core_ff + axi * resources.PORT_FF + resources.BASE_FF + CONTROL_FF,
+        dsp=spec.cores * (word_lanes * multipliers(rows, ports) + core_dsp) + CONTROL_DSP,
+        bram36=spec.cores * core_bram
+        + axi * resources.PORT_BRAM
+        + ports * bram_blocks(WORD_BITS, 512)
+        + resources.BASE_BRAM,
     )
 
 
+def _float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
+    """(multipliers, adders) of float32 in one core, counted in the sources."""
+    table = spec.activation != "relu"
+    activate = (3 if table else 0) + (1 if spec.gated else 0)
+    groups = ports * row_lanes(rows)
+    scale = (2, 0) if spec.weight_bits == 8 else (groups + 1, groups)
+    # x * inverse and the row's scale; their rounding; a bias.
+    return 2 + activate + scale[0], 1 + int(table) + 1 + scale[1]
+
+
 def _memories(design: EngineDesign, ports: int, rows: int) -> list[tuple[int, int, int]]:
-    """(copies, bits, depth) of one core's buffers: tiles, sums and results twice, headers three times, a row once."""
+    """(copies, bits, depth) of one core's buffers: tiles, sums, values and results twice, heads three times, rows and
+    group totals once."""
+    spec = design.mlp.spec
     return [
         (2 * ports, WORD_BITS, design.max_tile_words),
-        (3 * ports, WORD_BITS, 2 * ceil(design.max_tile / FLOATS_PER_WORD)),
+        (3 * ports, WORD_BITS, design.max_head_words),
+        (2 * ports * rows, 32, design.max_tile_sums),
         (2 * ports * rows, 32, design.max_tile),
         (2, WORD_BITS, rows * ceil(design.max_tile * ports / FLOATS_PER_WORD)),
-        (rows, WORD_BITS, ceil(design.max_inputs / WORD_BYTES)),
+        (rows, 8 * design.mlp.gate_up.lanes, design.max_channel_words),
         (1, 32, rows * design.max_inputs),
-        SIGMOID_ROM,
+        *([] if spec.weight_bits == 8 else [(ports * rows, 32, design.max_tile)]),
+        *([] if spec.activation == "relu" else [FACTOR_ROM]),
     ]

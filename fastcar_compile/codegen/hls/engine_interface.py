@@ -16,8 +16,11 @@ def engine_interface(design: EngineDesign) -> KernelInterface:
     """
     mlp = design.mlp
     rows = mlp.spec.batch * design.max_row_words
-    depth = design.max_port_words
-    weights = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", depth) for p in range(mlp.ports)]
+    depth = design.max_section_words
+    weights = [
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", depth, streamed=True)
+        for p in range(mlp.ports)
+    ]
     sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
         "fastcar_engine",

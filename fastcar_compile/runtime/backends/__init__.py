@@ -103,7 +103,7 @@ def programs_for(host: Mapping[str, Any], machine: str) -> dict[str, Any]:
 def _accelerator(artifact: Artifact) -> dict[str, Any]:
     accelerator = artifact.manifest.sections["accelerator"]
     if accelerator is None:
-        mend = "compile for a target with an accelerator and quant='w8a8'"
+        mend = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
         raise BackendError("this artifact has no accelerator kernels", mend=mend)
     return accelerator
 
