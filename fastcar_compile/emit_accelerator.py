@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.codegen.drs.table import DrsTable
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
@@ -18,6 +18,7 @@ from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, LayerSite
 from fastcar_compile.ops.quant import unpack_int4
@@ -58,7 +59,12 @@ def emit_accelerator(
         down_bias=any(s.biases[-1] is not None for s in program.sites),
     )
     table = control_table(program, config, spec.cores)
-    section: dict[str, Any] = {"offload": config.offload, "weights": WEIGHTS, "table": TABLE}
+    section: dict[str, Any] = {
+        "offload": config.offload,
+        "weights": WEIGHTS,
+        "table": TABLE,
+        "controller": controller_json(table),
+    }
     if config.offload == "linears":
         engine, streams, offloaded = _engine(program, spec, _budget(board))
         emit_hls(engine, writer.root / "hls", table)
@@ -91,32 +97,6 @@ def _engine(
     design = choose_engine(EngineSpec(spec, linears), budget)
     streams = {c.name: pack_linear(_weights(program, c.weights, c.biases), design.linears[c.name]) for c in calls}
     return design, streams, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
-
-
-def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
-
-    Raises:
-        CompileError: the layers have different attention shapes.
-        UserError: a size is out of the table's range.
-    """
-    sites, replay = program.sites, config.replay
-    shapes: dict[AttentionShape, int] = {}
-    for site in sites:
-        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
-    if len(shapes) > 1:
-        raise CompileError(
-            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
-            mend="compile for a CPU target; the TAS unit has one shape for all layers",
-        )
-    return build_table(
-        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
-        [float("inf") if s.threshold is None else s.threshold for s in sites],
-        attention=next(iter(shapes)),
-        scales=[s.scale if s.replay else None for s in sites],
-        max_chain=replay.max_chain if replay else None,
-        couple_cfg=replay.couple_cfg if replay else False,
-    )
 
 
 def _check_equal(sites: Sequence[LayerSite]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from lowering.programs import FRAME, LAYERS, Case, program, tokens
 
 from drs.tables import Controller, table_for
 from fastcar_compile.codegen.drs.reader import read_table
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, Opcode
+from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, Opcode, build_table
+from fastcar_compile.codegen.hls.drs_cost import controller_cycles
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.emit_accelerator import control_table
+from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import BackendError, CompileError, UserError
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ops.attention import score_factor
@@ -43,6 +45,15 @@ def table_of(case: Case) -> DrsTable:
     return control_table(program(case), options_of(case), 2)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These graphs are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def eager(source: DecoderProgram) -> EagerBackend:
     return EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
 
@@ -62,6 +73,20 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert table.factors == tuple(0.0 if t is None else factor for t in case.thresholds)
     assert table.prefetch == (0,) * LAYERS
     assert read_table(table.to_bytes()) == table
+    summary = controller_json(table)
+    assert summary["gated_layers"] == [i for i, t in enumerate(case.thresholds) if t is not None]
+    assert summary["limits"] == {"cores": 2, "key_words": 8}
+    assert (summary["couple_cfg"], summary["max_chain"]) == (case.couple_cfg, case.max_chain)
+    assert summary["usage_estimate"]["dsp"] == 4 * 2 + 3
+
+
+def test_clocks_of_a_call() -> None:
+    """The figures of docs/accelerator.md: the example, and LLaMA-2-7B with one row."""
+    example = build_table(4, 2, 2, 256, [0.0] * 4, attention=AttentionShape(4, 4, 32), scales=[1.0] * 4)
+    words = 20 + 4 * (3 + 8)
+    assert controller_cycles(example) == 20 + words - 3 + 8 + 6 + 2 * 64 + 32 + 8 < 400
+    llama = build_table(32, 1, 1, 256, [0.0] * 32, attention=AttentionShape(32, 32, 128), scales=[1.0] * 32)
+    assert 2350 < controller_cycles(llama) < 2450
 
 
 @pytest.mark.parametrize("case", CASES)
