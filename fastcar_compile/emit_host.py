@@ -45,7 +45,7 @@ def emit_host(
         library = f"host/{triple}/{name}.so"
         module.export(writer.file(library))
         section[name] = {"library": library, **module.arguments()}
-    for_board = _emit_board(writer, lowered, board, triple) if board.kind == "fpga" else None
+    for_board = emit_board(writer, lowered, board, triple) if board.kind == "fpga" else None
     return {"triple": triple, "programs": section, "board": for_board}
 
 
@@ -54,8 +54,15 @@ def cross_compiler(triple: str, machine: str) -> str:
     return "g++" if triple == machine else f"{triple}-g++"
 
 
-def _emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str) -> dict[str, Any]:
-    """The programs for the CPU of the board: shared libraries, or object files where the linker is missing."""
+def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str) -> dict[str, Any]:
+    """The programs for the board's CPU: shared libraries, or object files and a warning where the linker is missing.
+
+    Args:
+        lowered: program name -> LoweredModule. machine: triple of the build machine.
+
+    Returns:
+        The manifest's `host.board`: triple, cpu, compiler, linked, and per program its library and argument names.
+    """
     from fastcar_compile.lowering.target import host_target
 
     triple, cpu = board.host_triple, board.host.cpu

@@ -85,7 +85,7 @@ public:
             return;
         }
         write_rows("cached", cached, spec_.hidden);
-        set_operation(0, LinearSpec());
+        set_operation(OP_MLP, LinearSpec());
         run("layer_" + std::to_string(layer), computed, x, spec_.hidden, y, spec_.hidden);
     }
 
@@ -96,7 +96,7 @@ public:
             throw Error("the accelerator has no linear `" + name + "`", "", "use the files of one artifact together");
         }
         const LinearSpec& call = found->second;
-        set_operation(call.biased ? 2 : 1, call);
+        set_operation(call.biased ? OP_LINEAR_BIAS : OP_LINEAR, call);
         compute_.fill("cached");
         run(name, 0xFFFFFFFFu, x, call.inputs, y, call.channels);
     }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tvm
@@ -17,9 +21,11 @@ from conftest import check_module, check_tool, missing
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.codegen.hls.csim import ap_types_folder
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
 
 FRAME, LENGTH, CHUNK = 8, 65, 16
+XRT_HEADERS = Path("/usr/include/xrt")
 PACKAGES = ("apache-tvm", "apache-tvm-ffi")
 LIBRARIES = ("libtvm_runtime.so", "libtvm_ffi.so")
 FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).parent}
@@ -28,18 +34,63 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """A small Llama, batch 2, w8a8; layer 0 replays above the median score or so, layer 1 never."""
+    """A small Llama, batch 2, w8a8, MLPs on the accelerator; layer 0 replays in part, layer 1 never."""
+    return compiled(tmp_path_factory, threshold=(0.0, None))
+
+
+@pytest.fixture(scope="session")
+def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer of it, with the projections and the head on the accelerator too."""
+    return compiled(tmp_path_factory, threshold=(0.0,), offload="linears", num_hidden_layers=1)
+
+
+def compiled(
+    folders: pytest.TempPathFactory, threshold: tuple[float | None, ...], offload: str = "mlp", **changes: int
+) -> fc.Artifact:
+    """For zcu102, with the library for its CPU linked."""
     check_tool("aarch64-linux-gnu-g++")
     return fc.compile(
-        llama(initializer_range=0.2),  # type: ignore[arg-type]
+        llama(initializer_range=0.2, **changes),  # type: ignore[arg-type]
         target="zcu102",
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=2,
-        replay=fc.ReplayConfig(threshold=(0.0, None)),
+        replay=fc.ReplayConfig(threshold=threshold),
         prefill_chunk=CHUNK,
-        output=tmp_path_factory.mktemp("board") / "artifact",
+        offload=offload,
+        output=folders.mktemp("board") / "artifact",
     )
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artifact], Path]:
+    """`fake_library(artifact)`: fake_xrt.cpp as libxrt_coreutil.so.2, with the artifact's kernels in C simulation."""
+    check_module("hls4ml")
+    if not (XRT_HEADERS / "xrt" / "xrt_kernel.h").is_file():
+        missing("package missing: libxrt-dev")
+    compiler = check_tool("g++")
+
+    @cache
+    def build(sources: Path, kernels: str) -> Path:
+        folder = tmp_path_factory.mktemp("fake_xrt")
+        (folder / "fake_names.hpp").write_text(argument_names(json.loads(kernels)))
+        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+        include = [f"-I{folder}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(XRT_HEADERS)]
+        library = folder / "libxrt_coreutil.so.2"
+        source = Path(__file__).parent / "fake_xrt.cpp"
+        command = [compiler, *options, *include, str(source), "-o", str(library), "-luuid"]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert built.returncode == 0, built.stderr
+        return library
+
+    return lambda a: build(a.path / "hls", json.dumps(a.manifest.sections["accelerator"]["kernels"]))
+
+
+def argument_names(kernels: list[dict[str, Any]]) -> str:
+    """The header fake_names.hpp."""
+    names = (f'{{"{k["name"]}", {{{", ".join(json.dumps(a["name"]) for a in k["arguments"])}}}}}' for k in kernels)
+    table = f"const std::map<std::string, std::vector<std::string>> ARGUMENT_NAMES = {{{', '.join(names)}}};"
+    return f"#include <map>\n#include <string>\n#include <vector>\n{table}\n"
 
 
 @dataclass(frozen=True)
@@ -50,13 +101,11 @@ class Machine:
     libraries: dict[str, Path]
     emulator: tuple[str, ...]
 
-    def build(
-        self, artifact: fc.Artifact, folder: Path, target: str, **options: str
-    ) -> subprocess.CompletedProcess[str]:
+    def build(self, artifact: Path, folder: Path, target: str, **options: str) -> subprocess.CompletedProcess[str]:
         """`make target` of the host program into `folder`."""
         values = {"CXX": self.compiler, "CXXFLAGS": "-O1", "BUILD": str(folder)}
         values |= {k: str(v) for k, v in (FOLDERS | self.libraries).items()} | options
-        command = ["make", "-C", str(artifact.path / "host" / "src"), target, *(f"{k}={v}" for k, v in values.items())]
+        command = ["make", "-C", str(artifact / "host" / "src"), target, *(f"{k}={v}" for k, v in values.items())]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:

@@ -5,31 +5,31 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.codegen.board.kernels import Argument, Kernel
-from fastcar_compile.codegen.hls.csim import CsimLibrary, build_library
 from fastcar_compile.codegen.hls.interface import KernelPort
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends import programs_for
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
-from fastcar_compile.runtime.backends.hls_csim import cache_folder
 
 Faulty = Callable[..., FakeXrt]
 
 
 @pytest.fixture
-def pyxrt(artifact: fc.Artifact, csim_library: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """`pyxrt(fault="")` puts a stand-in in place of pyxrt and sets the environment."""
+def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    """`pyxrt(artifact, fault="")` puts a stand-in with the artifact's kernels in place of pyxrt."""
 
-    def install(fault: str = "") -> FakeXrt:
-        library = ctypes.CDLL(str(csim_library))
+    def install(artifact: fc.Artifact, fault: str = "") -> FakeXrt:
+        library = ctypes.CDLL(str(fake_library(artifact)))
         kernels = {}
         for data in artifact.manifest.sections["accelerator"]["kernels"]:
             kinds = ["scalar" if a["kind"] == "scalar" else "memory" for a in data["arguments"]]
@@ -43,14 +43,8 @@ def pyxrt(artifact: fc.Artifact, csim_library: Path, monkeypatch: pytest.MonkeyP
     return install
 
 
-@pytest.fixture(scope="module")
-def csim_library(artifact: fc.Artifact) -> Path:
-    """The artifact's kernels built by g++."""
-    return build_library(artifact.path / "hls", cache_folder(), CsimLibrary.SOURCES)
-
-
-def test_logits_equal_those_of_the_c_simulation(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt()
+def assert_same_logits(artifact: fc.Artifact) -> np.ndarray:
+    """The decisions bool [forwards, L, B] of 39 steps that `board` and `cpu` take alike."""
     tokens = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(1))
     board, cpu = (artifact.session(b, record=True) for b in ("board", "cpu"))
     for session in (board, cpu):
@@ -59,14 +53,32 @@ def test_logits_equal_those_of_the_c_simulation(artifact: fc.Artifact, pyxrt: Fa
         assert torch.equal(board.step(tokens[:, i]), cpu.step(tokens[:, i]))
     assert (board.stats.decisions == cpu.stats.decisions).all()
     assert 0.0 < board.stats.replay_ratio < 1.0
-    starts = [c[1] for c in fake.calls if c[0] == "start"]
-    decisions = cpu.stats.decisions  # [forwards, layers, rows]
-    assert starts.count("fastcar_drs") == decisions.shape[0] * decisions.shape[1]
-    assert starts.count("fastcar_mlp") == (~decisions.all(2)).sum()
+    return cpu.stats.decisions
+
+
+def starts(fake: FakeXrt) -> Counter[str]:
+    """How often each kernel was started."""
+    return Counter(call[1] for call in fake.calls if call[0] == "start")
+
+
+def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(artifact)
+    decisions = assert_same_logits(artifact)
+    launched = int((~decisions.all(2)).sum())
+    assert starts(fake) == {"fastcar_drs": decisions.shape[0] * decisions.shape[1], "fastcar_mlp": launched}
+
+
+def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(engine_artifact)
+    decisions = assert_same_logits(engine_artifact)
+    linears = len(engine_artifact.manifest.sections["accelerator"]["linears"])
+    assert linears == 3  # q, k and v; o; the head
+    launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
+    assert starts(fake) == {"fastcar_drs": decisions.shape[0], "fastcar_engine": launched}
 
 
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt()
+    fake = pyxrt(artifact)
     session = artifact.session("board")
     accelerator = artifact.manifest.sections["accelerator"]
     compute, controller = (Kernel.from_json(k) for k in accelerator["kernels"])
@@ -102,13 +114,13 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
     ],
 )
 def test_faults_are_told_when_the_session_opens(artifact: fc.Artifact, pyxrt: Faulty, fault: str, text: str) -> None:
-    pyxrt(fault)
+    pyxrt(artifact, fault)
     with pytest.raises(BackendError, match=text):
         artifact.session("board")
 
 
 def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    pyxrt("hang")
+    pyxrt(artifact, "hang")
     session = artifact.session("board")
     session.prefill(torch.tensor([[1], [2]]))
     with pytest.raises(
@@ -118,7 +130,7 @@ def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> No
 
 
 def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyxrt()
+    pyxrt(artifact)
     monkeypatch.setenv("FASTCAR_DEVICE", "first")
     with pytest.raises(
         BackendError, match=r"'first' is no device index\n  where: \$FASTCAR_DEVICE\n  mend:  give 0, 1"
@@ -164,7 +176,7 @@ def test_arguments_know_their_bytes() -> None:
 
 
 def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    pyxrt()
+    pyxrt(artifact)
     _, controller = (Kernel.from_json(k) for k in artifact.manifest.sections["accelerator"]["kernels"])
     unit = ComputeUnit(Device([controller]), controller)
     with pytest.raises(

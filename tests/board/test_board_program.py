@@ -2,105 +2,92 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_module, check_tool, missing
 
 import fastcar_compile as fc
 from board.conftest import Machine
-from fastcar_compile.codegen.hls.csim import ap_types_folder
+from fastcar_compile.codegen.drs.table import Status
 
-XRT_HEADERS = Path("/usr/include/xrt")
+Fake = Callable[[fc.Artifact], Path]
+
+
+@dataclass(frozen=True)
+class Built:
+    """fastcar_board for this machine, linked with the real libxrt_coreutil, and what it runs on.
+
+    Args:
+        folder: a copy of the artifact whose host program names this machine's libraries. fake: folder of the stand-in.
+    """
+
+    program: Path
+    folder: Path
+    fake: Path
+    artifact: fc.Artifact
+
+    def run(self, *words: object, real: bool = False, fault: str = "") -> subprocess.CompletedProcess[str]:
+        """The program on the copy, with the stand-in for XRT or the real one."""
+        environment = {} if real else {"LD_LIBRARY_PATH": str(self.fake), "FAKE_XRT": fault}
+        command = [str(self.program), str(self.folder), *map(str, words)]
+        environment = {**os.environ, **environment}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+
+    @property
+    def xclbin(self) -> Path:
+        """Any file will do for the stand-in."""
+        return self.folder / "drs" / "table.bin"
 
 
 @pytest.fixture(scope="module")
-def xrt_headers() -> Path:
-    """Skips (or in CI fails) unless Debian's libxrt-dev is there."""
-    if not (XRT_HEADERS / "xrt" / "xrt_kernel.h").is_file():
-        missing("package missing: libxrt-dev")
-    return XRT_HEADERS
+def built(
+    artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path_factory: pytest.TempPathFactory
+) -> Built:
+    """The program of the artifact whose MLPs are offloaded."""
+    return build(artifact, native, fake_library, tmp_path_factory.mktemp("mlp"))
 
 
-@pytest.fixture(scope="module")
-def program(
-    artifact: fc.Artifact, native: Machine, xrt_headers: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """fastcar_board for this machine, linked with the real libxrt_coreutil. It takes the libraries in `here`."""
-    folder = tmp_path_factory.mktemp("board_program")
-    here = artifact_for_this_machine(artifact, folder)
-    built = native.build(here, folder, "board", CXXFLAGS="-O0")
-    assert built.returncode == 0, built.stderr
-    needed = subprocess.run(["readelf", "-d", folder / "fastcar_board"], capture_output=True, text=True, check=True)
-    assert "[libxrt_coreutil.so.2]" in needed.stdout
-    return folder / "fastcar_board"
-
-
-def artifact_for_this_machine(artifact: fc.Artifact, folder: Path) -> fc.Artifact:
-    """A copy whose host program names this machine's libraries instead of the board's."""
+def build(artifact: fc.Artifact, native: Machine, fake_library: Fake, folder: Path) -> Built:
+    fake = fake_library(artifact).parent
     copy = folder / "artifact"
-    if not copy.exists():
-        shutil.copytree(artifact.path, copy)
-        header = copy / "host" / "src" / "fastcar_program.hpp"
-        triple = artifact.manifest.sections["host"]["triple"]
-        header.write_text(header.read_text().replace("host/aarch64-linux-gnu/", f"host/{triple}/"))
-    made = object.__new__(fc.Artifact)
-    made.path = copy
-    return made
+    shutil.copytree(artifact.path, copy)
+    header = copy / "host" / "src" / "fastcar_program.hpp"
+    triple = artifact.manifest.sections["host"]["triple"]
+    header.write_text(header.read_text().replace("host/aarch64-linux-gnu/", f"host/{triple}/"))
+    done = native.build(copy, folder, "board", CXXFLAGS="-O0")
+    assert done.returncode == 0, done.stderr
+    return Built(folder / "fastcar_board", copy, fake, artifact)
 
 
-@pytest.fixture(scope="module")
-def fake(
-    artifact: fc.Artifact, program: Path, xrt_headers: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """Environment in which `program` finds the stand-in instead of libxrt_coreutil."""
-    check_module("hls4ml")
-    folder = tmp_path_factory.mktemp("fake_xrt")
-    kernels = artifact.manifest.sections["accelerator"]["kernels"]
-    names = ", ".join(
-        f'{{"{k["name"]}", {{{", ".join(json.dumps(a["name"]) for a in k["arguments"])}}}}}' for k in kernels
-    )
-    (folder / "fake_names.hpp").write_text(
-        f"#include <map>\n#include <string>\n#include <vector>\n"
-        f"const std::map<std::string, std::vector<std::string>> ARGUMENT_NAMES = {{{names}}};\n"
-    )
-    sources = artifact.path / "hls"
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
-    include = [f"-I{folder}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(xrt_headers)]
-    output = ["-o", str(folder / "libxrt_coreutil.so.2")]
-    command = [check_tool("g++"), *options, *include, str(Path(__file__).parent / "fake_xrt.cpp"), *output]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return {"LD_LIBRARY_PATH": str(folder)}
+def test_it_is_linked_with_the_real_library(built: Built) -> None:
+    dynamic = subprocess.run(["readelf", "-d", built.program], capture_output=True, text=True, check=True).stdout
+    assert "[libxrt_coreutil.so.2]" in dynamic
 
 
-def run(program: Path, environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
-    command = [str(program), *map(str, words)]
-    environment = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def arguments(artifact: fc.Artifact, program: Path) -> list[object]:
-    """Artifact and xclbin: any file will do for the stand-in."""
-    return [program.parent / "artifact", "--xclbin", artifact.path / "drs" / "table.bin"]
-
-
-def test_tokens_equal_those_of_the_session_here(
-    artifact: fc.Artifact, program: Path, fake: dict[str, str], arguments: list[object]
-) -> None:
-    session = artifact.session("cpu")
+def assert_same_tokens(built: Built) -> None:
+    session = built.artifact.session("cpu")
     expected = session.generate(torch.tensor([[16], [3]]), 40)
     assert 0.0 < session.stats.replay_ratio < 1.0
-    done = run(program, fake, *arguments, "--prompt", "16", "--prompt", "3", "--num-tokens", 40)
+    done = built.run("--xclbin", built.xclbin, "--prompt", "16", "--prompt", "3", "--num-tokens", 40)
     assert done.returncode == 0, done.stderr
     assert [list(map(int, line.split())) for line in done.stdout.splitlines()] == expected.tolist()
     assert done.stderr == f"replay ratio {session.stats.replay_ratio:.4f}\n"
+
+
+def test_tokens_equal_those_of_the_session_here(built: Built) -> None:
+    assert_same_tokens(built)
+
+
+def test_tokens_are_equal_with_linears_offloaded(
+    engine_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+) -> None:
+    assert_same_tokens(build(engine_artifact, native, fake_library, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -113,45 +100,41 @@ def test_tokens_equal_those_of_the_session_here(
         ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_drs\n  mend:  see `dmesg`"),
     ],
 )
-def test_faults_of_the_board_are_told(
-    program: Path, fake: dict[str, str], arguments: list[object], fault: str, text: str
-) -> None:
-    done = run(program, fake | {"FAKE_XRT": fault}, *arguments, "--prompt", "1", "--num-tokens", 9)
+def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> None:
+    done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9, fault=fault)
     assert done.returncode == 2
-    assert text.format(xclbin=arguments[-1]) in done.stderr
+    assert text.format(xclbin=built.xclbin) in done.stderr
     assert done.stdout == ""
 
 
-def test_missing_device_is_told(program: Path, fake: dict[str, str], arguments: list[object]) -> None:
-    done = run(program, fake, *arguments, "--prompt", "1", "--device", 7)
+def test_missing_device_is_told(built: Built) -> None:
+    done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--device", 7)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "error: the device cannot be opened: No such device with index '7'\n  where: device 7"
-    )
+    assert "error: the device cannot be opened: No such device with index '7'\n  where: device 7\n" in done.stderr
     assert "mend:  load the XRT driver" in done.stderr
 
 
-def test_a_damaged_table_is_told(program: Path, fake: dict[str, str], arguments: list[object]) -> None:
-    table = Path(str(arguments[0])) / "drs" / "table.bin"
+def test_a_damaged_table_is_told(built: Built) -> None:
+    table = built.folder / "drs" / "table.bin"
     good = table.read_bytes()
     table.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     try:
-        done = run(program, fake, *arguments, "--prompt", "1", "--num-tokens", 9)
+        done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
     finally:
         table.write_bytes(good)
     assert done.returncode == 2
     assert "error: " in done.stderr
-    assert "the DRS controller stopped with status 5" in done.stderr
+    assert f"the DRS controller stopped with status {Status.BAD_CRC.value}" in done.stderr
 
 
-def test_the_real_library_tells_a_missing_xclbin(program: Path, arguments: list[object], tmp_path: Path) -> None:
-    done = run(program, {}, arguments[0], "--xclbin", tmp_path / "nothing.xclbin", "--prompt", "1", "--num-tokens", 9)
+def test_the_real_library_tells_a_missing_xclbin(built: Built, tmp_path: Path) -> None:
+    done = built.run("--xclbin", tmp_path / "nothing.xclbin", "--prompt", "1", real=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: the xclbin cannot be read: Failed to open file '{tmp_path}/nothing.xclbin'")
     assert "mend:  give the file that `make link` wrote" in done.stderr
 
 
-def test_no_xclbin_is_told(program: Path, arguments: list[object]) -> None:
-    done = run(program, {}, arguments[0], "--prompt", "1", "--num-tokens", 9)
+def test_no_xclbin_is_told(built: Built) -> None:
+    done = built.run("--prompt", "1", real=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: no --xclbin is given\n  mend:  fastcar_board ARTIFACT --xclbin FILE")

@@ -19,7 +19,7 @@ EM_AARCH64 = 183
 def program(artifact: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """fastcar_decode for aarch64."""
     folder = tmp_path_factory.mktemp("decode")
-    built = aarch64.build(artifact, folder, "decode")
+    built = aarch64.build(artifact.path, folder, "decode")
     assert built.returncode == 0, built.stderr
     return folder / "fastcar_decode"
 
@@ -94,7 +94,7 @@ def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, progra
 
 
 def test_make_asks_for_tvm(artifact: fc.Artifact, tmp_path: Path, native: Machine) -> None:
-    done = native.build(artifact, tmp_path / "build", "decode", FFI=str(tmp_path))
+    done = native.build(artifact.path, tmp_path / "build", "decode", FFI=str(tmp_path))
     assert done.returncode == 2
     assert "set TVM and FFI to the folders of the Python packages tvm and tvm_ffi" in done.stderr
     assert not (tmp_path / "build").exists()

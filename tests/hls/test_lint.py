@@ -16,7 +16,6 @@ NOT_SYNTHESISED = {
     "testbench.cpp",
     "drs_testbench.cpp",
     "fastcar_csim.hpp",
-    "fastcar_host.hpp",
     "fastcar_reference.hpp",
 }
 TOPS = ("fastcar_mlp.cpp", "fastcar_drs.cpp")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import DecoderProgram, StateRole
@@ -19,8 +20,6 @@ SOURCES = "host/src"
 WEIGHTS = "weights/model.safetensors"
 
 ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
-
-LINEAR_FUNCTION = "fastcar.offloaded_linear"
 
 _ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 _DTYPES = {
@@ -83,7 +82,8 @@ def _kernels(program: DecoderProgram, accelerator: Mapping[str, Any]) -> str:
         linears=accelerator["design"].get("linears", {}),
         mlp_function=converters.OFFLOAD_FUNCTION,
         gate_function=converters.GATE_FUNCTION,
-        linear_function=LINEAR_FUNCTION,
+        linear_function=converters.OFFLOAD_LINEAR_FUNCTION,
+        operations={"OP_MLP": OP_MLP, "OP_LINEAR": OP_LINEAR, "OP_LINEAR_BIAS": OP_LINEAR_BIAS},
     )
 
 

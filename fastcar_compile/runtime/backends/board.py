@@ -12,6 +12,8 @@ from fastcar_compile.codegen.board.kernels import Kernel
 from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.drs.table import NO_LAYER
 from fastcar_compile.codegen.hls.csim_drs import read_result
+from fastcar_compile.codegen.hls.engine_design import LinearStage
+from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
 from fastcar_compile.codegen.hls.interface import RESULT_WORDS
 from fastcar_compile.errors import UserError
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
@@ -95,14 +97,14 @@ class BoardLibrary:
             return cached.copy()
         self._write_rows("cached", cached)
         if self._unit.has("op"):
-            self._set({"op": 0, "inputs": 0, "channels": 0, "tile": 0, "tiles": 0})
+            self._set({"op": OP_MLP, "inputs": 0, "channels": 0, "tile": 0, "tiles": 0})
         return self._run(x, index_register, weights, self.hidden)
 
-    def linear(self, x: Array, stage: Any, weights: Sequence[Any]) -> Array:
+    def linear(self, x: Array, stage: LinearStage, weights: Sequence[Any]) -> Array:
         """As EngineLibrary.linear for every row, with the buffers of `load`."""
         self._unit.fill("cached")
-        self._set({"op": 2 if stage.biased else 1} | {n: getattr(stage, n) for n in ("inputs", "channels")})
-        self._set({n: getattr(stage, n) for n in ("tile", "tiles")})
+        self._set({"op": OP_LINEAR_BIAS if stage.biased else OP_LINEAR})
+        self._set({name: getattr(stage, name) for name in ("inputs", "channels", "tile", "tiles")})
         return self._run(x, 0xFFFFFFFF, weights, stage.channels)
 
     def _set(self, scalars: Mapping[str, int]) -> None:
