@@ -13,7 +13,7 @@ from fastcar_compile.codegen.drs.table import AttentionShape, Status
 from fastcar_compile.codegen.hls.csim import ap_types_folder, compiler
 from fastcar_compile.codegen.hls.emit_drs import emit_drs
 
-ROUNDS = 8_000
+ROUNDS = 20_000
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
