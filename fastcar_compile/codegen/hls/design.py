@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -177,6 +178,18 @@ class MlpDesign:
             "cycles_estimate": self.cycles,
         }
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MlpDesign:
+        """The inverse of `to_json`."""
+        return cls(
+            spec=MlpSpec(**data["spec"]),
+            budget=BoardBudget(**data["budget"]),
+            ports=data["ports"],
+            gate_up=StageShape(**data["gate_up"]),
+            down=StageShape(**data["down"]),
+            usage=Usage(**data["usage_estimate"]),
+        )
+
 
 def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
     """The design with the most weight ports that fits the budget, with the tiles that take the fewest clocks.
@@ -191,22 +204,27 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
         )
-    tried: list[MlpDesign] = []
-    for ports in PORT_CHOICES:
-        if ports + ROW_PORTS > budget.axi_ports:
-            continue
-        tried = [_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES]
-        if fitting := [d for d in tried if not _excess(d)]:
-            return min(fitting, key=lambda d: d.cycles)
+    tried = list(designs(spec, budget))
+    fitting = [d for d in tried if not excess(d)]
+    if fitting:
+        return min((d for d in fitting if d.ports == fitting[0].ports), key=lambda d: d.cycles)
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
-        f"{budget.part}: {', '.join(_excess(least))} (estimates, least design: 1 port, {least.lanes} lanes)",
+        f"{budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, {least.lanes} lanes)",
         mend="use a larger board, a smaller batch or fewer cores",
     )
 
 
-def _excess(design: MlpDesign) -> list[str]:
+def designs(spec: MlpSpec, budget: BoardBudget) -> Iterator[MlpDesign]:
+    """Every design that the board has ports for, most ports and longest tiles first, whether or not it fits."""
+    for ports in PORT_CHOICES:
+        if ports + ROW_PORTS <= budget.axi_ports:
+            yield from (_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES)
+
+
+def excess(design: MlpDesign) -> list[str]:
+    """One text per resource that the design needs more of than the budget has."""
     budget = design.budget
     return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
 
