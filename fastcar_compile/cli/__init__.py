@@ -6,6 +6,7 @@ import typer
 
 from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.compile import compile_command
+from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
@@ -23,6 +24,7 @@ app.command("calibrate")(calibrate_command)
 app.command("inspect")(inspect_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)
+app.command("estimate")(estimate_command)
 app.command("targets")(targets_command)
 
 

@@ -33,7 +33,7 @@ def compile_command(
     max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
     quant: Annotated[
-        str | None, typer.Option(help="none or w8a8; default: w8a8 where the target has an accelerator.")
+        str | None, typer.Option(help="none, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
     gate: Annotated[str, typer.Option(help="What decides: tas, input_delta, bound; always, never, random.")] = "tas",
     threshold: Annotated[
@@ -43,6 +43,9 @@ def compile_command(
         str | None, typer.Option(help="Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.")
     ] = None,
     refresh_every: Annotated[int | None, typer.Option(help="Every n-th frame computes everything.")] = None,
+    offload: Annotated[
+        str, typer.Option(help="What the accelerator computes: mlp, or linears (also projections and head).")
+    ] = "mlp",
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
     couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
@@ -69,6 +72,7 @@ def compile_command(
             batch_size=batch_size,
             quant=quant,
             replay=replay,
+            offload=offload,
             output=str(output),
             progress=show,
         )

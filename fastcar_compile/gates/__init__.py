@@ -33,4 +33,11 @@ def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) ->
     return kind(heads=heads)
 
 
-__all__ = ["GATES", "Comparison", "Gate", "GateValues", "gate_named"]
+def decided_on_accelerator(
+    gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
+) -> bool:
+    """Whether the accelerator's TAS unit has this rule; every other gate is decided on the host, and it gets the rows."""
+    return gate == TasGate.name and heads is None and not refresh_every
+
+
+__all__ = ["GATES", "Comparison", "Gate", "GateValues", "decided_on_accelerator", "gate_named"]

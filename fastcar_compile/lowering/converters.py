@@ -9,23 +9,31 @@ from typing import Any
 import numpy as np
 from torch import fx
 from tvm import relax
+from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
 from fastcar_compile.lowering.kernels import gate_scores
+from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.linear import linear
+from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.ops.quant import sigmoid_table
+from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
 OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
 """Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]) that the runtime registers."""
+
+OFFLOAD_LINEAR_FUNCTION = "fastcar.offloaded_linear"
+"""Packed function (x [B, K], name, out [B, N]) that the runtime registers."""
+GATE_FUNCTION = "fastcar.offloaded_gate"
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
+replay [B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -70,13 +78,15 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
 
-def _linear_w8a8(node: fx.Node, importer: Any) -> relax.Var:
+def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    n, k = _shape(node.args[1])  # type: ignore[arg-type]
-    m = math.prod(_shape(node.args[0])) // k  # type: ignore[arg-type]
+    n = _shape(node.args[1])[0]  # type: ignore[arg-type]
+    *rows, k = _shape(node.args[0])  # type: ignore[arg-type]
+    m = math.prod(rows)
     quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
     q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
-    y = e.kernel(linear_w8a8(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
+    product = linear_w8a8 if _dtype(node.args[1]) == "int8" else linear_w4a8  # type: ignore[arg-type]
+    y = e.kernel(product(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
 
 
@@ -87,12 +97,11 @@ def _biased(e: _Emitter, y: relax.Var, bias: relax.Expr | None) -> relax.Var:
     return e.reshape(y, _shape(e.node))
 
 
-def _sigmoid_lut(node: fx.Node, importer: Any) -> relax.Var:
+def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    table = sigmoid_table().numpy()
-    size = math.prod(_shape(node))
-    flat = e.reshape(e.args[0], (size,))
-    y = e.kernel(sigmoid_lut(size, len(table)), [flat, relax.const(table, "int32")], (size,), "float32")
+    activation, size = str(node.args[1]), math.prod(_shape(node))
+    table = relax.const(factor_table(activation).numpy(), "int32")
+    y = e.kernel(activation_factor(size, activation), [e.reshape(e.args[0], (size,)), table], (size,), "float32")
     return e.reshape(y, _shape(node))
 
 
@@ -180,6 +189,20 @@ def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(call)
 
 
+def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    arguments = [e.args[0], StringImm(str(node.args[1]))]
+    call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
+    return e.builder.emit(call)
+
+
+def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    numbers = [IntImm("int64", int(value)) for value in node.args[5:7]]  # type: ignore[arg-type]
+    results = [relax.TensorType(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in node.meta["val"]]
+    return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], *numbers], results))
+
+
 def _all(node: fx.Node, importer: Any) -> relax.Var:
     """`all` of a bool vector: min over int8, since the importer has no converter for it."""
     e = _Emitter(node, importer)
@@ -205,8 +228,9 @@ CONVERTERS: dict[str, Converter] = {
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
-    "linear_w8a8.default": _linear_w8a8,
-    "sigmoid_lut.default": _sigmoid_lut,
+    "linear_w8a8.default": _quantized_linear,
+    "linear_w4a8.default": _quantized_linear,
+    "activation_factor.default": _activation_factor,
     "attention.default": _attention,
     "tas.default": _tas,
     "cache_write.default": _cache_write,
@@ -219,4 +243,6 @@ CONVERTERS: dict[str, Converter] = {
     "slot_read.default": _slot_read,
     "slot_write.default": _slot_write,
     "offloaded_mlp.default": _offloaded_mlp,
+    "offloaded_linear.default": _offloaded_linear,
+    "offloaded_gate.default": _offloaded_gate,
 }

@@ -6,14 +6,34 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
+from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unify_linears import UnifyLinears
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p
+    for p in (
+        NormalizeState,
+        Canonicalize,
+        UnifyLinears,
+        FuseActivations,
+        SplitGateUp,
+        FindSites,
+        QuantizeW8A8,
+        QuantizeW4A8,
+        InsertReplay,
+        OffloadGate,
+        OffloadMlp,
+        OffloadLinears,
+    )
 }
+QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -21,6 +41,9 @@ def analysis_pipeline() -> list[Pass]:
     return [
         NormalizeState(),
         Canonicalize(),
+        UnifyLinears(),
+        FuseActivations(),
+        SplitGateUp(),
         FindSites(),
     ]
 
@@ -28,8 +51,8 @@ def analysis_pipeline() -> list[Pass]:
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
-    if config.quant == "w8a8":
-        passes.append(QuantizeW8A8())
+    if config.quant in QUANTIZE:
+        passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
         passes.append(_replay(config.replay, num_layers))
     return passes
@@ -46,8 +69,9 @@ def _replay(replay: ReplayConfig, num_layers: int) -> InsertReplay:
     )
 
 
-def offload_pipeline() -> list[Pass]:
-    """The rewritten graph -> the host graph of an accelerator."""
-    return [
-        OffloadMlp(),
-    ]
+def offload_pipeline(offload: str = "mlp") -> list[Pass]:
+    """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
+    passes: list[Pass] = [OffloadGate(), OffloadMlp()]
+    if offload == "linears":
+        passes.append(OffloadLinears())
+    return passes

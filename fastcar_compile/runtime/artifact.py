@@ -98,7 +98,8 @@ class Artifact:
         if node is not None:
             return explain_node(self.graph, node)
         pipeline = self.manifest.sections["pipeline"]
-        return explain_program(self.config, self.sites, self.program.state, pipeline, layer)
+        accelerator = self.manifest.sections["accelerator"]
+        return explain_program(self.config, self.sites, self.program.state, pipeline, layer, accelerator)
 
     @property
     def thresholds(self) -> Thresholds | None:
@@ -128,7 +129,7 @@ class Artifact:
         """Open a session.
 
         Args:
-            backend: cpu (TVM) | onnxruntime | hls-csim | eager.
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/board.md).
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.

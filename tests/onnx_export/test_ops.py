@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastcar_compile.codegen.onnx.export import OPSET, quiet_exporter
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
 from fastcar_compile.ops import quant
+from fastcar_compile.ops.activations import FACTORS
 
 fastcar = torch.ops.fastcar
 
@@ -72,7 +73,15 @@ def test_attention_sees_the_filled_part_only(path: Path, position: int) -> None:
 def test_tas(path: Path, position: int, heads: int) -> None:
     tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))
     actual = run_onnx(fastcar.tas.default, tensors, (5, 0.3), path)
-    torch.testing.assert_close(actual, fastcar.tas(*tensors, 5, 0.3))
+    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.3))
+
+
+def test_tas_of_values_that_are_not_finite(path: Path) -> None:
+    query = torch.tensor([1e-40, 3e38, float("inf"), float("nan")]).reshape(4, 1, 1, 1)
+    tensors = (query, torch.full((4, 1, 9, 1), 3e4), at(8))
+    actual = run_onnx(fastcar.tas.default, tensors, (5, 0.5), path)
+    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.5))
+    assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
 @pytest.mark.parametrize("step", [3, 4, 9])
@@ -112,6 +121,23 @@ def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, oute
         torch.testing.assert_close(actual, quant.linear_w8a8(x, weight, scale, last), rtol=1e-6, atol=1e-6)
 
 
-def test_sigmoid_lut_is_exact(path: Path) -> None:
+@pytest.mark.parametrize(("rows", "inner", "outer"), [((1,), 352, 128), ((2, 3), 70, 33), ((3,), 256, 5)])
+def test_linear_w4a8_accumulates_exactly(path: Path, rows: tuple[int, ...], inner: int, outer: int) -> None:
+    """Every weight is 7 or -8 in half of the channels: the largest sums there are."""
+    x, scale = torch.randn(*rows, inner), torch.rand(outer, quant.group_count(inner)).to(torch.float16)
+    weight = torch.randint(-8, 8, (outer, quant.GROUP * scale.shape[1]), dtype=torch.int8)
+    weight[::2] = torch.where(torch.rand(weight[::2].shape) < 0.5, 7, -8)
+    packed, bias = quant.pack_int4(weight), torch.randn(outer)
+    for last in (None, bias):
+        tensors, options = (x, packed, scale), (None,)
+        if last is not None:
+            tensors, options = (*tensors, last), ()
+        actual = run_onnx(fastcar.linear_w4a8.default, tensors, options, path)
+        assert torch.equal(actual, fastcar.linear_w4a8(x, packed, scale, last))
+
+
+@pytest.mark.parametrize("activation", sorted(FACTORS))
+def test_activation_factor_is_exact(path: Path, activation: str) -> None:
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-16.0, 16.0, 0.0, -0.0])])
-    assert torch.equal(run_onnx(fastcar.sigmoid_lut.default, (x,), (), path), fastcar.sigmoid_lut(x))
+    actual = run_onnx(fastcar.activation_factor.default, (x,), (activation,), path)
+    assert torch.equal(actual, fastcar.activation_factor(x, activation))
