@@ -36,7 +36,7 @@ def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) ->
 def decided_on_accelerator(
     gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
 ) -> bool:
-    """Whether the accelerator's TAS unit has this rule; every other gate is decided on the host, and it gets the rows."""
+    """Whether the accelerator's TAS unit has this rule; every other gate is decided on the host."""
     return gate == TasGate.name and heads is None and not refresh_every
 
 

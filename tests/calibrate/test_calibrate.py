@@ -30,8 +30,10 @@ def videos() -> np.ndarray:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coarse search: what is tested does not depend on how fine it is."""
-    monkeypatch.setattr(search, "QUANTILES", (0.3, 0.6, 0.9))
-    monkeypatch.setattr(search, "STEPS", (0.1,))
+    monkeypatch.setattr(search, "QUANTILES", (0.4, 0.9))
+    monkeypatch.setattr(search, "STEPS", (0.25,))
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    torch.set_num_threads(1)
 
 
 def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifact, tmp_path: Path) -> None:
