@@ -36,6 +36,7 @@ def compile(
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int = 64,
+    offload: str = "mlp",
     output: str | Path = "build/fastcar",
     progress: Progress | None = None,
 ) -> Artifact:
@@ -51,6 +52,7 @@ def compile(
         quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.
         prefill_chunk: tokens per prefill call.
+        offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
         output: folder of the artifact; written atomically.
         progress: called with the name of each stage.
 
@@ -64,7 +66,7 @@ def compile(
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)
-    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk)
+    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
     say("capturing the decode step")
     program = capture(
         model,
@@ -94,6 +96,7 @@ def _configure(
     quant: str | None,
     replay: ReplayConfig | None,
     prefill_chunk: int,
+    offload: str,
 ) -> CompileConfig:
     if not isinstance(model, nn.Module | ExportedProgram):
         what = f"cannot compile a {type(model).__name__}"
@@ -110,6 +113,11 @@ def _configure(
             f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
+    if offload == "linears" and board.kind != "fpga":
+        raise CompileError(
+            f"offload='linears' needs an accelerator, and target {board.name} has none",
+            mend="choose an FPGA target, or leave offload out",
+        )
     return CompileConfig(
         target=board.name,
         tokens_per_frame=frame,
@@ -118,6 +126,7 @@ def _configure(
         quant=quant or ("w8a8" if board.kind == "fpga" else "none"),  # type: ignore[arg-type]
         replay=replay,
         prefill_chunk=prefill_chunk,
+        offload=offload,  # type: ignore[arg-type]
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import fx
 
+from fastcar_compile.codegen.board.host_program import SOURCES, WEIGHTS, host_sources
 from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_accelerator import emit_accelerator
@@ -34,7 +35,7 @@ def emit_artifact(
     """Write everything below `output`, atomically; returns its path."""
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
-        writer.write_tensors("weights/model.safetensors", program.params)
+        writer.write_tensors(WEIGHTS, program.params)
         say("exporting to ONNX")
         export_onnx(program, writer.file("graph/decoder.onnx"))
         accelerator = None
@@ -42,7 +43,10 @@ def emit_artifact(
             say("writing the HLS project and the DRS table")
             accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, accelerator=accelerator is not None)
+        host = emit_host(writer, program, board, accelerator=accelerator is not None, offload=config.offload)
+        if host["board"] is not None:
+            for name, text in host_sources(program, host["board"], accelerator).items():
+                writer.write_text(f"{SOURCES}/{name}", text)
         sections = program_sections(program) | {
             "config": config.to_json(),
             "target": board.model_dump(mode="json"),
