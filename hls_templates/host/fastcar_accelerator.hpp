@@ -53,6 +53,9 @@ public:
         load_table(artifact + "/" + spec_.table);
     }
 
+    Accelerator(const Accelerator&) = delete;  // the compute units refer to the device
+    Accelerator& operator=(const Accelerator&) = delete;
+
     // Before another video: the prefetch buffer holds nothing.
     void reset() {
         held_ = NO_LAYER;

@@ -40,12 +40,16 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer of it, with the projections and the head on the accelerator too."""
-    return compiled(tmp_path_factory, threshold=(0.0,), offload="linears", num_hidden_layers=1)
+    """One layer of it in w4a8, with the projections and the head on the accelerator too."""
+    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", num_hidden_layers=1)
 
 
 def compiled(
-    folders: pytest.TempPathFactory, threshold: tuple[float | None, ...], offload: str = "mlp", **changes: int
+    folders: pytest.TempPathFactory,
+    threshold: tuple[float | None, ...],
+    quant: str = "w8a8",
+    offload: str = "mlp",
+    **changes: int,
 ) -> fc.Artifact:
     """For zcu102, with the library for its CPU linked."""
     check_tool("aarch64-linux-gnu-g++")
@@ -55,6 +59,7 @@ def compiled(
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=2,
+        quant=quant,
         replay=fc.ReplayConfig(threshold=threshold),
         prefill_chunk=CHUNK,
         offload=offload,

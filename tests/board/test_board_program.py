@@ -96,14 +96,17 @@ def test_tokens_are_equal_with_linears_offloaded(
         ("no kernel", "error: the xclbin has no kernel fastcar_mlp\n  where: {xclbin}\n  mend:  link the kernels"),
         ("other design", "error: the xclbin is of another design: fastcar_mlp takes weights_0 "),
         ("other program", "error: the device holds the xclbin 00000000-0000-0000-0000-000000000002, not 0000"),
-        ("no memory", "error: no memory for 4864 bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0"),
+        ("no memory", "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0"),
         ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_drs\n  mend:  see `dmesg`"),
     ],
 )
 def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> None:
     done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9, fault=fault)
     assert done.returncode == 2
-    assert text.format(xclbin=built.xclbin) in done.stderr
+    accelerator = built.artifact.manifest.sections["accelerator"]
+    ports = sum(a["name"].startswith("weights_") for a in accelerator["kernels"][0]["arguments"])
+    section = accelerator["design"]["stream_bytes"] // ports
+    assert text.format(xclbin=built.xclbin, section=section) in done.stderr
     assert done.stdout == ""
 
 

@@ -103,7 +103,7 @@ class BoardLibrary:
     def linear(self, x: Array, stage: LinearStage, weights: Sequence[Any]) -> Array:
         """As EngineLibrary.linear for every row, with the buffers of `load`."""
         self._unit.fill("cached")
-        self._set({"op": OP_LINEAR_BIAS if stage.biased else OP_LINEAR})
+        self._set({"op": OP_LINEAR_BIAS if stage.bias else OP_LINEAR})
         self._set({name: getattr(stage, name) for name in ("inputs", "channels", "tile", "tiles")})
         return self._run(x, 0xFFFFFFFF, weights, stage.channels)
 
