@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -205,11 +204,10 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
         )
-    tried: list[MlpDesign] = []
-    for _ports, group in groupby(designs(spec, budget), key=lambda d: d.ports):
-        tried = list(group)
-        if fitting := [d for d in tried if not excess(d)]:
-            return min(fitting, key=lambda d: d.cycles)
+    tried = list(designs(spec, budget))
+    if fitting := [d for d in tried if not excess(d)]:
+        most = max(d.ports for d in fitting)
+        return min((d for d in fitting if d.ports == most), key=lambda d: d.cycles)
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
