@@ -41,6 +41,18 @@ def call(
     return node
 
 
+def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Node, made_by: str) -> fx.Node:
+    """A `get_attr` node at the insertion point for a new tensor attribute, which is registered at its first use."""
+    path, _, leaf = target.rpartition(".")
+    owner = module.get_submodule(path)
+    if not hasattr(owner, leaf):
+        owner.register_buffer(leaf, value)
+    node = module.graph.get_attr(target)
+    set_origin(node, origin, made_by)
+    node.meta["val"] = fake_mode_of(module.graph).from_tensor(value, static_shapes=True)
+    return node
+
+
 def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
     """What the node yields on its arguments' fake values."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])

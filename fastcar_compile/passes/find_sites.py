@@ -123,7 +123,8 @@ class _Matcher:
         return in_order(self.graph, region)
 
     def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
-        found = [n.target.overloadpacket.__name__ for n in region if n.op == "call_function"]  # type: ignore[union-attr]
+        targets = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
+        found = [t.__name__ for t in targets]
         activations = [n for n in region if activation_of(n)]
         shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
         if len(linears) not in (2, 3) or len(activations) != 1 or not shared:

@@ -6,18 +6,24 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
+from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unify_linears import UnifyLinears
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         NormalizeState,
         Canonicalize,
+        UnifyLinears,
+        FuseActivations,
+        SplitGateUp,
         FindSites,
         QuantizeW8A8,
         QuantizeW4A8,
@@ -35,6 +41,9 @@ def analysis_pipeline() -> list[Pass]:
     return [
         NormalizeState(),
         Canonicalize(),
+        UnifyLinears(),
+        FuseActivations(),
+        SplitGateUp(),
         FindSites(),
     ]
 

@@ -14,7 +14,7 @@ from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.ops.activations import FACTORS
 from fastcar_compile.ops.quant import quantize_weight, quantize_weight_int4
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import activation_of, call, fake_mode_of, is_op, node_arg
+from fastcar_compile.passes.edit import activation_of, attribute, call, is_op, node_arg
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -85,23 +85,12 @@ def _quantize_linear(module: fx.GraphModule, node: fx.Node, made_by: str) -> fx.
     assert isinstance(value, Tensor)
     stored = dict(zip((kind.suffix, "scale"), kind.quantize(value), strict=True))
     with graph.inserting_before(node):
-        attributes = [_attribute(module, f"{target}_{n}", t, node, made_by) for n, t in stored.items()]
+        attributes = [attribute(module, f"{target}_{n}", t, node, made_by) for n, t in stored.items()]
         bias = node.args[2] if len(node.args) > 2 else None
         new = call(graph, kind.linear, (node_arg(node, 0), *attributes, bias), origin=node, made_by=made_by)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
-
-
-def _attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Node, made_by: str) -> fx.Node:
-    path, _, leaf = target.rpartition(".")
-    owner = module.get_submodule(path)
-    if not hasattr(owner, leaf):
-        owner.register_buffer(leaf, value)
-    node = module.graph.get_attr(target)
-    node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    node.meta |= {"made_by": made_by, "val": fake_mode_of(module.graph).from_tensor(value, static_shapes=True)}
-    return node
 
 
 def _replace_activations(module: fx.GraphModule, made_by: str) -> dict[str, str]:

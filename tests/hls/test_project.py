@@ -149,24 +149,41 @@ def test_table_header_holds_the_documented_integers() -> None:
     assert tables == [factor_table(name).tolist() for name in ("silu", "gelu", "gelu_tanh")]
 
 
-def compile_headers(names: list[str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """g++ on one source per header that includes nothing else."""
+def check_syntax(compiler: str, sources: list[Path], *options: str) -> subprocess.CompletedProcess[str]:
+    """The compiler on sources, with every warning an error; no code is made."""
+    include = ["-isystem", str(ap_types_folder())]
+    return run(compiler, "-std=c++14", "-fsyntax-only", *WARNINGS, *options, *include, *map(str, sources))
+
+
+def including(names: list[str], folder: Path) -> list[Path]:
+    """One source per header that includes nothing else."""
     sources = [folder / f"{name}.cpp" for name in names]
     for source in sources:
         source.write_text(f'#include "{source.stem}"\n')
-    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
-    return run("g++", "-std=c++14", "-fsyntax-only", *WARNINGS, *options, *include, *map(str, sources))
+    return sources
 
 
 def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
     assert len(HEADERS) == 17
-    done = compile_headers(HEADERS, tmp_path)
+    done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_emitted_source_compiles_by_clang(
+    csim_tools: None, require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    """By g++ the tests build every source, with the same warnings as errors."""
+    require_tool("clang++")
+    sources = [path for path in emit_hls(DESIGNS["int4"], tmp_path) if path.suffix == ".cpp"]
+    assert {"fastcar_mlp.cpp", "fastcar_drs.cpp", "csim_entry.cpp", "testbench.cpp"} <= {p.name for p in sources}
+    done = check_syntax("clang++", sources)
     assert done.returncode == 0, done.stderr
 
 
 def test_headers_compile_without_pragmas(csim_tools: None, tmp_path: Path) -> None:
-    names = ["fastcar_mlp_processes.hpp", "fastcar_drs.hpp"]
-    done = compile_headers(names, tmp_path, "-DFASTCAR_PRAGMAS_NONE", "-Wunknown-pragmas")
+    sources = including(["fastcar_mlp_processes.hpp", "fastcar_drs.hpp"], tmp_path)
+    include = f"-I{files('hls_templates')}"
+    done = check_syntax("g++", sources, include, "-DFASTCAR_PRAGMAS_NONE", "-Wunknown-pragmas")
     assert done.returncode == 0, done.stderr
 
 
@@ -201,16 +218,20 @@ def test_activations_and_rounding_of_the_kernel_at_every_step(csim_tools: None, 
         assert_same_bits(np.ascontiguousarray(got[:, column]), factor(x, name))
 
 
+SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+
+
 @pytest.mark.parametrize(
     ("design_name", "cxx"),
-    [("one_port_many_tiles", "g++"), ("int4", "g++ -DFASTCAR_WORD_BY_RANGE")],
-    ids=["bytes", "ranges"],
+    [("int4", f"g++ {SANITIZED}"), ("tails", "clang++"), ("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE")],
+    ids=["sanitized", "clang", "ranges"],
 )
 def test_test_bench_passes(
     csim_tools: None, require_tool: Callable[[str], str], design_name: str, cxx: str, tmp_path: Path
 ) -> None:
-    """Both test benches; also with words taken apart by ranges, as in hardware."""
+    """Both test benches: under AddressSanitizer and UBSan, by clang, and with words taken apart as in hardware."""
     require_tool("make")
+    require_tool(cxx.partition(" ")[0])
     emit_hls(DESIGNS[design_name], tmp_path)
     done = run("make", "csim", f"CXX={cxx}", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

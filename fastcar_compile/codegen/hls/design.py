@@ -205,9 +205,9 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             mend="choose a board with more or wider memory ports",
         )
     tried = list(designs(spec, budget))
-    if fitting := [d for d in tried if not excess(d)]:
-        most = max(d.ports for d in fitting)
-        return min((d for d in fitting if d.ports == most), key=lambda d: d.cycles)
+    fitting = [d for d in tried if not excess(d)]
+    if fitting:
+        return min((d for d in fitting if d.ports == fitting[0].ports), key=lambda d: d.cycles)
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
