@@ -9,27 +9,25 @@ from dataclasses import asdict
 from typing import Any
 
 from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.table import DrsTable
-from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
+from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
-from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine
-from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
+from fastcar_compile.codegen.hls.engine_design import EngineDesign
+from fastcar_compile.codegen.hls.linear_spec import LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
-from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, LayerSite
+from fastcar_compile.estimate.explore import explore, mlp_of
+from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
+from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole
 from fastcar_compile.ops.quant import unpack_int4
-from fastcar_compile.passes.linear_calls import linear_calls
+from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import Target
 
 WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
-
-MAX_CORES = 4
-"""More cores than batch rows would idle; four share one weight stream without more ports."""
 
 
 def emit_accelerator(
@@ -38,65 +36,68 @@ def emit_accelerator(
     """Write hls/, drs/ and weights/accelerator.safetensors; returns the manifest's section.
 
     Raises:
-        CompileError: the kernel does not fit the board, or there is none for a shape.
+        CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
     if config.quant == "none":
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
         return None
     _check_equal(program.sites)
+    require_fit(_footprint(program, board), board, quant=config.quant, positions=config.max_seq_len)
     site = program.sites[0]
     spec = MlpSpec(
         hidden=site.hidden,
         intermediate=site.intermediate,
         batch=config.batch_size,
         layers=len(program.sites),
-        cores=min(config.batch_size, MAX_CORES),
+        cores=1,
         activation=site.activation,
         gated=site.gated,
         quant=config.quant,
         up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
         down_bias=any(s.biases[-1] is not None for s in program.sites),
     )
-    table = control_table(program, config, spec.cores)
-    section: dict[str, Any] = {
+    calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
+    found = explore(spec, board, linears)
+    design, mlp = found.design, mlp_of(found.design)
+    table = control_table(program, config, mlp.spec.cores)
+    emit_hls(design, writer.root / "hls", table)
+    section = offloaded | {
         "offload": config.offload,
         "weights": WEIGHTS,
         "table": TABLE,
         "controller": controller_json(table),
+        "design": design.to_json(),
+        "exploration": found.to_json(),
+        "kernels": [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)],
     }
-    if config.offload == "linears":
-        engine, streams, offloaded = _engine(program, spec, _budget(board))
-        emit_hls(engine, writer.root / "hls", table)
-        section |= offloaded | {"design": engine.to_json(), "kernels": _kernels(engine, table)}
-        design = engine.mlp
-    else:
-        design, streams = choose_design(spec, _budget(board)), {}
-        emit_hls(design, writer.root / "hls", table)
-        section |= {"design": design.to_json(), "kernels": _kernels(design, table)}
-    streams |= {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
+    streams = {f"layer_{s.layer}": _stream(program, s, mlp) for s in program.sites}
+    if isinstance(design, EngineDesign):
+        streams |= {c.name: pack_linear(_weights(program, c.weights, c.biases), design.linears[c.name]) for c in calls}
     writer.write_tensors(WEIGHTS, streams)
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return section
 
 
-def _kernels(design: MlpDesign | EngineDesign, table: DrsTable) -> list[dict[str, Any]]:
-    return [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)]
+def _footprint(program: DecoderProgram, board: Target) -> Footprint:
+    """What the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
+    weights = sum(t.numel() * t.dtype.itemsize for t in program.params.values())
+    if not shares_memory(board):
+        return Footprint(weights, 0, 0)
+    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    cache = sum(s.nbytes for s in program.state if s.role in attention)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache)
 
 
-def _engine(
-    program: DecoderProgram, spec: MlpSpec, budget: BoardBudget
-) -> tuple[EngineDesign, dict[str, Any], dict[str, Any]]:
-    """The engine, the weight streams of its linears, and what the manifest says about them."""
+def _linears(program: DecoderProgram) -> tuple[list[LinearCall], dict[str, Any]]:
+    """The linear calls of a forward, and what the manifest says about them."""
     calls, kept = linear_calls(program)
     if not calls:
         reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
         raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", mend="use offload='mlp'")
-    linears = tuple(LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls)
-    design = choose_engine(EngineSpec(spec, linears), budget)
-    streams = {c.name: pack_linear(_weights(program, c.weights, c.biases), design.linears[c.name]) for c in calls}
-    return design, streams, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
+    return calls, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
 
 
 def _check_equal(sites: Sequence[LayerSite]) -> None:
@@ -113,18 +114,6 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
             where=different[0].source,
             mend="compile for a CPU target",
         )
-
-
-def _budget(board: Target) -> BoardBudget:
-    assert board.fabric is not None
-    memory = board.memories[0]
-    return BoardBudget(
-        part=board.part or "",
-        clock_mhz=board.fabric.clock_mhz,
-        axi_ports=memory.ports,
-        axi_bits=memory.width_bits,
-        **board.budget(),
-    )
 
 
 def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Any:

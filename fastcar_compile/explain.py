@@ -45,6 +45,13 @@ def _offload(accelerator: Mapping[str, Any] | None, layer: int | None, mlp: str 
     if accelerator is None:
         return ""
     lines = [f"  offload  {mlp}: the MLP, one call, rows by the DRS table"] if mlp else []
+    controller = accelerator["controller"]
+    if layer in controller["gated_layers"]:
+        lines.insert(
+            0,
+            "  offload  gate: the TAS unit decides from q and the cached key; threshold, chain limit and coupling are "
+            f"in the DRS table (version {controller['table_version']})",
+        )
     for call in accelerator.get("linears", ()):
         if call["layer"] == layer:
             channels = " + ".join(str(n) for n in call["channels"])

@@ -141,6 +141,7 @@ void engine_product(hls::stream<Beat<C::PORTS> >& weights,
         FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
+        FASTCAR_TILE_MEMORY(tile)
         int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)

@@ -144,6 +144,7 @@ void gate_up_stage(hls::stream<Beat<C::PORTS> >& weights,
         FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
+        FASTCAR_TILE_MEMORY(tile)
         int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
@@ -168,6 +169,7 @@ void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S
         FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
+        FASTCAR_TILE_MEMORY(tile)
         int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)

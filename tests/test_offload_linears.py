@@ -93,6 +93,7 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
     assert f"offload  layer_1.qkv: {q}, {k}, {v}; 128 -> 128 + 128 + 128, one call, all rows" in text
     assert "offload  layer_1: the MLP, one call, rows by the DRS table" in text
+    assert "offload  gate: the TAS unit decides from q and the cached key" in text
     assert "outside of the layers:\n  offload  head: lm_head; 128 -> 17" in text
     assert "lm_head" not in artifact.explain(layer=1)
     assert (artifact.path / "hls" / "fastcar_engine.cpp").is_file()

@@ -59,7 +59,7 @@ def test_designs_keep_their_budget_and_cover_every_channel(
 ) -> None:
     mlp = MlpSpec(hidden=hidden, intermediate=intermediate, batch=2, layers=1, cores=2)
     made, budget = engine(mlp, ("a", *sizes), ports=ports), zcu102(ports)
-    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36, budget.uram)
     for stage in (made.mlp.gate_up, made.mlp.down, made.linears["a"]):
         assert (stage.tiles - 1) * stage.tile * stage.ports < stage.channels <= stage.tiles * stage.tile * stage.ports
         assert stage.tile * stage.ports % 4 == 0

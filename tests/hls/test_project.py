@@ -43,7 +43,7 @@ def test_designs_keep_their_budget_and_cover_every_channel(
 ) -> None:
     made, budget = design(hidden, intermediate, batch, batch, ports), zcu102(ports)
     assert made.ports + 2 <= ports
-    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36, budget.uram)
     for stage, channels in ((made.gate_up, 2 * intermediate), (made.down, hidden)):
         assert stage.tiles * stage.tile * stage.ports >= channels
         assert (stage.tiles - 1) * stage.tile * stage.ports < channels

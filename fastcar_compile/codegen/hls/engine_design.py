@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from math import ceil, gcd
 from typing import Any
 
@@ -14,6 +16,7 @@ from fastcar_compile.codegen.hls.design import (
     ROW_PORTS,
     SECTION_WORDS,
     TILE_WORD_CHOICES,
+    URAM_TILE_WORD_CHOICES,
     WORD_BITS,
     WORD_BYTES,
     MlpDesign,
@@ -22,7 +25,7 @@ from fastcar_compile.codegen.hls.design import (
     row_lanes,
 )
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
-from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram
+from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram, uram_blocks
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import CompileError
 
@@ -161,6 +164,13 @@ class EngineDesign:
             },
         }
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EngineDesign:
+        """The inverse of `to_json`."""
+        stages = {name: LinearStage(**data[name]) for name in ("gate_up", "down")}
+        linears = {name: LinearStage(**stage) for name, stage in data["linears"].items()}
+        return cls(replace(MlpDesign.from_json(data), **stages), linears)
+
     def _stages(self) -> list[StageShape]:
         return [self.mlp.gate_up, self.mlp.down, *self.linears.values()]
 
@@ -181,26 +191,34 @@ def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
             mend="choose a board with more or wider memory ports",
         )
     tried: list[EngineDesign] = []
-    for ports in PORT_CHOICES:
-        if ports + ROW_PORTS > budget.axi_ports:
-            continue
-        tried = [_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES]
-        if fitting := [d for d in tried if not _excess(d)]:
+    for _ports, group in groupby(engines(spec, budget), key=lambda d: d.mlp.ports):
+        tried = list(group)
+        if fitting := [d for d in tried if not excess(d)]:
             return min(fitting, key=_forward_cycles)
     mlp, least = spec.mlp, tried[-1]
     widest = max(spec.linears, key=lambda linear: linear.inputs, default=None)
     also = f" and linears of up to {widest.inputs} inputs ({widest.name})" if widest else ""
     raise CompileError(
         f"an engine for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
-        f"does not fit {budget.part}: {', '.join(_excess(least))} (estimates, least design: 1 port, "
+        f"does not fit {budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, "
         f"{least.mlp.lanes} lanes)",
         mend="use a larger board, a smaller batch or offload='mlp'",
     )
 
 
-def _excess(design: EngineDesign) -> list[str]:
+def engines(spec: EngineSpec, budget: BoardBudget) -> Iterator[EngineDesign]:
+    """Every design that the board has ports for, most ports and longest tiles first, whether or not it fits."""
+    for ports in PORT_CHOICES:
+        if ports + ROW_PORTS <= budget.axi_ports:
+            if budget.uram:
+                yield from (_design(spec, budget, ports, words, uram=True) for words in URAM_TILE_WORD_CHOICES)
+            yield from (_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES)
+
+
+def excess(design: EngineDesign) -> list[str]:
+    """One text per resource that the design needs more of than the budget has."""
     budget = design.mlp.budget
-    return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36, budget.uram)
 
 
 def _forward_cycles(design: EngineDesign) -> int:
@@ -208,14 +226,14 @@ def _forward_cycles(design: EngineDesign) -> int:
     return design.mlp.spec.layers * design.mlp_cycles + sum(design.cycles(name) for name in design.linears)
 
 
-def _design(spec: EngineSpec, budget: BoardBudget, ports: int, words: int) -> EngineDesign:
+def _design(spec: EngineSpec, budget: BoardBudget, ports: int, words: int, *, uram: bool = False) -> EngineDesign:
     mlp = spec.mlp
     parts, bits = 2 if mlp.gated else 1, mlp.weight_bits
     first = LinearSpec("gate/up", mlp.hidden, parts * mlp.intermediate, mlp.up_bias)
     second = LinearSpec("down", mlp.intermediate, mlp.hidden, mlp.down_bias)
     gate_up, down, *others = (_stage(linear, ports, bits, words) for linear in (first, second, *spec.linears))
     linears = {linear.name: stage for linear, stage in zip(spec.linears, others, strict=True)}
-    bare = EngineDesign(MlpDesign(mlp, budget, ports, gate_up, down, Usage(0, 0, 0, 0)), linears)
+    bare = EngineDesign(MlpDesign(mlp, budget, ports, gate_up, down, Usage(0, 0, 0, 0), uram), linears)
     return EngineDesign(replace(bare.mlp, usage=_usage(bare)), linears)
 
 
@@ -244,7 +262,8 @@ def _cut(stage: LinearStage, largest: int) -> LinearStage:
 def _usage(design: EngineDesign) -> Usage:
     """As for the MLP kernel, with one product instead of two in hardware."""
     spec, ports, rows = design.mlp.spec, design.mlp.ports, design.mlp.rows_per_core
-    memories = _memories(design, ports, rows)
+    tiles, uram = (2 * ports, WORD_BITS, design.max_tile_words), design.mlp.tiles_in_uram
+    memories = _memories(design, ports, rows) + ([] if uram else [tiles])
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
     core_lut_ram = sum(count * lut_ram(bits, depth) for count, bits, depth in memories)
     lanes, axi = design.mlp.lanes, ports + ROW_PORTS
@@ -267,6 +286,7 @@ def _usage(design: EngineDesign) -> Usage:
         + axi * resources.PORT_BRAM
         + ports * bram_blocks(WORD_BITS, 512)
         + resources.BASE_BRAM,
+        uram=spec.cores * tiles[0] * uram_blocks(*tiles[1:]) if uram else 0,
     )
 
 
@@ -281,11 +301,10 @@ def _float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
 
 
 def _memories(design: EngineDesign, ports: int, rows: int) -> list[tuple[int, int, int]]:
-    """(copies, bits, depth) of one core's buffers: tiles, sums, values and results twice, heads three times, rows and
-    group totals once."""
+    """(copies, bits, depth) of one core's buffers but its tiles: sums, values and results twice, heads three times, rows
+    and group totals once."""
     spec = design.mlp.spec
     return [
-        (2 * ports, WORD_BITS, design.max_tile_words),
         (3 * ports, WORD_BITS, design.max_head_words),
         (2 * ports * rows, 32, design.max_tile_sums),
         (2 * ports * rows, 32, design.max_tile),
