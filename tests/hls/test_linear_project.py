@@ -30,6 +30,7 @@ from hls.linear_library import ENGINES, Linear, engine
 LLAMA_7B = MlpSpec(hidden=4096, intermediate=11008, batch=2, layers=32, cores=2)
 LLAMA_7B_LINEARS = (("layer_0.qkv", 4096, 12288, False), ("layer_0.o", 4096, 4096, False), ("head", 4096, 32000, False))
 FLAGS = "-std=c++14 -O0 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas"
+SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 NOT_SYNTHESISED = {
     "csim_entry.cpp", "csim_drs_entry.cpp", "engine_csim_entry.cpp", "testbench.cpp", "engine_testbench.cpp",
     "drs_testbench.cpp", "fastcar_csim.hpp", "fastcar_reference.hpp",
@@ -201,14 +202,14 @@ def test_interface_and_link(project: dict[str, str], name: str) -> None:
 
 
 def bench(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Build the benches of an emitted project and run them, up to the first that fails."""
+    """Build the benches of an emitted project with sanitizers and run them, up to the first that fails."""
     make = [
         "make",
         "-s",
         "csim",
         f"BENCHES={' '.join(f'build/{n}' for n in names)}",
         f"AP_TYPES={ap_types_folder()}",
-        f"CXXFLAGS={FLAGS}",
+        f"CXXFLAGS={FLAGS} {SANITIZE}",
     ]
     return subprocess.run(make, cwd=folder, capture_output=True, text=True, check=False)
 
