@@ -10,9 +10,10 @@ from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.repeat_layers import RepeatLayers
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p for p in (NormalizeState, Canonicalize, FindSites, RepeatLayers, QuantizeW8A8, InsertReplay, OffloadMlp)
 }
 
 

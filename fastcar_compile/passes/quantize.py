@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, fake_mode_of, is_op, node_arg
+from fastcar_compile.passes.edit import call, fake_like, is_op, node_arg
+from fastcar_compile.weights import LazyWeights
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -28,7 +29,7 @@ class QuantizeW8A8(Pass):
         """Weights that are no plain attribute (computed, or transposed in the graph) stay as they are."""
         modified = False
         for module in program.graphs():
-            renamed = {**_quantize_linears(module), **_replace_silu(module)}
+            renamed = {**_quantize_linears(module, program.lazy), **_replace_silu(module)}
             module.graph.eliminate_dead_code()
             if module is program.graph_module:
                 _rename_sites(program, renamed)
@@ -36,20 +37,22 @@ class QuantizeW8A8(Pass):
         return modified
 
 
-def _quantize_linears(module: fx.GraphModule) -> dict[str, str]:
+def _quantize_linears(module: fx.GraphModule, lazy: LazyWeights | None) -> dict[str, str]:
     renamed: dict[str, str] = {}
     for node in list(module.graph.nodes):
         if is_op(node, aten.linear) and node.args[1].op == "get_attr":
-            renamed[node.name] = _quantize_linear(module, node).name
+            renamed[node.name] = _quantize_linear(module, node, lazy).name
     return renamed
 
 
-def _quantize_linear(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+def _quantize_linear(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | None) -> fx.Node:
     graph, weight = module.graph, node.args[1]
     target = str(weight.target)  # type: ignore[union-attr]
     value = get_attribute(module, target)
     assert isinstance(value, Tensor)
-    quantized, scale = quantize_weight(value)
+    quantized, scale = quantize_weight(value)  # shapes only, where the value is on the meta device
+    if lazy is not None and value.is_meta:
+        lazy.derive((f"{target}_int8", f"{target}_scale"), target, quantize_weight)
     with graph.inserting_before(node):
         attributes = [_attribute(module, f"{target}_{n}", t, node) for n, t in (("int8", quantized), ("scale", scale))]
         bias = node.args[2] if len(node.args) > 2 else None
@@ -69,7 +72,7 @@ def _attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.No
     node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace")}
     node.meta |= {
         "made_by": QuantizeW8A8.name,
-        "val": fake_mode_of(module.graph).from_tensor(value, static_shapes=True),
+        "val": fake_like(module.graph, value),
     }
     return node
 

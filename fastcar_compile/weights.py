@@ -1,0 +1,118 @@
+"""Parameters of a program: in memory, or read from a checkpoint and quantised when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.errors import InternalError
+
+QuantizeRows = Callable[[Tensor], tuple[Tensor, ...]]
+"""float32 [N, K] -> tensors whose first axis is N; row n of each depends on row n of the weight only."""
+
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
+
+
+class Source(Protocol):
+    """Where weights come from; floating point comes out as float32."""
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor of this name, or its rows [begin, end) along the first axis."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a quantisation makes `names` out of the weight `source`: one name for each result of `quantize`."""
+
+    source: str
+    names: tuple[str, ...]
+    quantize: QuantizeRows
+
+
+@dataclass
+class LazyWeights:
+    """Weights of a checkpoint. Only the last result of a recipe is kept, so that its names cost one reading.
+
+    Attributes:
+        source: what they are read from.
+        recipes: result name -> how it is made.
+    """
+
+    source: Source
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
+
+    def derive(self, names: Sequence[str], source: str, quantize: QuantizeRows) -> None:
+        """Let `names` be the results of `quantize(source)`."""
+        recipe = Recipe(source, tuple(names), quantize)
+        self.recipes |= dict.fromkeys(names, recipe)
+
+    def load(self, name: str) -> Tensor:
+        """The tensor, made from its recipe if it has one."""
+        recipe = self.recipes.get(name)
+        if recipe is None:
+            return self.source.read(name)
+        if self._last is None or self._last[0] is not recipe:
+            self._last = None  # before the next one is made, so that only one is in memory
+            self._last = (recipe, self._cook(recipe))
+        return self._last[1][recipe.names.index(name)]
+
+    def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        rows, *rest = self.source.shape(recipe.source)
+        step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
+        blocks = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+        results: list[Tensor] = []
+        for begin, end in blocks:
+            made = recipe.quantize(self.source.read(recipe.source, (begin, end)))
+            results = results or [t.new_empty((rows, *t.shape[1:])) for t in made]
+            for whole, part in zip(results, made, strict=True):
+                whole[begin:end] = part
+        return tuple(results)
+
+
+class Parameters(Mapping[str, Tensor]):
+    """Parameters by attribute path. Indexing gives the values; a lazy one is read anew each time and not kept.
+
+    Args:
+        attributes: what the graphs hold; a lazy parameter is a tensor on the meta device there.
+        lazy: where the values of those come from.
+    """
+
+    def __init__(self, attributes: Mapping[str, Tensor], lazy: LazyWeights | None = None) -> None:
+        self._attributes, self._lazy = dict(attributes), lazy
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._attributes[name]
+        if not value.is_meta:
+            return value
+        if self._lazy is None:
+            raise InternalError(f"parameter {name} has no value and no source")
+        made = self._lazy.load(name)
+        if made.shape != value.shape or made.dtype != value.dtype:
+            found, expected = (f"{t.dtype} {list(t.shape)}" for t in (made, value))
+            raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attributes)
+
+    def __len__(self) -> int:
+        return len(self._attributes)
+
+    def spec(self, name: str) -> Tensor:
+        """Shape and dtype of a parameter, without reading it; its values may be missing (meta device)."""
+        return self._attributes[name]
+
+    def nbytes(self) -> int:
+        """Bytes of all parameters, without reading them."""
+        return sum(t.numel() * t.dtype.itemsize for t in self._attributes.values())
