@@ -17,9 +17,12 @@ from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ir_io import graphs_to_json, program_sections
 from fastcar_compile.report import write_report
 from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.runtime.tensor_files import plan_shards
 from fastcar_compile.targets import Target
 
 Progress = Callable[[str], None]
+WEIGHTS = "weights/model"
+"""Stem of the weight files."""
 
 
 def emit_artifact(
@@ -34,7 +37,10 @@ def emit_artifact(
     """Write everything below `output`, atomically; returns its path."""
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
-        writer.write_tensors("weights/model.safetensors", program.params)
+        say("writing the weights")
+        params = program.params
+        for file, names in plan_shards(params, WEIGHTS).items():
+            writer.write_streamed(file, names, params)
         say("exporting to ONNX")
         export_onnx(program, writer.file("graph/decoder.onnx"))
         accelerator = None

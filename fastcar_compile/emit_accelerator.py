@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastcar_compile.codegen.drs.table import build_table
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
@@ -16,6 +18,7 @@ from fastcar_compile.codegen.hls.weights import pack_mlp
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.ir import DecoderProgram, LayerSite
 from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.runtime.tensor_files import LazyTensors
 from fastcar_compile.targets import Target
 
 WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
@@ -48,8 +51,10 @@ def emit_accelerator(
     )
     design = choose_design(spec, _budget(board))
     emit_hls(design, writer.root / "hls")
-    streams = {f"layer_{s.layer}": _stream(program, s, design) for s in program.sites}
-    writer.write_tensors(WEIGHTS, streams)
+    by_name = {f"layer_{s.layer}": s for s in program.sites}
+    size, params = (design.stream_bytes,), program.params
+    streams = LazyTensors(by_name, size, torch.uint8, lambda name: _stream(params, by_name[name], design))
+    writer.write_streamed(WEIGHTS, by_name, streams)
     thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
     table = build_table(len(program.sites), config.batch_size, spec.cores, config.tokens_per_frame, thresholds)
     writer.write_bytes(TABLE, table.to_bytes())
@@ -69,11 +74,11 @@ def _budget(board: Target) -> BoardBudget:
     )
 
 
-def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Any:
+def _stream(params: Mapping[str, Tensor], site: LayerSite, design: MlpDesign) -> Tensor:
     """The kernel's weight stream of one layer, uint8, from gate, up and down in this order."""
-    params, arrays = program.params, []
+    arrays = []
     for name in site.weights:
         weight, scale = params[f"{name}_int8"], params[f"{name}_scale"]
         arrays.append((weight.to(torch.int8).numpy(), scale.to(torch.float32).numpy()))
     (gate, gate_scale), (up, up_scale), (down, down_scale) = arrays
-    return pack_mlp(gate, gate_scale, up, up_scale, down, down_scale, design)
+    return torch.from_numpy(pack_mlp(gate, gate_scale, up, up_scale, down, down_scale, design))

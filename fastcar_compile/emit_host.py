@@ -6,7 +6,7 @@ import copy
 import platform
 from typing import Any
 
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir import DecoderProgram, tensor_attributes
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.store import ArtifactWriter
@@ -25,7 +25,8 @@ def emit_host(writer: ArtifactWriter, program: DecoderProgram, *, accelerator: b
     if program.prefill is not None:
         programs["prefill"] = (program.prefill, program.prefill_outputs)
     if accelerator:
-        host = copy.deepcopy(program)
+        # Graphs are copied, weights are not.
+        host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
         run_pipeline(host, offload_pipeline())
         programs["offload"] = (host.graph_module, host.outputs)
     section: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ class RepeatLayers(Pass):
         if have < 2 or have > self.count:
             raise CompileError(f"repeat-layers cannot make {self.count} layers out of {have}", mend=_MEND)
         copies = _Repeater(program.graph_module, self.path, have).run(self.count)
-        program.sites += [_site(program.sites[-1], self.path, c, have - 1, have + i) for i, c in enumerate(copies)]
+        _add_sites(program.sites, self.path, copies)
         added = [
             dataclasses.replace(spec, name=_renamed_state(spec.name, spec.layer, layer), layer=layer)
             for layer in range(have, self.count)
@@ -63,6 +63,8 @@ class _Repeater:
 
     def __init__(self, module: fx.GraphModule, path: str, have: int) -> None:
         self.module, self.graph, self.path, self.last = module, module.graph, path, have - 1
+        self.ends = {n.op: n for n in self.graph.nodes}
+        """Last node of each kind: inputs of the copies follow the inputs that are there."""
 
     def run(self, count: int) -> list[Mapping]:
         """Returns, for each layer that was added, original node -> copy."""
@@ -76,16 +78,13 @@ class _Repeater:
             mapping = self._copy(layer, at, index, {n: previous[twin] for n, twin in carried.items()})
             at, previous = mapping[layer[-1]], mapping
             copies.append(mapping)
+        copied = {made for mapping in copies for made in mapping.values()}
         for node in layer:
             for user in list(node.users):
-                if user not in owned and user.op != "output" and user not in set(self._copied(copies)):
+                if user not in owned and user.op != "output" and user not in copied:
                     user.replace_input_with(node, copies[-1][node])
         set_outputs(self.graph, [*outputs, *(c[n] for c in copies for n in results)])
         return copies
-
-    @staticmethod
-    def _copied(copies: Iterable[Mapping]) -> Iterable[fx.Node]:
-        return (node for mapping in copies for node in mapping.values())
 
     def _nodes(self, layer: int) -> list[fx.Node]:
         """The operators of a layer, in order."""
@@ -151,9 +150,9 @@ class _Repeater:
             return node
         if node.op == "get_attr":
             self._register(name, get_attribute(self.module, str(node.target)), node)
-        last = [n for n in self.graph.nodes if n.op == node.op][-1]
-        with self.graph.inserting_after(last):
+        with self.graph.inserting_after(self.ends[node.op]):
             made = self.graph.placeholder(name) if node.op == "placeholder" else self.graph.get_attr(name)
+        self.ends[node.op] = made
         made.meta = dict(node.meta) | _moved(node, f"{self.path}.{self.last}", f"{self.path}.{index}")
         return made
 
@@ -201,16 +200,22 @@ def _renamed_state(name: str, old: int, new: int) -> str:
     return f"{name.removesuffix(str(old))}{new}" if name.endswith(f"_{old}") else name
 
 
-def _site(site: LayerSite, path: str, copies: Mapping, old: int, new: int) -> LayerSite:
-    names = {node.name: made.name for node, made in copies.items()}
-    fields = ("attention", "query", "key_cache", "value_cache", "entry", "residual", "mlp_input", "mlp_output")
-    moved = {f: names.get(getattr(site, f), getattr(site, f)) for f in (*fields, "region_output", "exit")}
-    own, other = f"{path}.{old}.", f"{path}.{new}."
-    return dataclasses.replace(
-        site,
-        layer=new,
-        module_path=site.module_path.replace(own, other, 1),
-        linears=tuple(names[n] for n in site.linears),
-        weights=tuple(w.replace(own, other, 1) for w in site.weights),
-        **moved,
-    )
+def _add_sites(sites: list[LayerSite], path: str, copies: Sequence[Mapping]) -> None:
+    """A site for each copy; a layer is entered where the one before it is left."""
+    original, old = sites[-1], len(sites) - 1
+    follows = original.entry == sites[-2].exit
+    fields = ("attention", "query", "key_cache", "value_cache", "residual", "mlp_input", "mlp_output", "region_output")
+    for layer, copy in enumerate(copies, len(sites)):
+        names = {node.name: made.name for node, made in copy.items()}
+        moved = {f: names.get(getattr(original, f), getattr(original, f)) for f in (*fields, "exit")}
+        own, other = f"{path}.{old}.", f"{path}.{layer}."
+        site = dataclasses.replace(
+            original,
+            layer=layer,
+            module_path=original.module_path.replace(own, other, 1),
+            linears=tuple(names[n] for n in original.linears),
+            weights=tuple(w.replace(own, other, 1) for w in original.weights),
+            entry=sites[-1].exit if follows else original.entry,
+            **moved,
+        )
+        sites.append(site)
