@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import fx
 
-from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.codegen.onnx.export import EXTERNAL_DATA_FROM, ONNX_EXTERNAL, ONNX_INLINE, export_onnx
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_accelerator import emit_accelerator
 from fastcar_compile.emit_host import emit_host
@@ -17,7 +17,7 @@ from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ir_io import graphs_to_json, program_sections
 from fastcar_compile.report import write_report
 from fastcar_compile.runtime.store import ArtifactWriter
-from fastcar_compile.runtime.tensor_files import plan_shards
+from fastcar_compile.runtime.tensor_files import Placement, plan_shards
 from fastcar_compile.targets import Target
 
 Progress = Callable[[str], None]
@@ -38,11 +38,11 @@ def emit_artifact(
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
         say("writing the weights")
-        params = program.params
-        for file, names in plan_shards(params, WEIGHTS).items():
-            writer.write_streamed(file, names, params)
+        places = _emit_weights(writer, program)
         say("exporting to ONNX")
-        export_onnx(program, writer.file("graph/decoder.onnx"))
+        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
+        model = ONNX_EXTERNAL if external else ONNX_INLINE
+        export_onnx(program, writer.file(model), places if external else None)
         accelerator = None
         if board.kind == "fpga":
             say("writing the HLS project and the DRS table")
@@ -61,6 +61,15 @@ def emit_artifact(
             writer.section(name, value)
         write_report(writer, program, sections)
     return writer.path
+
+
+def _emit_weights(writer: ArtifactWriter, program: DecoderProgram) -> dict[str, Placement]:
+    """The weight files; returns where each parameter is."""
+    places: dict[str, Placement] = {}
+    params = program.params
+    for file, names in plan_shards(params, WEIGHTS).items():
+        places |= writer.write_streamed(file, names, params)
+    return places
 
 
 def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: fx.GraphModule) -> None:
