@@ -60,6 +60,7 @@ def emit_artifact(
         for name, value in sections.items():
             writer.section(name, value)
         write_report(writer, program, sections)
+        say("checking and placing the files")
     return writer.path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -16,6 +17,16 @@ QuantizeRows = Callable[[Tensor], tuple[Tensor, ...]]
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
+
+
+def quantized(quantize: QuantizeRows, value: Tensor) -> tuple[Tensor, ...]:
+    """`quantize(value)`; of a value on the meta device shapes and dtypes only, once per shape."""
+    return _quantized_shapes(quantize, tuple(value.shape)) if value.is_meta else quantize(value)
+
+
+@cache
+def _quantized_shapes(quantize: QuantizeRows, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return quantize(torch.empty(shape, device="meta"))
 
 
 class Source(Protocol):

@@ -77,10 +77,10 @@ def node_named(graph: fx.Graph, name: str) -> fx.Node:
     return next(n for n in graph.nodes if n.name == name)
 
 
-def descendants(node: fx.Node) -> set[fx.Node]:
-    """Every node that depends on `node`, itself included."""
-    found = {node}
-    stack = [node]
+def descendants(*nodes: fx.Node) -> set[fx.Node]:
+    """Every node that depends on one of `nodes`, themselves included."""
+    found = set(nodes)
+    stack = [*nodes]
     while stack:
         for user in stack.pop().users:
             if user not in found:
@@ -89,10 +89,10 @@ def descendants(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """Every node that `node` depends on, itself included."""
-    found = {node}
-    stack = [node]
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Every node that one of `nodes` depends on, themselves included."""
+    found = set(nodes)
+    stack = [*nodes]
     while stack:
         for parent in stack.pop().all_input_nodes:
             if parent not in found:

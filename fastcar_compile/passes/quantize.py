@@ -14,7 +14,7 @@ from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import call, fake_like, is_op, node_arg
-from fastcar_compile.weights import LazyWeights
+from fastcar_compile.weights import LazyWeights, quantized
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -50,11 +50,11 @@ def _quantize_linear(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | 
     target = str(weight.target)  # type: ignore[union-attr]
     value = get_attribute(module, target)
     assert isinstance(value, Tensor)
-    quantized, scale = quantize_weight(value)  # shapes only, where the value is on the meta device
+    stored, scale = quantized(quantize_weight, value)
     if lazy is not None and value.is_meta:
         lazy.derive((f"{target}_int8", f"{target}_scale"), target, quantize_weight)
     with graph.inserting_before(node):
-        attributes = [_attribute(module, f"{target}_{n}", t, node) for n, t in (("int8", quantized), ("scale", scale))]
+        attributes = [_attribute(module, f"{target}_{n}", t, node) for n, t in (("int8", stored), ("scale", scale))]
         bias = node.args[2] if len(node.args) > 2 else None
         arguments = (node_arg(node, 0), *attributes, bias)
         new = call(graph, fastcar.linear_w8a8.default, arguments, origin=node, made_by=QuantizeW8A8.name)
