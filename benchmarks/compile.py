@@ -10,6 +10,7 @@ compiles its folder. Graph seconds are those of the build without writing and ha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -85,7 +87,7 @@ def _shards(case: Case) -> Iterator[dict[str, tuple[int, ...]]]:
     yield {"lm_head.weight": (case.vocab, h)}
 
 
-def build(case: Case, folder: Path) -> dict[str, object]:
+def build(case: Case, folder: Path) -> dict[str, Any]:
     """Compile `folder` in this process; seconds by stage and peak resident memory of the process."""
     stages: list[tuple[str, float, float]] = []
 
@@ -103,7 +105,7 @@ def build(case: Case, folder: Path) -> dict[str, object]:
         progress=stage,
     )
     stage("end")
-    pairs = list(zip(stages, stages[1:], strict=False))
+    pairs = list(itertools.pairwise(stages))
     wall = {a[0]: b[1] - a[1] for a, b in pairs}
     cpu = {a[0]: b[2] - a[2] for a, b in pairs}
     return {
@@ -119,7 +121,7 @@ def build(case: Case, folder: Path) -> dict[str, object]:
     }
 
 
-def measure(case: Case, folder: Path | None) -> dict[str, object]:
+def measure(case: Case, folder: Path | None) -> dict[str, Any]:
     """One case, in a child process."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         size = write_checkpoint(Path(place) / "model", case)
@@ -128,17 +130,14 @@ def measure(case: Case, folder: Path | None) -> dict[str, object]:
         return asdict(case) | {"checkpoint_bytes": size} | json.loads(run.stdout.splitlines()[-1])
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows for people."""
-    head = f"{'layers':>6} {'hidden':>6} {'quant':>5} {'weights GB':>10} {'wall s':>7} {'cpu s':>7} {'graph cpu s':>11} {'peak GB':>8}"
-    lines = [head]
+    names = ("layers", "hidden", "quant", "weights GB", "wall s", "cpu s", "graph cpu s", "peak GB")
+    lines = [" ".join(f"{n:>11}" for n in names)]
     for r in rows:
-        numbers = [float(r[k]) for k in ("wall_seconds", "cpu_seconds", "graph_cpu_seconds")]  # type: ignore[arg-type]
-        size, peak = float(r["checkpoint_bytes"]) / 1e9, float(r["peak_rss_bytes"]) / 1e9  # type: ignore[arg-type]
-        lines.append(
-            f"{r['layers']:>6} {r['hidden']:>6} {r['quant']:>5} {size:>10.2f} {numbers[0]:>7.1f} {numbers[1]:>7.1f} "
-            f"{numbers[2]:>11.1f} {peak:>8.2f}"
-        )
+        numbers = (r["checkpoint_bytes"] / 1e9, r["wall_seconds"], r["cpu_seconds"], r["graph_cpu_seconds"])
+        columns = (r["layers"], r["hidden"], r["quant"], *(f"{n:.2f}" for n in (*numbers, r["peak_rss_bytes"] / 1e9)))
+        lines.append(" ".join(f"{c:>11}" for c in columns))
     return "\n".join(lines)
 
 
@@ -152,7 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-seq-len", type=int, default=2049)
     parser.add_argument("--quant", default="w8a8")
     parser.add_argument("--target", default="cpu")
-    parser.add_argument("--folder", type=Path, default=None, help="where checkpoints and artifacts go while they are needed")
+    parser.add_argument("--folder", type=Path, default=None, help="where checkpoints and artifacts go meanwhile")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -172,8 +171,8 @@ def main() -> None:
             rows.append(measure(case, options.folder))
     print(table(rows))
     if options.json is not None:
-        machine = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1, sort_keys=True) + "\n", "utf-8")
+        result = {"machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}, "rows": rows}
+        options.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

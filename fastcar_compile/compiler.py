@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 
 def compile(
-    model: nn.Module | ExportedProgram | str | Path,
+    model: nn.Module | ExportedProgram | Checkpoint | str | Path,
     target: str | Path | Target = "zcu102",
     *,
     tokens_per_frame: int | None = None,
@@ -45,7 +45,7 @@ def compile(
 
     Args:
         model: a Hugging Face decoder, a module that follows docs/step_protocol.md, the export of such a module, or the
-            path of a Hugging Face folder, whose weights are then read one tensor at a time.
+            path of a Hugging Face folder (or it opened, a Checkpoint), whose weights are read one tensor at a time.
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.

@@ -24,7 +24,12 @@ from fastcar_compile.weights import LazyWeights
 
 
 def capture(
-    model: nn.Module | ExportedProgram | Checkpoint, *, batch_size: int, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int
+    model: nn.Module | ExportedProgram | Checkpoint,
+    *,
+    batch_size: int,
+    max_seq_len: int,
+    tokens_per_frame: int,
+    prefill_chunk: int,
 ) -> DecoderProgram:
     """Capture a decoder.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
+
+T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")
@@ -47,18 +49,23 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            mend = "give a Hugging Face folder (config.json and *.safetensors)"
+            raise CompileError("there is no model folder", where=str(folder), mend=mend)
         self.folder = folder
-        names = _architectures(folder)
-        files, problems = _shards(folder)
-        self.tensors, unreadable = _headers(folder, files)
-        problems += unreadable
-        self.skeleton = Skeleton(load_config(folder), names[0], str(folder))
-        listed = _weight_map(folder) or {}
-        broken = {PurePosixPath(p.where).name for p in problems}
-        skip = {tensor for tensor, file in listed.items() if file in broken}
-        unknown = bool(problems) and not listed
-        if not unknown:
-            problems += self._tensor_problems(skip)
+        problems: list[CompileError] = []
+        skeleton = _attempt(problems, lambda: Skeleton(load_config(folder), _architecture(folder), str(folder)))
+        listed = _attempt(problems, lambda: _weight_map(folder))
+        files = (
+            _attempt(problems, lambda: _single_files(folder)) if listed is None else _shards(folder, listed, problems)
+        )
+        self.tensors = _headers(folder, files or [], problems)
+        if skeleton is not None:
+            self.skeleton = skeleton
+            unreadable = {PurePosixPath(p.where).name for p in problems}
+            lost = {tensor for tensor, file in (listed or {}).items() if file in unreadable}
+            if listed or not problems:
+                problems += self._tensor_problems(lost)
         if problems:
             raise CompileError.collect(problems)
 
@@ -137,16 +144,21 @@ class Checkpoint:
         return problems
 
 
-def _architectures(folder: Path) -> list[str]:
+def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
+    """The step's result; its error joins the problems instead."""
+    try:
+        return step()
+    except CompileError as error:
+        problems.append(error)
+        return None
+
+
+def _architecture(folder: Path) -> str:
     file = folder / "config.json"
-    if not folder.is_dir():
-        mend = "give a Hugging Face folder (config.json and *.safetensors)"
-        raise CompileError("there is no model folder", where=str(folder), mend=mend)
     if not file.is_file():
         raise CompileError("the model folder has no config.json", where=str(folder), mend=_MEND_CONFIG)
     try:
-        names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
-        return [str(names[0])]
+        return str(json.loads(file.read_text(encoding="utf-8"))["architectures"][0])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"config.json names no architecture ({error})"
         raise CompileError(what, where=str(file), mend=_MEND_CONFIG) from error
@@ -163,35 +175,38 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
             raise ValueError("a shard is not a plain file name")
         return listed
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CompileError(f"the index of the shards is malformed: {error}", where=str(file), mend=_MEND_COPY) from error
+        raise CompileError(
+            f"the index of the shards is malformed: {error}", where=str(file), mend=_MEND_COPY
+        ) from error
 
 
-def _shards(folder: Path) -> tuple[list[str], list[CompileError]]:
-    """The files to read, and those that the index names but the folder lacks."""
-    listed = _weight_map(folder)
-    if listed is None:
-        single = folder / "model.safetensors"
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CompileError(
-                "the model folder has no *.safetensors file (pickled weights are not read)",
-                where=str(folder),
-                mend="save it with model.save_pretrained(folder, safe_serialization=True)",
-            )
-        return [f.name for f in files], []
-    problems = []
+def _single_files(folder: Path) -> list[str]:
+    """The weight files of a folder without an index."""
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CompileError(
+            "the model folder has no *.safetensors file (pickled weights are not read)",
+            where=str(folder),
+            mend="save it with model.save_pretrained(folder, safe_serialization=True)",
+        )
+    return [f.name for f in files]
+
+
+def _shards(folder: Path, listed: Mapping[str, str], problems: list[CompileError]) -> list[str]:
+    """The shards that are there; those that the index names but the folder lacks are problems."""
     names = sorted(set(listed.values()))
-    for name in names:
-        if not (folder / name).is_file():
-            held = sum(shard == name for shard in listed.values())
-            what = f"shard {name} is missing; {INDEX} puts {held} tensors there"
-            problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
-    return [n for n in names if (folder / n).is_file()], problems
+    present = [n for n in names if (folder / n).is_file()]
+    for name in sorted(set(names) - set(present)):
+        held = sum(shard == name for shard in listed.values())
+        what = f"shard {name} is missing; {INDEX} puts {held} tensors there"
+        problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
+    return present
 
 
-def _headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, StoredTensor], list[CompileError]]:
+def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -> dict[str, StoredTensor]:
+    """Every tensor of the files, from their headers; a file that cannot be read is a problem."""
     found: dict[str, StoredTensor] = {}
-    problems: list[CompileError] = []
     for name in files:
         try:
             with safetensors.safe_open(folder / name, framework="pt") as file:
@@ -201,4 +216,4 @@ def _headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, StoredTensor
         except (OSError, safetensors.SafetensorError) as error:
             what = f"{name} is no safetensors file, or a damaged one: {error}"
             problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
-    return found, problems
+    return found

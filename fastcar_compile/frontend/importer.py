@@ -27,7 +27,8 @@ def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphMod
             module itself; it is left out of parameter names and module paths.
 
     Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1]. Parameters,
-    buffers and constants become `get_attr` nodes, those of a model without values on the meta device; buffer writes stay in place (the normalize-state pass lifts them).
+    buffers and constants become `get_attr` nodes, those without values on the meta device; buffer writes stay in place
+    (the normalize-state pass lifts them).
 
     Raises:
         CompileError: the exported program does not follow the step protocol.

@@ -1,4 +1,4 @@
-"""A Hugging Face model without values: its parameters' shapes, which of its layers are alike, and a few of its layers."""
+"""A Hugging Face model without values: shapes of its parameters, which layers are alike, and its first layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of a checkpoint are captured once: the last captured layer is copied until the decoder has all of its layers."""
+"""Layers of a checkpoint are captured once: the last one is copied until the decoder has all of its layers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ class _Repeater:
         if len(before) != len(layer):
             raise self._error(layer[0], f"{len(before)} operators", f"{len(layer)}")
         for first, second in zip(before, layer, strict=True):
-            same = first.target == second.target and _literals(first) == _literals(second) and _val(first) == _val(second)
+            same = (
+                first.target == second.target and _literals(first) == _literals(second) and _val(first) == _val(second)
+            )
             ours, theirs = second.all_input_nodes, first.all_input_nodes
             if not same or len(ours) != len(theirs):
                 raise self._error(second, f"{first.target}{first.args}", f"{second.target}{second.args}")

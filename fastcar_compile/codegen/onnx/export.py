@@ -55,8 +55,8 @@ def export_onnx(program: DecoderProgram, path: Path, places: Mapping[str, Placem
 
     Args:
         program: the rewritten program. path: the .onnx file.
-        places: where each parameter's bytes are, relative to the folder of `path`; None: write them into the file, which
-            must then stay below protobuf's 2 GiB.
+        places: where each parameter's bytes are, relative to the folder of `path`; None: write them into the file,
+            which must then stay below protobuf's 2 GiB.
 
     Raises:
         CompileError: operators that have no ONNX translation.

@@ -36,7 +36,9 @@ def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list
     assert program is not None
     proto = program.model_proto
     strip(proto)
-    return _function(proto, name, [n.name for n in part.module.graph.nodes if n.op == "placeholder"]), list(proto.functions)
+    return _function(proto, name, [n.name for n in part.module.graph.nodes if n.op == "placeholder"]), list(
+        proto.functions
+    )
 
 
 def _example(node: fx.Node) -> torch.Tensor:
