@@ -54,7 +54,7 @@ class Checkpoint:
             raise CompileError("there is no model folder", where=str(folder), mend=mend)
         self.folder = folder
         problems: list[CompileError] = []
-        skeleton = _attempt(problems, lambda: Skeleton(load_config(folder), _architecture(folder), str(folder)))
+        skeleton = _attempt(problems, lambda: _skeleton(folder))
         listed = _attempt(problems, lambda: _weight_map(folder))
         files = (
             _attempt(problems, lambda: _single_files(folder)) if listed is None else _shards(folder, listed, problems)
@@ -151,6 +151,11 @@ def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
     except CompileError as error:
         problems.append(error)
         return None
+
+
+def _skeleton(folder: Path) -> Skeleton:
+    architecture = _architecture(folder)
+    return Skeleton(load_config(folder), architecture, str(folder))
 
 
 def _architecture(folder: Path) -> str:
