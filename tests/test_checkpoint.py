@@ -309,7 +309,7 @@ print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """113 M parameters: 227 MB of bfloat16 in, 113 MB of int8 out; in memory never more than a weight and its blocks."""
+    """113 M parameters, 227 MB of bfloat16 in, 113 MB of int8 out; in memory: one weight and its blocks."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
