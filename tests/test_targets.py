@@ -23,7 +23,7 @@ def write_variant(folder: Path, old: str, new: str) -> Path:
 
 
 def test_available() -> None:
-    assert available_targets() == ("cpu", "kv260", "u280", "zcu102", "zcu104")
+    assert available_targets() == ("cpu", "kv260", "u280", "zcu102", "zcu104", "zcu104-sodimm")
 
 
 @pytest.mark.parametrize("name", available_targets())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from fastcar_compile.cli.compile import compile_command
+from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
@@ -21,6 +22,7 @@ app.command("compile")(compile_command)
 app.command("inspect")(inspect_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)
+app.command("estimate")(estimate_command)
 app.command("targets")(targets_command)
 
 

@@ -23,6 +23,7 @@ from fastcar_compile.cli.common import (
 )
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import UserError
+from fastcar_compile.estimate.trace import save_trace
 from fastcar_compile.runtime.store import load_tensors
 
 
@@ -66,6 +67,7 @@ def run_command(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Generate tokens; prints the replay ratio and the speed."""
@@ -73,8 +75,9 @@ def run_command(
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed")
-    if output is not None and output.suffix != ".npy":
-        raise UserError(f"the output {output} is not a .npy file", mend="end its name in .npy")
+    for option, path in (("output", output), ("trace", trace)):
+        if path is not None and path.suffix != ".npy":
+            raise UserError(f"the {option} {path} is not a .npy file", mend="end its name in .npy")
     ids = parse_prompt(prompt) if prompt is not None else read_prompt(prompt_file)
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "run") as show:
@@ -82,7 +85,7 @@ def run_command(
         loaded = fc.load(str(artifact))
         ids = to_rows(ids, decoder_sizes(loaded.manifest).batch_size)
         show(f"opening the {backend} backend")
-        session = loaded.session(backend=backend, record=False, threads=threads)
+        session = loaded.session(backend=backend, record=trace is not None, threads=threads)
         if limits is not None:
             session.set_threshold(limits)
         sampler = Sampler(temperature, seed, num_tokens, show)
@@ -91,8 +94,11 @@ def run_command(
         end = time.perf_counter()
     if output is not None:
         np.save(output, np.asarray(tokens), allow_pickle=False)
+    if trace is not None:
+        save_trace(session.stats.decisions, trace)
     report = summary(session, tokens, start, sampler.first or end, end)
     report |= {"backend": backend, "output": None if output is None else str(output)}
+    report["trace"] = None if trace is None else str(trace)
     if as_json:
         print_json(report | {"tokens": tokens})
     else:

@@ -26,6 +26,9 @@ class Memory(_Frozen):
         peak_bandwidth: bytes per second, theoretical.
         ports: AXI ports into it from the fabric (or channels, for a CPU).
         width_bits: data width of one port, bits.
+        channels: independent channels that `peak_bandwidth` is the sum of.
+        technology: whose timing the hardware model uses.
+        streams_weights: whether the weight streams may be striped over it; without any, the first memory has them.
         source: where the figures come from.
     """
 
@@ -34,6 +37,9 @@ class Memory(_Frozen):
     peak_bandwidth: Positive
     ports: Annotated[int, Field(gt=0, strict=True)]
     width_bits: Annotated[int, Field(gt=0, strict=True)]
+    channels: Annotated[int, Field(gt=0, strict=True)] = 1
+    technology: Literal["ddr4", "hbm2"] = "ddr4"
+    streams_weights: bool = False
     source: Text
 
 
@@ -127,6 +133,11 @@ class Target(_Frozen):
     def peak_bandwidth(self) -> float:
         """Bytes per second of the fastest memory."""
         return max(memory.peak_bandwidth for memory in self.memories)
+
+    @property
+    def weight_memories(self) -> tuple[Memory, ...]:
+        """The memories that hold the weight streams."""
+        return tuple(m for m in self.memories if m.streams_weights) or self.memories[:1]
 
     def budget(self) -> dict[str, int]:
         """Resources a generated design may use, after the utilisation limits: lut, ff, dsp, bram36, uram.

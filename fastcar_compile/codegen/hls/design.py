@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
@@ -124,6 +125,18 @@ class MlpDesign:
             "cycles_estimate": self.cycles,
         }
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MlpDesign:
+        """The inverse of `to_json`."""
+        return cls(
+            spec=MlpSpec(**data["spec"]),
+            budget=BoardBudget(**data["budget"]),
+            ports=data["ports"],
+            gate_up=StageShape(**data["gate_up"]),
+            down=StageShape(**data["down"]),
+            usage=Usage(**data["usage_estimate"]),
+        )
+
 
 def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
     """The design with the most weight ports, then the longest tiles, that fits the budget.
@@ -139,22 +152,26 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             mend="choose a board with more or wider memory ports",
         )
     tried: MlpDesign | None = None
-    for ports in PORT_CHOICES:
-        if ports + ROW_PORTS > budget.axi_ports:
-            continue
-        for words in TILE_WORD_CHOICES:
-            tried = _design(spec, budget, ports, words)
-            if not _excess(tried):
-                return tried
+    for tried in designs(spec, budget):
+        if not excess(tried):
+            return tried
     assert tried is not None
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
-        f"{budget.part}: {', '.join(_excess(tried))} (estimates, least design: 1 port, {tried.lanes} lanes)",
+        f"{budget.part}: {', '.join(excess(tried))} (estimates, least design: 1 port, {tried.lanes} lanes)",
         mend="use a larger board, a smaller batch or fewer cores",
     )
 
 
-def _excess(design: MlpDesign) -> list[str]:
+def designs(spec: MlpSpec, budget: BoardBudget) -> Iterator[MlpDesign]:
+    """Every design that the board has ports for, most ports and longest tiles first, whether or not it fits."""
+    for ports in PORT_CHOICES:
+        if ports + ROW_PORTS <= budget.axi_ports:
+            yield from (_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES)
+
+
+def excess(design: MlpDesign) -> list[str]:
+    """One text per resource that the design needs more of than the budget has."""
     budget = design.budget
     return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
 

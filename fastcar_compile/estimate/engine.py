@@ -1,0 +1,118 @@
+"""Time of the emitted compute engine: cycles from its loop structure, bytes from its weight stream.
+
+The structure is that of hls_templates/fastcar_mlp_processes.hpp: rows are loaded and quantised, then tiles are fetched,
+multiplied and finished in a three-deep pipeline, then rows are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign
+from fastcar_compile.estimate.dram import timing_of
+from fastcar_compile.estimate.shapes import LinearShape, Quant
+from fastcar_compile.targets import Target
+
+BURST_BYTES = 4096
+"""Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, is also the 4 KiB page."""
+
+FIFO_WORDS = 512
+"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512)): what is read ahead while the engine idles."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine of one design on one board.
+
+    Args:
+        memory_rate: bytes per second that the weight memories deliver to the engine's ports.
+        prefetch_bytes: weights that the engine can hold before it is started.
+        side_by_side: whether a core multiplies its rows at the same time (as emitted) or one after another.
+    """
+
+    clock_hz: float
+    ports: int
+    cores: int
+    rows: int
+    tile_words: int
+    memory_rate: float
+    prefetch_bytes: int
+    side_by_side: bool = True
+
+    @classmethod
+    def of(cls, design: MlpDesign, target: Target) -> Engine:
+        """The engine of an emitted design."""
+        return cls(
+            clock_hz=design.budget.clock_mhz * 1e6,
+            ports=design.ports,
+            cores=design.spec.cores,
+            rows=design.spec.batch,
+            tile_words=max(s.tile * s.channel_words for s in (design.gate_up, design.down)),
+            memory_rate=memory_rate(target, design.ports),
+            prefetch_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
+        )
+
+    def one_row_after_another(self) -> Engine:
+        """The same engine with cores that multiply one row at a time, from tiles that stay on chip."""
+        return replace(self, side_by_side=False)
+
+    @property
+    def port_rate(self) -> float:
+        """Bytes per second that the weight ports can take: 16 bytes per clock each."""
+        return self.ports * WORD_BYTES * self.clock_hz
+
+    @property
+    def stream_rate(self) -> float:
+        """Bytes per second of an undisturbed weight stream."""
+        return min(self.port_rate, self.memory_rate)
+
+    def load(self, replayed: tuple[bool, ...], *, drs: bool) -> int:
+        """Rows of the core that has most to compute: round-robin over those that compute (DRS), or fixed row mod C."""
+        computing = [row for row, replays in enumerate(replayed) if not replays]
+        if drs:
+            return ceil(len(computing) / self.cores)
+        return max((sum(row % self.cores == core for row in computing) for core in range(self.cores)), default=0)
+
+    def stream_seconds(self, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
+        """Time of the tile pipeline and what bounds it: "memory", "ports" or "compute"."""
+        size = linear.weight_bytes(quant)
+        channel = ceil(size / linear.outputs / WORD_BYTES)
+        per_port = ceil(linear.outputs / self.ports)
+        tiles = ceil(per_port / max(1, self.tile_words // channel))
+        tile = ceil(per_port / tiles)
+        fetch, finish = tile * channel, tile * self.ports * load
+        multiply = fetch if self.side_by_side else fetch * load
+        slowest = max(fetch, multiply, finish)
+        cycles = tiles * slowest + multiply + finish
+        waiting = size / self.memory_rate
+        if waiting >= cycles / self.clock_hz:
+            return waiting + (multiply + finish) / self.clock_hz, "memory"
+        return cycles / self.clock_hz, "ports" if slowest == fetch else "compute"
+
+    def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
+        """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; a value a clock.
+
+        Args:
+            between: values that are quantised between two products of one call (the MLP's activations).
+        """
+        return load * (3 * inputs + 2 * between + outputs) / self.clock_hz
+
+
+def memory_rate(target: Target, ports: int) -> float:
+    """Bytes per second that `ports` sequential weight streams get from the target's weight memories together.
+
+    Streams are spread over the channels; a channel without a stream gives nothing.
+    """
+    rate, memories = 0.0, target.weight_memories
+    share = ceil(ports / len(memories))
+    for memory in memories:
+        channel = memory.peak_bandwidth / memory.channels
+        used, streams = min(memory.channels, share), ceil(share / memory.channels)
+        rate += used * channel * timing_of(memory).efficiency(BURST_BYTES, streams, channel)
+    return rate
+
+
+def peak_bandwidth(target: Target) -> float:
+    """Bytes per second of the weight memories, theoretical."""
+    return sum(memory.peak_bandwidth for memory in target.weight_memories)

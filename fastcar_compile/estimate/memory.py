@@ -1,0 +1,58 @@
+"""Does the decoder fit the board's memory?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.targets import Target
+
+HOST_RESERVE = 128 * 2**20
+"""Bytes left to the operating system and the program on a board whose memory is shared with the host. Estimate."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that have to be in the weight memories at the same time."""
+
+    weights: int
+    kv_cache: int
+    mlp_cache: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.mlp_cache
+
+
+def capacity(target: Target) -> int:
+    """Bytes of the weight memories that a decoder may fill."""
+    whole = sum(m.capacity_bytes for m in target.weight_memories)
+    return whole - (HOST_RESERVE if target.host_triple.startswith("aarch64") else 0)
+
+
+def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: int) -> None:
+    """Refuse what the board cannot hold.
+
+    Args:
+        positions: of the KV cache, tokens.
+
+    Raises:
+        CompileError: it does not fit; the text has the numbers and the options.
+    """
+    room = capacity(target)
+    if footprint.total <= room:
+        return
+    options = [] if quant == "w4a8" else ['quant="w4a8" (half the weight bytes of w8a8)']
+    if footprint.kv_cache > footprint.total // 20:
+        options.append(f"a shorter cache than {positions} positions, or attention over sinks and a sliding window")
+    options.append(f"a board with at least {footprint.total / GB:.2f} GB")
+    raise CompileError(
+        f"the decoder does not fit the memory of {target.name}: weights {footprint.weights / GB:.2f} GB ({quant}), "
+        f"KV cache {footprint.kv_cache / GB:.2f} GB ({positions} positions), "
+        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, together {footprint.total / GB:.2f} GB; "
+        f"the board has room for {room / GB:.2f} GB",
+        mend="; or ".join(options),
+    )

@@ -1,0 +1,158 @@
+"""The sizes of a decoder that the hardware model needs: by name, or from an artifact's manifest."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from math import ceil
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fastcar_compile.errors import UserError
+
+Quant = Literal["none", "w8a8", "w4a8"]
+GROUP = 128
+"""Weights that share one float16 scale in w4a8 (design section 4)."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One matrix product y = W x: `inputs` K, `outputs` N."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one row."""
+        return self.inputs * self.outputs
+
+    def weight_bytes(self, quant: Quant) -> int:
+        """Bytes read once per call: weights and scales; w8a8 rows padded to 16 bytes, w4a8 to whole groups of 128."""
+        if quant == "none":
+            return 4 * self.macs
+        if quant == "w8a8":
+            return self.outputs * (16 * ceil(self.inputs / 16) + 4)
+        return self.outputs * ceil(self.inputs / GROUP) * (GROUP // 2 + 2)
+
+
+class DecoderShape(BaseModel):
+    """Sizes of one decoder.
+
+    Args:
+        heads: query heads; `kv_heads` key and value heads.
+        vocab: outputs of the head; 0 for a headless decoder.
+        tokens_per_frame: replay stride F in tokens.
+        frames: frames of one video; with F they give the share of forwards that may replay.
+        source: where the figures come from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    intermediate: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab: int = Field(ge=0)
+    gated: bool = True
+    activation: str = "silu"
+    tokens_per_frame: int = Field(default=256, ge=1)
+    frames: int = Field(default=8, ge=1)
+    source: str
+
+    @property
+    def attention_linears(self) -> tuple[LinearShape, LinearShape]:
+        """q, k and v as one product (they share their input), then o."""
+        width = self.heads * self.head_dim
+        qkv = LinearShape("qkv", self.hidden, width + 2 * self.kv_heads * self.head_dim)
+        return qkv, LinearShape("o", width, self.hidden)
+
+    @property
+    def mlp_linears(self) -> tuple[LinearShape, LinearShape]:
+        """Gate and up as one product, then down."""
+        first = LinearShape("gate_up", self.hidden, self.intermediate * (2 if self.gated else 1))
+        return first, LinearShape("down", self.intermediate, self.hidden)
+
+    @property
+    def head(self) -> LinearShape | None:
+        """The product onto the vocabulary."""
+        return LinearShape("head", self.hidden, self.vocab) if self.vocab else None
+
+    def weight_bytes(self, quant: Quant) -> int:
+        """Bytes of every linear that one decode step reads; embeddings and norms are left out."""
+        block = sum(x.weight_bytes(quant) for x in (*self.attention_linears, *self.mlp_linears))
+        return self.layers * block + (self.head.weight_bytes(quant) if self.head else 0)
+
+    def kv_bytes(self, positions: int, rows: int, bits: int) -> int:
+        """Bytes of the key and value cache."""
+        return self.layers * rows * positions * 2 * self.kv_heads * self.head_dim * bits // 8
+
+    def mlp_cache_bytes(self, rows: int) -> int:
+        """Bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row (design section 2)."""
+        return self.layers * self.tokens_per_frame * rows * self.hidden * 4
+
+
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("fastcar_compile.estimate") / "shapes.toml").read_text())
+
+
+def available_shapes() -> list[str]:
+    """Names that `load_shape` knows."""
+    return sorted(_table())
+
+
+def load_shape(name: str) -> DecoderShape:
+    """A decoder shape by name.
+
+    Raises:
+        UserError: no such shape.
+    """
+    table = _table()
+    if name not in table:
+        raise UserError(f"there is no decoder shape {name!r}", mend=f"choose one of {', '.join(sorted(table))}")
+    return DecoderShape(name=name, **table[name])
+
+
+def shape_of_sections(sections: Mapping[str, Any]) -> DecoderShape:
+    """The shape of a compiled decoder, from its manifest's sections `decoder` and `sites`.
+
+    Raises:
+        UserError: the layers differ in size; the model has one size for all.
+    """
+    decoder, sites = sections["decoder"], sections["sites"]
+    keys = ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "gated", "activation")
+    _require_equal(sites, keys)
+    site = sites[0]
+    stride = decoder["tokens_per_frame"]
+    return DecoderShape(
+        name="artifact",
+        layers=len(sites),
+        hidden=site["hidden"],
+        intermediate=site["intermediate"],
+        heads=site["num_heads"],
+        kv_heads=site["num_kv_heads"],
+        head_dim=site["head_dim"],
+        vocab=decoder["vocab_size"] or 0,
+        gated=site["gated"],
+        activation=site["activation"],
+        tokens_per_frame=stride,
+        frames=max(1, decoder["max_seq_len"] // stride),
+        source="manifest.json",
+    )
+
+
+def _require_equal(sites: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    for site in sites[1:]:
+        differing = [key for key in keys if site[key] != sites[0][key]]
+        if differing:
+            raise UserError(
+                f"layer {site['layer']} differs from layer 0 in {', '.join(differing)}",
+                mend="the hardware model covers decoders whose layers have one size",
+            )

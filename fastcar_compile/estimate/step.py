@@ -1,0 +1,154 @@
+"""One decode step on a board, segment by segment."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.host import HostModel
+from fastcar_compile.estimate.shapes import DecoderShape, LinearShape, Quant
+
+NORM_FLOPS = 8
+"""Floating-point operations per element of a norm and the residual add before it: square, sum, scale, weight, add."""
+
+ROPE_FLOPS = 6
+"""Per element of q and k: two multiplications and an addition, on pairs, with their table look-ups."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, host or attention."""
+
+    name: str
+    layer: int
+    unit: str
+    start: float
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Board:
+    """What runs the step. `kv_bytes`: bytes of one position of one layer's key and value caches, all rows."""
+
+    engine: Engine
+    host: HostModel
+    shape: DecoderShape
+    quant: Quant
+    batch: int
+    fabric_linears: bool
+    fabric_attention: bool
+    kv_bytes: int
+
+
+@dataclass
+class Step:
+    """The time line of one step and its sums."""
+
+    segments: list[Segment] = field(default_factory=list)
+    seconds: float = 0.0
+    bytes: float = 0.0
+    weight_bytes: float = 0.0
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
+        """Append a segment."""
+        if seconds <= 0:
+            return
+        self.segments.append(Segment(name, layer, unit, self.seconds, seconds, moved))
+        self.seconds += seconds
+        self.bytes += moved
+        self.busy[unit] += seconds
+
+
+def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefetch: bool) -> Step:
+    """One forward.
+
+    Args:
+        loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
+        attended: positions that attention reads.
+        prefetch: whether idle time of the engine is used to read ahead.
+    """
+    run = _Simulation(board, prefetch)
+    for layer, load in enumerate(loads):
+        run.layer(layer, load, attended)
+    run.head()
+    return run.step
+
+
+class _Simulation:
+    def __init__(self, board: Board, prefetch: bool) -> None:
+        self.board, self.prefetch, self.step = board, prefetch, Step()
+        self._engine_free = 0.0
+
+    def layer(self, layer: int, load: int, attended: float) -> None:
+        board, shape = self.board, self.board.shape
+        qkv, o = shape.attention_linears
+        self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+        self._linear(qkv, layer)
+        width = (shape.heads + shape.kv_heads) * shape.head_dim
+        tas = 2 * shape.heads * shape.head_dim
+        self._host("rope, TAS", layer, (ROPE_FLOPS * width + tas) * board.batch)
+        self._attention(layer, attended)
+        self._linear(o, layer)
+        if load == 0:
+            self._copy(layer)
+            return
+        self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+        self._mlp(layer, load)
+
+    def head(self) -> None:
+        shape = self.board.shape
+        self._host("norm", shape.layers, NORM_FLOPS * shape.hidden * self.board.batch)
+        if shape.head is not None:
+            self._linear(shape.head, shape.layers)
+
+    def _host(self, name: str, layer: int, flops: float) -> None:
+        self.step.add(name, layer, "host", self.board.host.seconds(flops=flops))
+
+    def _linear(self, linear: LinearShape, layer: int) -> None:
+        board = self.board
+        if board.fabric_linears:
+            load = board.engine.load((False,) * board.batch, drs=True)
+            self._call(
+                linear.name, layer, [linear], load, board.engine.edge_seconds(linear.inputs, linear.outputs, load)
+            )
+            return
+        size = linear.weight_bytes(board.quant)
+        seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
+        self.step.add(linear.name, layer, "host", seconds, size)
+
+    def _mlp(self, layer: int, load: int) -> None:
+        first, down = self.board.shape.mlp_linears
+        edge = self.board.engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
+        self._call("mlp", layer, [first, down], load, edge)
+
+    def _copy(self, layer: int) -> None:
+        moved = 2 * 4 * self.board.shape.hidden * self.board.batch
+        self.step.add("replay", layer, "host", self.board.host.seconds(bytes_read=moved), moved)
+
+    def _call(self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float) -> None:
+        """One start of the engine: its registers, its rows, its weights less what was read ahead while it idled."""
+        board, engine = self.board, self.board.engine
+        self.step.add(f"start {name}", layer, "host", board.host.call_seconds)
+        self.step.add(f"{name} rows", layer, "edge", edge)
+        ready = min((self.step.seconds - self._engine_free) * engine.stream_rate, engine.prefetch_bytes)
+        for linear in linears:
+            seconds, bound = engine.stream_seconds(linear, board.quant, load)
+            saved = min(ready, linear.weight_bytes(board.quant)) / engine.stream_rate if self.prefetch else 0.0
+            size = linear.weight_bytes(board.quant)
+            self.step.weight_bytes += size
+            self.step.add(linear.name, layer, bound, seconds - saved, size)
+            ready = 0.0
+        self._engine_free = self.step.seconds
+
+    def _attention(self, layer: int, attended: float) -> None:
+        board, shape = self.board, self.board.shape
+        moved = board.kv_bytes * attended
+        if board.fabric_attention:
+            self.step.add("attention", layer, "attention", moved / board.engine.stream_rate, moved)
+            return
+        flops = 4 * attended * shape.heads * shape.head_dim * board.batch
+        self.step.add("attention", layer, "attention", board.host.seconds(bytes_read=moved, flops=flops), moved)

@@ -1,0 +1,41 @@
+"""Recorded replay decisions as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.errors import InputError
+
+
+def save_trace(decisions: NDArray[np.bool_], path: Path) -> None:
+    """Write decisions bool [forwards, layers, rows] to a .npy file.
+
+    Raises:
+        InputError: the file's name does not end in .npy.
+    """
+    if path.suffix != ".npy":
+        raise InputError(f"the trace {path} is not a .npy file", mend="end its name in .npy")
+    np.save(path, decisions, allow_pickle=False)
+
+
+def load_trace(path: Path) -> NDArray[np.bool_]:
+    """Decisions bool [forwards, layers, rows], True where a row replayed.
+
+    Raises:
+        InputError: the file is missing, cannot be read, or holds something else.
+    """
+    try:
+        decisions = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the trace cannot be read: {error}", where=str(path)) from error
+    if not isinstance(decisions, np.ndarray) or decisions.dtype != np.bool_ or decisions.ndim != 3:
+        kind = f"{decisions.dtype} {list(decisions.shape)}" if isinstance(decisions, np.ndarray) else "an archive"
+        raise InputError(
+            f"the trace holds {kind}, expected bool [forwards, layers, rows]",
+            where=str(path),
+            mend="write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)",
+        )
+    return decisions

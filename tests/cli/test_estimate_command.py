@@ -1,0 +1,124 @@
+"""`fastcar estimate` and `fastcar run --trace`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import check_module
+from typer.testing import Result
+
+from fastcar_compile.codegen.hls.design import choose_design
+from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.estimate.explore import budget_of
+from fastcar_compile.targets import load_target
+
+Fastcar = Callable[..., Result]
+KV260 = ("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--target", "kv260", "--context", 512)
+
+
+@pytest.fixture
+def compiled(fake, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-untyped-def]
+    """The fake artifact with the manifest's sections that the estimate reads."""
+    import fastcar_compile
+
+    site = {"hidden": 128, "intermediate": 352, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "gated": True}
+    manifest = fake.manifest
+    board = load_target("zcu102")
+    design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(board))
+    manifest.sections["sites"] = [site | {"layer": layer, "activation": "silu"} for layer in range(3)]
+    manifest.sections["config"]["quant"] = "w8a8"
+    manifest.sections["target"] = board.model_dump(mode="json")
+    manifest.sections["accelerator"] = {"design": design.to_json()}
+    opened = type("Opened", (), {"manifest": manifest})
+    monkeypatch.setattr(fastcar_compile, "load", lambda path: opened)
+    return fake.path
+
+
+def test_json_of_a_shape(fastcar: Fastcar) -> None:
+    result = fastcar(*KV260, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["tokens_per_second"] == pytest.approx(4.9, rel=0.1)
+    for key in ("bandwidth_utilisation", "energy_per_token_j", "bound_by", "resources", "time_line"):
+        assert report[key]
+    assert report["time_line"][0].keys() == {"name", "layer", "unit", "start", "seconds", "bytes"}
+
+
+def test_text_of_a_shape_and_its_plot(fastcar: Fastcar, tmp_path: Path) -> None:
+    check_module("matplotlib")
+    picture = tmp_path / "line.png"
+    result = fastcar(*KV260, "--replay", 0.5, "--plot", picture)
+    assert result.exit_code == 0
+    for text in ("predicted", "50.0% replay", "bound by", "memory", "J per token", "designs", "time line drawn in"):
+        assert text in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_artifact_uses_the_design_that_was_emitted(fastcar: Fastcar, compiled: Path) -> None:
+    own = json.loads(fastcar("estimate", compiled, "--json").stdout)
+    assert (own["target"], own["offload"], own["batch"], own["context"]) == ("zcu102", "mlp", 2, 16)
+    assert own["exploration"] == {}
+    other = json.loads(fastcar("estimate", compiled, "--target", "kv260", "--json").stdout)
+    assert other["target"] == "kv260"
+    assert other["exploration"]["tried"] > 1
+
+
+def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path) -> None:
+    decisions = np.zeros((12, 3, 2), bool)
+    decisions[6:] = True
+    np.save(tmp_path / "trace.npy", decisions)
+    report = json.loads(fastcar("estimate", compiled, "--trace", tmp_path / "trace.npy", "--json").stdout)
+    assert report["replay_ratio"] == 0.5
+    assert report["speedup_over_dense"] > 1
+
+
+def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) -> None:
+    path = tmp_path / "trace.npy"
+    result = fastcar("run", tmp_path, "--prompt", "1", "--num-tokens", 9, "--trace", path, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["trace"] == str(path)
+    decisions = np.load(path)
+    assert (decisions.shape, decisions.dtype) == ((8, 3, 2), np.bool_)
+    assert decisions[4:, 0].all()
+    refused = fastcar("run", tmp_path, "--prompt", "1", "--trace", tmp_path / "trace.txt")
+    assert refused.exit_code == 2
+    assert "is not a .npy file" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "nothing to estimate"),
+        (("--shape", "llama9"), "there is no decoder shape 'llama9'"),
+        (("folder", "--shape", "llama2-7b"), "ARTIFACT and --shape cannot be given together"),
+        (
+            ("--shape", "llama2-7b", "--replay", 0.5, "--trace", "t.npy"),
+            "--replay and --trace cannot be given together",
+        ),
+        (("--shape", "llama2-7b", "--trace", "t.npy"), "the trace does not exist"),
+        (("--shape", "llama2-7b", "--quant", "int3"), "there is no engine for --quant int3"),
+        (("--shape", "llama2-7b", "--offload", "head"), "--offload head is not known"),
+        (("--shape", "llama2-7b", "--sink-window", "4"), "--sink-window '4' is not SINKS,WINDOW"),
+        (("--shape", "llama2-7b", "--replay", 2, "--quant", "w4a8"), "replay = 2.0 (0 to 1)"),
+        (("--shape", "llama2-7b", "--target", "cpu", "--ignore-capacity"), "cpu has no fabric"),
+        (("--shape", "vila-u-7b"), "does not fit the memory of zcu102"),
+    ],
+)
+def test_refusals(fastcar: Fastcar, words: tuple[object, ...], text: str) -> None:
+    result = fastcar("estimate", *words)
+    assert result.exit_code == 2
+    assert text in " ".join(result.stderr.split())
+
+
+def test_a_file_that_is_no_trace(fastcar: Fastcar, tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.zeros((2, 3)))
+    result = fastcar("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--trace", tmp_path / "t.npy")
+    assert result.exit_code == 2
+    assert "the trace holds float64 [2, 3], expected bool [forwards, layers, rows]" in " ".join(result.stderr.split())
+    (tmp_path / "bad.npy").write_text("x")
+    result = fastcar("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--trace", tmp_path / "bad.npy")
+    assert "the trace cannot be read" in result.stderr

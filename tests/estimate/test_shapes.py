@@ -1,0 +1,56 @@
+"""Decoder shapes: the weights of the published models, and what an artifact's manifest gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastcar_compile.errors import UserError
+from fastcar_compile.estimate import available_shapes, load_shape
+from fastcar_compile.estimate.shapes import LinearShape, shape_of_sections
+
+SITE = {
+    "layer": 0, "hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "gated": True,
+    "activation": "silu",
+}  # fmt: skip
+DECODER = {"tokens_per_frame": 8, "max_seq_len": 33, "vocab_size": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama2-7b", 6.607e9), ("llama3-8b", 7.504e9), ("tinyllama-1.1b", 1.034e9)]
+)
+def test_weights_read_by_a_step(name: str, parameters: float) -> None:
+    """int8 bytes are parameters and 4 bytes per output; embeddings are not read."""
+    assert load_shape(name).weight_bytes("w8a8") == pytest.approx(parameters, rel=3e-3)
+
+
+def test_mlp_share_of_a_llama2_block() -> None:
+    shape = load_shape("vila-u-7b")
+    mlp = sum(x.macs for x in shape.mlp_linears)
+    block = mlp + sum(x.macs for x in shape.attention_linears)
+    assert (mlp, block) == (135_266_304, 202_375_168)
+
+
+def test_bytes_of_a_linear() -> None:
+    linear = LinearShape("x", 130, 3)
+    assert linear.weight_bytes("none") == 4 * 390
+    assert linear.weight_bytes("w8a8") == 3 * (144 + 4)
+    assert linear.weight_bytes("w4a8") == 3 * 2 * (64 + 2)
+
+
+def test_caches() -> None:
+    shape = load_shape("llama3-8b")
+    assert shape.kv_bytes(512, 2, 8) == 32 * 2 * 512 * 2 * 8 * 128
+    assert shape.mlp_cache_bytes(2) == 32 * 256 * 2 * 4096 * 4
+
+
+def test_unknown_shape() -> None:
+    with pytest.raises(UserError, match=r"no decoder shape 'llama9'\n  mend:  choose one of llama2-7b, "):
+        load_shape("llama9")
+    assert {"llama2-7b", "llama3-8b", "tinyllama-1.1b", "vila-u-7b"} <= set(available_shapes())
+
+
+def test_shape_of_an_artifact() -> None:
+    shape = shape_of_sections({"decoder": DECODER, "sites": [SITE, SITE | {"layer": 1}]})
+    assert (shape.layers, shape.kv_heads, shape.vocab, shape.frames) == (2, 2, 0, 4)
+    with pytest.raises(UserError, match="layer 1 differs from layer 0 in intermediate"):
+        shape_of_sections({"decoder": DECODER, "sites": [SITE, SITE | {"layer": 1, "intermediate": 128}]})

@@ -1,0 +1,164 @@
+"""The system simulator: published boards, laws of the time line, DRS and prefetch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcar_compile.errors import CompileError, InputError, TargetError
+from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
+from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.targets import load_target
+
+TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
+ZCU102 = load_target("zcu102")
+
+
+def predict(shape: str, quant: str, board: str, context: int = 512, **options: Any) -> Estimate:
+    return estimate(Workload(load_shape(shape), quant, context, **options), load_target(board))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "board", "published"),
+    [
+        ("llama2-7b", "kv260", 4.9),  # arXiv 2502.10659
+        ("llama3-8b", "kv260", 4.8),  # arXiv 2507.03308
+        ("llama3-8b", "zcu104-sodimm", 8.6),  # arXiv 2507.03308, PS + PL memory
+    ],
+)
+def test_published_boards_within_ten_per_cent(shape: str, board: str, published: float) -> None:
+    assert predict(shape, "w4a8", board).tokens_per_second == pytest.approx(published, rel=0.10)
+
+
+def test_tinyllama_stays_below_the_bandwidth_ceiling() -> None:
+    ceiling = 17.064e9 / load_shape("tinyllama-1.1b").weight_bytes("w8a8")
+    for offload in ("mlp", "linears", "all"):
+        assert 1.5 < predict("tinyllama-1.1b", "w8a8", "zcu102", offload=offload).tokens_per_second < ceiling
+
+
+def test_vila_u_on_zcu102() -> None:
+    dense = predict("vila-u-7b", "w4a8", "zcu102")
+    assert dense.weight_stream_utilisation >= 0.85
+    assert predict("vila-u-7b", "w4a8", "zcu102", replay=0.8).speedup_over_dense >= 2.0
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8, 0.875])
+def test_replay_gains_less_than_its_ceiling(ratio: float) -> None:
+    result = predict("vila-u-7b", "w8a8", "u280", replay=ratio)
+    assert result.replay_ratio == pytest.approx(ratio)
+    assert 1 < result.speedup_over_dense < 1 / (1 - 0.668 * ratio)
+
+
+def test_a_sink_window_bounds_attention() -> None:
+    window = predict("vila-u-7b", "w4a8", "zcu102", context=2048, sink_window=(4, 256))
+    assert window.tokens_per_second == predict("vila-u-7b", "w4a8", "zcu102", context=260).tokens_per_second
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(CompileError) as error:
+        predict("vila-u-7b", "w8a8", "zcu102", context=2048)
+    text = str(error.value)
+    assert "does not fit the memory of zcu102: weights 6.48 GB (w8a8), KV cache 0.54 GB (2048 positions)" in text
+    assert "the board has room for 4.16 GB" in text
+    assert 'quant="w4a8"' in text
+    assert "sinks and a sliding window" in text
+    assert "a board with at least 7.15 GB" in text
+    work = Workload(load_shape("vila-u-7b"), "w8a8", 2048)
+    assert estimate(work, ZCU102, check_memory=False).tokens_per_second > 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    batch=st.integers(1, 6),
+    ratio=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    offload=st.sampled_from(["mlp", "linears", "all"]),
+    quant=st.sampled_from(["w8a8", "w4a8"]),
+    side_by_side=st.booleans(),
+)
+def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: Any, side_by_side: bool) -> None:
+    work = Workload(TINY, quant, 64, batch, offload, replay=ratio, side_by_side=side_by_side)
+    result = estimate(work, ZCU102)
+    line, end = result.time_line, 0.0
+    for segment in line:
+        assert segment["start"] == pytest.approx(end)
+        assert segment["seconds"] > 0
+        end = segment["start"] + segment["seconds"]
+    assert sum(result.shares.values()) == pytest.approx(1)
+    assert 0 < result.bandwidth_utilisation < 1
+    assert 0 <= result.weight_stream_utilisation < 1
+    assert result.comparison["static_mapping"] <= result.tokens_per_second * (1 + 1e-9)
+    assert result.comparison["no_prefetch"] <= result.tokens_per_second * (1 + 1e-9)
+    assert result.comparison["dense"] <= result.tokens_per_second * (1 + 1e-9)
+    power = ZCU102.power
+    joules = power.static_w * result.seconds_per_step + 1e-12 * (
+        result.bytes_per_step * power.dram_pj_per_byte + result.macs_per_step * power.mac_int8_pj
+    )
+    assert result.energy_per_token_j == pytest.approx(joules / batch)
+
+
+def test_a_trace_is_the_ratio_that_it_holds() -> None:
+    work = Workload(TINY, "w8a8", 1)
+    nothing = estimate(work, ZCU102, decisions=np.zeros((5, 3, 1), bool))
+    everything = estimate(work, ZCU102, decisions=np.ones((5, 3, 1), bool))
+    assert nothing.seconds_per_step == pytest.approx(estimate(work, ZCU102).seconds_per_step)
+    full = estimate(Workload(TINY, "w8a8", 1, replay=1.0), ZCU102)
+    assert everything.seconds_per_step == pytest.approx(full.seconds_per_step)
+    assert not any(s["name"] in ("gate_up", "down") for s in everything.time_line)
+
+
+def test_a_trace_attends_to_what_has_been_decoded() -> None:
+    work = Workload(TINY, "w8a8", 1000, offload="linears")
+    early = estimate(work, ZCU102, decisions=np.zeros((10, 3, 1), bool))
+    late = estimate(work, ZCU102, decisions=np.zeros((1000, 3, 1), bool))
+    assert late.bytes_per_step - early.bytes_per_step == pytest.approx((500.5 - 5.5) * TINY.kv_bytes(1, 1, 8))
+
+
+def test_one_computing_row_keeps_the_whole_weight_stream() -> None:
+    decisions = np.ones((1, 3, 4), bool)
+    decisions[..., 2] = False
+    work = Workload(TINY, "w8a8", 8, batch=4)
+    mixed, dense = estimate(work, ZCU102, decisions=decisions), estimate(work, ZCU102)
+    mlp = [s["bytes"] for s in mixed.time_line if s["name"] in ("gate_up", "down")]
+    assert mlp == [s["bytes"] for s in dense.time_line if s["name"] in ("gate_up", "down")]
+
+
+def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
+    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0)
+    rows = (False, True, False, True)  # rows 0 and 2 compute; both belong to core 0
+    assert engine.load(rows, drs=False) == 2
+    assert engine.load(rows, drs=True) == 1
+    decisions = np.tile(np.array([rows]), (4, 3, 1))
+    serial = Workload(TINY, "w8a8", 8, batch=4, side_by_side=False)
+    result = estimate(serial, ZCU102, decisions=decisions)
+    assert result.tokens_per_second >= result.comparison["static_mapping"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replay": 1.5}, r"replay = 1.5 \(0 to 1\)"),
+        ({"context": 0}, r"context = 0 \(at least 1\)"),
+        ({"batch": 33}, r"batch = 33 \(1 to 32\)"),
+        ({"quant": "none"}, r"the engine is int8"),
+        ({"kv_bits": 4}, r"kv_bits = 4 \(8, 16 or 32\)"),
+    ],
+)
+def test_refused_figures(options: dict[str, Any], text: str) -> None:
+    values = {"quant": "w8a8", "context": 8} | options
+    with pytest.raises(InputError, match=text):
+        estimate(Workload(TINY, **values), ZCU102)
+
+
+def test_refused_decisions_and_targets() -> None:
+    work = Workload(TINY, "w8a8", 8)
+    with pytest.raises(InputError, match=r"the decisions are bool \[4, 2, 1\], expected bool \[forwards, 3 layers, 1"):
+        estimate(work, ZCU102, decisions=np.zeros((4, 2, 1), bool))
+    with pytest.raises(TargetError, match="has no fabric"):
+        estimate(work, load_target("cpu"))
+    host = ZCU102.host.model_copy(update={"cpu": "cortex-m0"})
+    with pytest.raises(TargetError, match="no figures for the host cortex-m0 of zcu102"):
+        estimate(work, ZCU102.model_copy(update={"host": host}))
