@@ -191,7 +191,7 @@ def parse() -> tuple[Sizes, Path | None]:
     }  # fmt: skip
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--quant", choices=("none", "w8a8"), default="none")
+    parser.add_argument("--quant", choices=("none", "w8a8", "w4a8"), default="none")
     parser.add_argument("--json", type=Path, default=None, help="write the report here")
     values = vars(parser.parse_args())
     path = values.pop("json")

@@ -51,7 +51,7 @@ def compile(
             config's `tokens_per_frame`, else 256 with a warning.
         max_seq_len: cache capacity in tokens; default: the model config's.
         batch_size: rows B, at most 32.
-        quant: "none" (float32) or "w8a8"; default: w8a8 where the target has an accelerator, else none.
+        quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.
         prefill_chunk: tokens per prefill call.
         output: folder of the artifact; written atomically.

@@ -72,7 +72,8 @@ class LayerSite:
     """Where one decoder layer's attention and MLP are in the graph. Fields hold node names.
 
     entry -> attention -> residual -> norm -> mlp_input -> MLP -> mlp_output -> region_output -> exit, where
-    region_output is what the closing residual add `exit` adds to `residual`.
+    region_output is what the closing residual add `exit` adds to `residual`. `linears`, `weights` and `biases` (None
+    where there is no bias) are in the order gate, up, down or up, down.
     """
 
     layer: int
@@ -91,6 +92,7 @@ class LayerSite:
     exit: str
     linears: tuple[str, ...]
     weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
     activation: str
     gated: bool
     hidden: int

@@ -23,7 +23,7 @@ void read_weights(const word_t* weights, int section, uint32_t index_register, h
     if (count_rows(index_register, C::BATCH) > 0) {
         for (int i = 0; i < Shapes<C>::PORT_WORDS; ++i) {
             FASTCAR_PIPELINE(1)
-            out.write(weights[section * Shapes<C>::PORT_WORDS + i]);
+            out.write(weights[section * Shapes<C>::SECTION_WORDS + i]);
         }
     }
 }
@@ -112,61 +112,71 @@ void write_rows(const word_t* cached, uint32_t index_register, hls::stream<word_
 }
 
 template <class S>
-void fetch_tile(hls::stream<Beat<S::PORTS> >& weights, word_t scales[S::PORTS][S::SCALE_WORDS],
+void fetch_tile(hls::stream<Beat<S::PORTS> >& weights, word_t head[S::PORTS][S::HEAD_WORDS],
                 word_t tile[S::PORTS][S::TILE_WORDS]) {
     FASTCAR_NO_INLINE
-    for (int i = 0; i < S::SCALE_WORDS + S::TILE_WORDS; ++i) {
+    for (int i = 0; i < S::HEAD_WORDS + S::TILE_WORDS; ++i) {
         FASTCAR_PIPELINE(1)
         const Beat<S::PORTS> beat = weights.read();
         for (int p = 0; p < S::PORTS; ++p) {
             FASTCAR_UNROLL
-            if (i < S::SCALE_WORDS) {
-                scales[p][i] = beat.port[p];
+            if (i < S::HEAD_WORDS) {
+                head[p][i] = beat.port[p];
             } else {
-                tile[p][i - S::SCALE_WORDS] = beat.port[p];
+                tile[p][i - S::HEAD_WORDS] = beat.port[p];
             }
         }
     }
 }
 
-// Tiles are double-buffered: while one is multiplied, the next is fetched and the one before is finished.
-template <class S>
-void gate_up_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S::CHANNEL_WORDS][INT8_LANES],
-                   const float row_scale[S::ROWS], int rows, float a[S::ROWS][S::N / 2]) {
+// Tiles are double-buffered: while one is multiplied, the next is fetched and the ones before are scaled and finished.
+template <class C>
+void gate_up_stage(hls::stream<Beat<C::PORTS> >& weights,
+                   const int8_t q[Shapes<C>::ROWS][Shapes<C>::GateUp::CHANNEL_WORDS][Shapes<C>::GateUp::LANES],
+                   const float row_scale[Shapes<C>::ROWS], int rows, float a[Shapes<C>::ROWS][C::INTERMEDIATE]) {
     FASTCAR_NO_INLINE
+    typedef typename Shapes<C>::GateUp S;
     for (int t = 0; t < S::TILES; ++t) {
         FASTCAR_DATAFLOW
-        word_t scales[S::PORTS][S::SCALE_WORDS];
-        FASTCAR_PARTITION(scales, 1)
-        FASTCAR_BLOCKS(scales, 3)
+        word_t head[S::PORTS][S::HEAD_WORDS];
+        FASTCAR_PARTITION(head, 1)
+        FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
-        int32_t acc[S::ROWS][S::PORTS][S::TILE];
+        int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
-        fetch_tile<S>(weights, scales, tile);
+        float value[S::ROWS][S::PORTS][S::TILE];
+        FASTCAR_PARTITION(value, 1)
+        FASTCAR_PARTITION(value, 2)
+        fetch_tile<S>(weights, head, tile);
         mac_tile<S>(tile, q, rows, acc);
-        finish_gate_up<S>(scales, acc, row_scale, rows, t, a);
+        scale_tile<S>(head, acc, row_scale, rows, value);
+        finish_gate_up<C>(value, rows, t, a);
     }
 }
 
 template <class S>
-void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S::CHANNEL_WORDS][INT8_LANES],
+void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES],
                 const float row_scale[S::ROWS], int rows, float y[S::ROWS][S::N]) {
     FASTCAR_NO_INLINE
     for (int t = 0; t < S::TILES; ++t) {
         FASTCAR_DATAFLOW
-        word_t scales[S::PORTS][S::SCALE_WORDS];
-        FASTCAR_PARTITION(scales, 1)
-        FASTCAR_BLOCKS(scales, 3)
+        word_t head[S::PORTS][S::HEAD_WORDS];
+        FASTCAR_PARTITION(head, 1)
+        FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
-        int32_t acc[S::ROWS][S::PORTS][S::TILE];
+        int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
-        fetch_tile<S>(weights, scales, tile);
+        float value[S::ROWS][S::PORTS][S::TILE];
+        FASTCAR_PARTITION(value, 1)
+        FASTCAR_PARTITION(value, 2)
+        fetch_tile<S>(weights, head, tile);
         mac_tile<S>(tile, q, rows, acc);
-        finish_down<S>(scales, acc, row_scale, rows, t, y);
+        scale_tile<S>(head, acc, row_scale, rows, value);
+        finish_down<S>(value, rows, t, y);
     }
 }
 
@@ -203,7 +213,7 @@ void store_core_rows(const float y[Shapes<C>::ROWS][C::HIDDEN], int rows, hls::s
     }
 }
 
-// One core: its rows (if any) through gate, up, SwiGLU and down.
+// One core: its rows (if any) through the first product, the activation and the second product.
 template <class C, int CORE>
 void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::PORTS> >& weights,
           hls::stream<word_t>& out) {
@@ -212,10 +222,10 @@ void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::
     typedef typename Shapes<C>::Down Down;
     const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
     float x[GateUp::ROWS][GateUp::K];
-    int8_t x_int8[GateUp::ROWS][GateUp::CHANNEL_WORDS][INT8_LANES];
+    int8_t x_int8[GateUp::ROWS][GateUp::CHANNEL_WORDS][GateUp::LANES];
     float x_scale[GateUp::ROWS];
     float a[Down::ROWS][Down::K];
-    int8_t a_int8[Down::ROWS][Down::CHANNEL_WORDS][INT8_LANES];
+    int8_t a_int8[Down::ROWS][Down::CHANNEL_WORDS][Down::LANES];
     float a_scale[Down::ROWS];
     float y[Down::ROWS][Down::N];
     FASTCAR_PARTITION(x_int8, 1)
@@ -225,7 +235,7 @@ void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::
     if (rows > 0) {
         load_core_rows<C>(in, rows, x);
         quantize_rows<GateUp>(x, rows, x_int8, x_scale);
-        gate_up_stage<GateUp>(weights, x_int8, x_scale, rows, a);
+        gate_up_stage<C>(weights, x_int8, x_scale, rows, a);
         quantize_rows<Down>(a, rows, a_int8, a_scale);
         down_stage<Down>(weights, a_int8, a_scale, rows, y);
         store_core_rows<C>(y, rows, out);

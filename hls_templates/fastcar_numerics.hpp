@@ -1,4 +1,4 @@
-// w8a8 numerics, bit for bit as docs/architecture.md defines them: IEEE float32, one rounding per operation, no FMA.
+// Numerics, bit for bit as docs/architecture.md defines them: IEEE float32, one rounding per operation, no FMA.
 // (The fabric's float operators flush denormals to zero; equality with the reference holds for normal numbers.)
 // Comparisons are written so that a NaN takes a defined branch and no conversion to integer is out of range.
 #ifndef FASTCAR_NUMERICS_HPP
@@ -7,7 +7,6 @@
 #include <stdint.h>
 
 #include "fastcar_pragmas.hpp"
-#include "fastcar_sigmoid_table.hpp"
 #include "fastcar_word.hpp"
 
 namespace fastcar {
@@ -44,19 +43,20 @@ inline int8_t quantize(float value, float inverse) {
     return static_cast<int8_t>(round_half_even(clamp(value * inverse, 127.0f)));
 }
 
-inline void store_lanes(const int8_t lanes[INT8_LANES], int8_t word[INT8_LANES]) {
+template <int LANES>
+void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
     FASTCAR_INLINE
-    for (int i = 0; i < INT8_LANES; ++i) {
+    for (int i = 0; i < LANES; ++i) {
         FASTCAR_UNROLL
         word[i] = lanes[i];
     }
 }
 
-// One row: float32 [K] -> int8 words [ceil(K / 16)][16], spare lanes zero; returns the row's scale.
+// One row: float32 [K] -> int8 [WORDS][LANES], spare lanes zero; returns the row's scale.
 // |x| is compared as an integer, which orders like the float and takes one clock; a NaN is passed over.
 // q is written in whole words: its lanes are one wide memory. Inlined, because the caller's q is split by row.
-template <int K>
-float quantize_row(const float x[K], int8_t q[WordsFor<K, INT8_LANES>::VALUE][INT8_LANES]) {
+template <int K, int WORDS, int LANES>
+float quantize_row(const float x[K], int8_t q[WORDS][LANES]) {
     FASTCAR_INLINE
     uint32_t amax = 0;
     for (int k = 0; k < K; ++k) {
@@ -66,13 +66,13 @@ float quantize_row(const float x[K], int8_t q[WordsFor<K, INT8_LANES>::VALUE][IN
     }
     const float floored = row_amax_floor(float_of_bits(amax));
     const float inverse = 127.0f / floored;
-    int8_t lanes[INT8_LANES] = {};
+    int8_t lanes[LANES] = {};
     FASTCAR_PARTITION(lanes, 0)
-    for (int k = 0; k < WordsFor<K, INT8_LANES>::VALUE * INT8_LANES; ++k) {
+    for (int k = 0; k < WORDS * LANES; ++k) {
         FASTCAR_PIPELINE(1)
-        lanes[k % INT8_LANES] = k < K ? quantize(x[k], inverse) : static_cast<int8_t>(0);
-        if (k % INT8_LANES == INT8_LANES - 1) {
-            store_lanes(lanes, q[k / INT8_LANES]);
+        lanes[k % LANES] = k < K ? quantize(x[k], inverse) : static_cast<int8_t>(0);
+        if (k % LANES == LANES - 1) {
+            store_lanes<LANES>(lanes, q[k / LANES]);
         }
     }
     return floored * ONE_OVER_127;
@@ -82,22 +82,6 @@ inline float dequantize(int32_t accumulator, float row_scale, float channel_scal
     FASTCAR_INLINE
     const float scale = row_scale * channel_scale;
     return static_cast<float>(accumulator) * scale;
-}
-
-// Table sigmoid: 513 knots on [-16, 16], linear in between, integers only.
-inline float sigmoid(float x) {
-    FASTCAR_INLINE
-    const int32_t fixed = round_half_even(clamp(x, 16.0f) * 1024.0f) + 16384;
-    const int32_t index = (fixed >> 6) < 511 ? (fixed >> 6) : 511;
-    const int32_t fraction = fixed - (index << 6);
-    const int32_t sum = SIGMOID_TABLE[index] * (64 - fraction) + SIGMOID_TABLE[index + 1] * fraction + 32;
-    return static_cast<float>(sum >> 6) * (1.0f / 16777216.0f);
-}
-
-inline float gated_silu(float gate, float up) {
-    FASTCAR_INLINE
-    const float silu = gate * sigmoid(gate);
-    return silu * up;
 }
 
 }  // namespace fastcar

@@ -1,4 +1,5 @@
-// The 128-bit memory word: 16 int8 lanes or 4 float32 lanes, lane 0 in the lowest bits (little-endian bytes).
+// The 128-bit memory word: 32 int4 lanes, 16 int8 lanes, 8 float16 lanes or 4 float32 lanes, lane 0 in the lowest bits
+// (little-endian bytes). Of the int4 lanes, 0 to 15 are the low nibbles of the bytes and 16 to 31 the high ones.
 #ifndef FASTCAR_WORD_HPP
 #define FASTCAR_WORD_HPP
 
@@ -12,7 +13,9 @@ namespace fastcar {
 
 typedef ap_uint<128> word_t;
 
+static const int INT4_LANES = 32;
 static const int INT8_LANES = 16;
+static const int HALF_LANES = 8;
 static const int FLOAT_LANES = 4;
 
 template <int COUNT, int LANES>
@@ -57,6 +60,32 @@ inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
         lanes[i] = static_cast<int8_t>(static_cast<uint8_t>(word.range(8 * i + 7, 8 * i).to_uint()));
     }
 #endif
+}
+
+inline void unpack_int4(const word_t& word, int8_t lanes[INT4_LANES]) {
+    FASTCAR_INLINE
+    int8_t bytes[INT8_LANES];
+    FASTCAR_PARTITION(bytes, 0)
+    unpack_int8(word, bytes);
+    for (int i = 0; i < INT8_LANES; ++i) {
+        FASTCAR_UNROLL
+        // Exclusive or and subtraction extend the sign of four bits.
+        lanes[i] = static_cast<int8_t>(((bytes[i] & 15) ^ 8) - 8);
+        lanes[INT8_LANES + i] = static_cast<int8_t>((((bytes[i] >> 4) & 15) ^ 8) - 8);
+    }
+}
+
+// A float16 that is positive and normal, or the zero of padding (which then counts as 2^-15, of nothing).
+inline float unpack_half(const word_t& word, int lane) {
+    FASTCAR_INLINE
+#if defined(FASTCAR_WORD_BYTES)
+    uint16_t lanes[HALF_LANES];
+    memcpy(lanes, &word, sizeof(word_t));
+    const uint32_t bits = lanes[lane];
+#else
+    const uint32_t bits = word.range(16 * lane + 15, 16 * lane).to_uint();
+#endif
+    return float_of_bits((bits << 13) + (112u << 23));
 }
 
 inline float unpack_float(const word_t& word, int lane) {

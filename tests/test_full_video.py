@@ -42,14 +42,14 @@ def video() -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
-    """float32 for the CPU, and w8a8 for zcu102."""
+    """float32 for the CPU, w8a8 and w4a8 for zcu102."""
     folder = tmp_path_factory.mktemp("video")
     replay = fc.ReplayConfig(threshold=THRESHOLDS)
     return {
         quant: fc.compile(
             video.model, target, tokens_per_frame=FRAME, quant=quant, replay=replay, output=folder / quant
         )
-        for quant, target in (("none", "cpu"), ("w8a8", "zcu102"))
+        for quant, target in (("none", "cpu"), ("w8a8", "zcu102"), ("w4a8", "zcu102"))
     }
 
 
@@ -82,16 +82,17 @@ def test_gate_on_decisions_and_logits_agree(video: SimpleNamespace, artifacts: d
         assert (logits - eager[0]).abs().max() <= 1e-3
 
 
-def test_w8a8_decides_the_same_on_cpu_and_in_hls_simulation(
-    video: SimpleNamespace, artifacts: dict[str, fc.Artifact]
+@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+def test_quantised_decides_the_same_on_cpu_and_in_hls_simulation(
+    video: SimpleNamespace, artifacts: dict[str, fc.Artifact], quant: str
 ) -> None:
     check_tool("g++")
     check_module("hls4ml")
-    cpu, hls = (artifacts["w8a8"].session(b, record=True) for b in ("cpu", "hls-csim"))
+    cpu, hls = (artifacts[quant].session(b, record=True) for b in ("cpu", "hls-csim"))
     expected, actual = decode(cpu, video.ids), decode(hls, video.ids)
     assert 0.1 < cpu.stats.replay_ratio < 0.8
     differing = torch.nonzero((actual != expected).any(1)).flatten().tolist()
-    assert not differing, (differing[:5], (actual - expected).abs().max().item())  # w8a8 is defined bit for bit
+    assert not differing, (differing[:5], (actual - expected).abs().max().item())  # defined bit for bit
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
 
 

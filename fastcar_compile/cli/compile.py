@@ -32,7 +32,7 @@ def compile_command(
     max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
     quant: Annotated[
-        str | None, typer.Option(help="none or w8a8; default: w8a8 where the target has an accelerator.")
+        str | None, typer.Option(help="none, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
     threshold: Annotated[str, typer.Option(help="Replay threshold: a number, inf, -inf, or one per layer.")] = "2.0",
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,

@@ -84,6 +84,7 @@ def _spec(shape: DecoderShape, quant: Quant, batch: int, cores: int) -> MlpSpec:
         cores=cores,
         activation=shape.activation,
         gated=shape.gated,
+        quant="w4a8" if quant == "w4a8" else "w8a8",
     )
 
 

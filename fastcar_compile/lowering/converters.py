@@ -10,16 +10,17 @@ from torch import fx
 from tvm import relax
 from tvm.tirx import IntImm, PrimFunc
 
+from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.linear import linear
+from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.ops.quant import sigmoid_table
+from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
 OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
@@ -68,13 +69,15 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
 
-def _linear_w8a8(node: fx.Node, importer: Any) -> relax.Var:
+def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    n, k = _shape(node.args[1])  # type: ignore[arg-type]
-    m = math.prod(_shape(node.args[0])) // k  # type: ignore[arg-type]
+    n = _shape(node.args[1])[0]  # type: ignore[arg-type]
+    *rows, k = _shape(node.args[0])  # type: ignore[arg-type]
+    m = math.prod(rows)
     quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
     q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
-    y = e.kernel(linear_w8a8(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
+    product = linear_w8a8 if _dtype(node.args[1]) == "int8" else linear_w4a8  # type: ignore[arg-type]
+    y = e.kernel(product(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
 
 
@@ -85,12 +88,11 @@ def _biased(e: _Emitter, y: relax.Var, bias: relax.Expr | None) -> relax.Var:
     return e.reshape(y, _shape(e.node))
 
 
-def _sigmoid_lut(node: fx.Node, importer: Any) -> relax.Var:
+def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    table = sigmoid_table().numpy()
-    size = math.prod(_shape(node))
-    flat = e.reshape(e.args[0], (size,))
-    y = e.kernel(sigmoid_lut(size, len(table)), [flat, relax.const(table, "int32")], (size,), "float32")
+    activation, size = str(node.args[1]), math.prod(_shape(node))
+    table = relax.const(factor_table(activation).numpy(), "int32")
+    y = e.kernel(activation_factor(size, activation), [e.reshape(e.args[0], (size,)), table], (size,), "float32")
     return e.reshape(y, _shape(node))
 
 
@@ -164,8 +166,9 @@ CONVERTERS: dict[str, Converter] = {
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
-    "linear_w8a8.default": _linear_w8a8,
-    "sigmoid_lut.default": _sigmoid_lut,
+    "linear_w8a8.default": _quantized_linear,
+    "linear_w4a8.default": _quantized_linear,
+    "activation_factor.default": _activation_factor,
     "attention.default": _attention,
     "tas.default": _tas,
     "cache_write.default": _cache_write,

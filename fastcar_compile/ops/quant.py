@@ -1,26 +1,20 @@
-"""w8a8 operators with one exact definition for every backend (docs/architecture.md, "w8a8, bit for bit")."""
+"""w8a8 and w4a8 linears with one exact definition for every backend (docs/architecture.md, "bit for bit")."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-SIGMOID_RANGE = 16.0
-SIGMOID_STEPS_PER_UNIT = 16
-SIGMOID_FRACTION_BITS = 24
+GROUP = 128
+"""Weights along the reduction that share one float16 scale (w4a8)."""
+
+SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE = 2.0**-14, 65504.0
+"""The normal float16 numbers: with no subnormals, a scale's float32 is its bits, moved."""
+
 _TINY = 1e-30
 _INV_127 = float(np.float32(1.0) / np.float32(127.0))
-
-
-@cache
-def sigmoid_table() -> Tensor:
-    """int32 [513]: round(sigmoid(-16 + j / 16) * 2**24), the knots of the table sigmoid."""
-    knots = np.arange(2 * int(SIGMOID_RANGE) * SIGMOID_STEPS_PER_UNIT + 1) / SIGMOID_STEPS_PER_UNIT - SIGMOID_RANGE
-    return torch.from_numpy(np.rint(2.0**SIGMOID_FRACTION_BITS / (1.0 + np.exp(-knots))).astype(np.int32))
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +23,40 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     quantized = torch.clamp(torch.round(weight / scale[:, None]), -127, 127).to(torch.int8)
     return quantized, scale
+
+
+def group_count(inputs: int) -> int:
+    """Groups of 128 along a reduction of `inputs`; the last one may be part padding."""
+    return -(-inputs // GROUP)
+
+
+def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int4 in groups of 128 along K, which is padded with zeros: -7 .. 7 times a float16 scale.
+
+    Args:
+        weight: float32 [N, K].
+
+    Returns:
+        uint8 [N, 64 * G], packed as `pack_int4` does, and float16 scale [N, G], G = ceil(K / 128).
+    """
+    channels, inputs = weight.shape
+    groups = group_count(inputs)
+    padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - inputs)).reshape(channels, groups, GROUP)
+    scale = (padded.abs().amax(2) / 7).clamp(SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE).to(torch.float16)
+    quantized = torch.clamp(torch.round(padded / scale.float()[..., None]), -7, 7).to(torch.int8)
+    return pack_int4(quantized.reshape(channels, -1)), scale
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """int8 [N, 128 * G] of -8 .. 7 -> uint8 [N, 64 * G]: byte i of a group holds element i (low) and 64 + i (high)."""
+    low, high = values.reshape(len(values), -1, 2, GROUP // 2).unbind(2)
+    return ((low & 15) | ((high & 15) << 4)).view(torch.uint8).reshape(len(values), -1)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of `pack_int4`: uint8 [N, 64 * G] -> int8 [N, 128 * G]."""
+    halves = packed.view(torch.int8).reshape(len(packed), -1, 1, GROUP // 2)
+    return torch.cat([(halves << 4) >> 4, halves >> 4], 2).reshape(len(packed), -1)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +74,19 @@ def accumulate(quantized: Tensor, qweight: Tensor) -> Tensor:
     float64 holds every partial sum exactly (127 * 127 * K < 2**53), and is the fast exact path on CPU.
     """
     return (quantized.double() @ qweight.double().T).to(torch.int32)
+
+
+def accumulate_groups(quantized: Tensor, qweight: Tensor) -> Tensor:
+    """Exact sums of every group: int8 [..., K] with packed int4 [N, 64 * G] -> int32 [G, M, N], M the rows of x.
+
+    float32 holds every partial sum exactly (127 * 8 * 128 < 2**24).
+    """
+    weight = unpack_int4(qweight)
+    rows = quantized.reshape(-1, quantized.shape[-1])
+    rows = torch.nn.functional.pad(rows, (0, weight.shape[1] - rows.shape[1]))
+    grouped = (t.reshape(len(t), -1, GROUP).transpose(0, 1).float() for t in (rows, weight))
+    left, right = grouped
+    return (left @ right.transpose(1, 2)).to(torch.int32)
 
 
 @custom_op("fastcar::linear_w8a8", mutates_args=())
@@ -71,21 +112,31 @@ def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor
     return x.new_empty((*x.shape[:-1], qweight.shape[0]))
 
 
-@custom_op("fastcar::sigmoid_lut", mutates_args=())
-def sigmoid_lut(x: Tensor) -> Tensor:
-    """Table sigmoid in integers, linear interpolation between 513 knots on [-16, 16]; float32, same shape.
+@custom_op("fastcar::linear_w4a8", mutates_args=())
+def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
+    """Linear layer with dynamic int8 activations and int4 weights in groups of 128.
 
-    The absolute error is at most 2e-4: 4.7e-5 from interpolation (h**2 / 8 * max|sigmoid''|), 1.2e-4 from the
-    input step (2**-11 / 4).
+    Args:
+        x: float32 [..., K].
+        qweight: uint8 [N, 64 * G] as packed by `pack_int4`, G = ceil(K / 128).
+        wscale: float16 [N, G].
+        bias: float32 [N] or None.
+
+    Returns:
+        float32 [..., N] = row scale * (sum over groups, ascending, of float32(acc) * wscale) (+ bias); every product
+        and every sum is rounded to float32 once.
     """
-    fixed = torch.round(x.clamp(-SIGMOID_RANGE, SIGMOID_RANGE) * 1024).to(torch.int32) + 16384
-    index = (fixed >> 6).clamp(max=511)
-    fraction = fixed - (index << 6)
-    table = sigmoid_table().to(x.device)
-    low, high = table[index], table[index + 1]
-    return ((low * (64 - fraction) + high * fraction + 32) >> 6).float() * 2.0**-SIGMOID_FRACTION_BITS
+    quantized, scale = quantize_rows(x)
+    scales = wscale.float().T
+    total = None
+    for acc, group_scale in zip(accumulate_groups(quantized, qweight), scales, strict=True):
+        part = acc.float() * group_scale
+        total = part if total is None else total + part
+    assert total is not None
+    y = total.reshape(*x.shape[:-1], len(qweight)) * scale[..., None]
+    return y if bias is None else y + bias
 
 
-@sigmoid_lut.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+@linear_w4a8.register_fake
+def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], qweight.shape[0]))

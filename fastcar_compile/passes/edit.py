@@ -48,6 +48,18 @@ def call(
     return node
 
 
+def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Node, made_by: str) -> fx.Node:
+    """A `get_attr` node at the insertion point for a new tensor attribute, which is registered at its first use."""
+    path, _, leaf = target.rpartition(".")
+    owner = module.get_submodule(path)
+    if not hasattr(owner, leaf):
+        owner.register_buffer(leaf, value)
+    node = module.graph.get_attr(target)
+    set_origin(node, origin, made_by)
+    node.meta["val"] = fake_like(module.graph, value)
+    return node
+
+
 def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
     """What the node yields on its arguments' fake values."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
@@ -125,6 +137,24 @@ def is_op(node: object, *packets: Any) -> bool:
         and node.op == "call_function"
         and getattr(node.target, "overloadpacket", node.target) in packets
     )
+
+
+_ACTIVATIONS = {
+    torch.ops.aten.silu: "silu",
+    torch.ops.aten.gelu: "gelu",
+    torch.ops.aten.relu: "relu",
+    torch.ops.aten.sigmoid: "sigmoid",
+    torch.ops.aten.tanh: "tanh",
+}
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """Name of the elementwise nonlinearity that the node computes: "gelu" is by erf, "gelu_tanh" by tanh."""
+    if not is_op(node, *_ACTIVATIONS):
+        return None
+    name = _ACTIVATIONS[node.target.overloadpacket]  # type: ignore[union-attr]
+    approximate = name == "gelu" and node.kwargs.get("approximate", "none") == "tanh"
+    return "gelu_tanh" if approximate else name
 
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:

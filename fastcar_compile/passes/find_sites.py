@@ -12,10 +12,9 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, LayerSite, module_path_of, source_of, where
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import ancestors, descendants, in_order, is_op, node_arg
+from fastcar_compile.passes.edit import activation_of, ancestors, descendants, in_order, is_op, node_arg
 
 aten = torch.ops.aten
-ACTIVATIONS = {aten.silu: "silu", aten.gelu: "gelu", aten.relu: "relu", aten.sigmoid: "sigmoid", aten.tanh: "tanh"}
 _EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
 
 
@@ -57,9 +56,11 @@ class _Matcher:
         residual, entry = self._residual_add()
         exit_add, region_output = self._closing_add(residual)
         region = self._region(residual, region_output)
-        linears = [n for n in region if is_op(n, aten.linear)]
-        self._check_shape(region, linears, region_output)
-        activation = next(ACTIVATIONS[n.target.overloadpacket] for n in region if is_op(n, *ACTIVATIONS))  # type: ignore[union-attr]
+        found = [n for n in region if is_op(n, aten.linear)]
+        self._check_shape(region, found, region_output)
+        linears = _by_role(found) or found
+        name = next(activation_of(n) for n in region if activation_of(n))
+        activation = name if _by_role(found) else f"{name}, not directly between two linears"
         query, key_cache, value_cache = self.attention.args[0], *self.attention.args[1:3]
         _, heads, _, dim = query.meta["val"].shape  # type: ignore[union-attr]
         return LayerSite(
@@ -79,6 +80,7 @@ class _Matcher:
             exit=exit_add.name,
             linears=tuple(n.name for n in linears),
             weights=tuple(str(n.args[1].target) for n in linears),  # type: ignore[union-attr]
+            biases=tuple(_bias_of(n) for n in linears),
             activation=activation,
             gated=len(linears) == 3,
             hidden=int(residual.meta["val"].shape[-1]),
@@ -121,8 +123,9 @@ class _Matcher:
         return in_order(self.graph, region)
 
     def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
-        found = [n.target.overloadpacket.__name__ for n in region if n.op == "call_function"]  # type: ignore[union-attr]
-        activations = [n for n in region if is_op(n, *ACTIVATIONS)]
+        targets = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
+        found = [t.__name__ for t in targets]
+        activations = [n for n in region if activation_of(n)]
         shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
         if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
             raise self._error(output, f"between residual and closing add: {' -> '.join(found)}", _EXPECTED)
@@ -131,6 +134,23 @@ class _Matcher:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
         mend = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
         return CompileError(what, where=where(node), mend=mend)
+
+
+def _bias_of(linear: fx.Node) -> str | None:
+    bias = linear.args[2] if len(linear.args) > 2 else None
+    return str(bias.target) if isinstance(bias, fx.Node) else None
+
+
+def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
+    """[gate, up, down] or [up, down] when the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))), else None."""
+    *first, down = linears
+    inner = node_arg(down, 0)
+    factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
+    activated = [n for n in factors if activation_of(n)]
+    if len(activated) != 1 or len(factors) != len(first):
+        return None
+    roles = [node_arg(activated[0], 0), *(n for n in factors if n not in activated)]
+    return [*roles, down] if set(roles) == set(first) else None
 
 
 def _is_constant(node: fx.Node) -> bool:

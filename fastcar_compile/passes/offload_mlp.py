@@ -1,4 +1,4 @@
-"""The host graph of an accelerator: every w8a8 MLP becomes one call to it, with the replay decision of each row."""
+"""The host graph of an accelerator: a quantised MLP becomes one call to it, with the replay decision of each row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OffloadMlp(Pass):
     name: ClassVar[str] = "offload-mlp"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Layers whose linears are not w8a8 stay on the host."""
+        """Layers whose linears are not quantised stay on the host."""
         return any([_offload(program.graph_module, site) for site in program.sites])
 
 
@@ -38,7 +38,7 @@ def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
     if not set(site.linears) <= names:
         return False
     linears = [node_named(graph, n) for n in site.linears]
-    if not all(is_op(n, fastcar.linear_w8a8) for n in linears):
+    if not all(is_op(n, fastcar.linear_w8a8, fastcar.linear_w4a8) for n in linears):
         return False
     output = linears[-1]
     with graph.inserting_before(output):

@@ -6,15 +6,32 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
+from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_mlp import OffloadMlp
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unify_linears import UnifyLinears
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (NormalizeState, Canonicalize, FindSites, RepeatLayers, QuantizeW8A8, InsertReplay, OffloadMlp)
+    p.name: p
+    for p in (
+        NormalizeState,
+        Canonicalize,
+        UnifyLinears,
+        FuseActivations,
+        SplitGateUp,
+        FindSites,
+        RepeatLayers,
+        QuantizeW8A8,
+        QuantizeW4A8,
+        InsertReplay,
+        OffloadMlp,
+    )
 }
+QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -22,6 +39,9 @@ def analysis_pipeline() -> list[Pass]:
     return [
         NormalizeState(),
         Canonicalize(),
+        UnifyLinears(),
+        FuseActivations(),
+        SplitGateUp(),
         FindSites(),
     ]
 
@@ -29,8 +49,8 @@ def analysis_pipeline() -> list[Pass]:
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
-    if config.quant == "w8a8":
-        passes.append(QuantizeW8A8())
+    if config.quant in QUANTIZE:
+        passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
         thresholds = config.replay.thresholds(num_layers)
         passes.append(InsertReplay(thresholds, config.replay.max_chain, config.replay.couple_cfg))

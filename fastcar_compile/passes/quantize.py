@@ -1,35 +1,56 @@
-"""w8a8: every linear becomes an int8 linear, the MLP's SiLU becomes the table sigmoid (docs/architecture.md)."""
+"""w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/architecture.md)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fastcar_compile.ir import DecoderProgram, get_attribute
-from fastcar_compile.ops.quant import quantize_weight
+from fastcar_compile.ops.activations import FACTORS
+from fastcar_compile.ops.quant import quantize_weight, quantize_weight_int4
 from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, fake_like, is_op, node_arg
+from fastcar_compile.passes.edit import activation_of, attribute, call, is_op, node_arg
 from fastcar_compile.weights import LazyWeights, quantized
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
 @dataclass(frozen=True)
-class QuantizeW8A8(Pass):
-    """Symmetric int8 weights per output channel, dynamic int8 activations per row, in both graphs."""
+class WeightFormat:
+    """How a quantisation stores a weight.
 
-    name: ClassVar[str] = "quantize-w8a8"
+    Args:
+        suffix: of the attribute that holds the integers; the scales' is `scale`.
+        quantize: float32 [N, K] -> (integers, scales).
+        linear: the operator (x, integers, scales, bias) -> y.
+    """
+
+    suffix: str
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    linear: Any
+
+
+FORMATS = {
+    "w8a8": WeightFormat("int8", quantize_weight, fastcar.linear_w8a8.default),
+    "w4a8": WeightFormat("int4", quantize_weight_int4, fastcar.linear_w4a8.default),
+}
+"""Value of `quant` -> weight format."""
+
+
+class _Quantize(Pass):
+    """Every linear of both graphs, by the format that `name` ends in."""
 
     def apply(self, program: DecoderProgram) -> bool:
         """Weights that are no plain attribute (computed, or transposed in the graph) stay as they are."""
         modified = False
         for module in program.graphs():
-            renamed = {**_quantize_linears(module, program.lazy), **_replace_silu(module)}
+            linears = _quantize_linears(module, self.name, program.lazy)
+            renamed = {**linears, **_replace_activations(module, self.name)}
             module.graph.eliminate_dead_code()
             if module is program.graph_module:
                 _rename_sites(program, renamed)
@@ -37,56 +58,58 @@ class QuantizeW8A8(Pass):
         return modified
 
 
-def _quantize_linears(module: fx.GraphModule, lazy: LazyWeights | None) -> dict[str, str]:
+@dataclass(frozen=True)
+class QuantizeW8A8(_Quantize):
+    """Symmetric int8 weights per output channel, dynamic int8 activations per row, in both graphs."""
+
+    name: ClassVar[str] = "quantize-w8a8"
+
+
+@dataclass(frozen=True)
+class QuantizeW4A8(_Quantize):
+    """Symmetric int4 weights in groups of 128 inputs, dynamic int8 activations per row, in both graphs."""
+
+    name: ClassVar[str] = "quantize-w4a8"
+
+
+def _quantize_linears(module: fx.GraphModule, made_by: str, lazy: LazyWeights | None) -> dict[str, str]:
     renamed: dict[str, str] = {}
     for node in list(module.graph.nodes):
         if is_op(node, aten.linear) and node.args[1].op == "get_attr":
-            renamed[node.name] = _quantize_linear(module, node, lazy).name
+            renamed[node.name] = _quantize_linear(module, node, made_by, lazy).name
     return renamed
 
 
-def _quantize_linear(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | None) -> fx.Node:
-    graph, weight = module.graph, node.args[1]
+def _quantize_linear(module: fx.GraphModule, node: fx.Node, made_by: str, lazy: LazyWeights | None) -> fx.Node:
+    graph, weight, kind = module.graph, node.args[1], FORMATS[made_by.removeprefix("quantize-")]
     target = str(weight.target)  # type: ignore[union-attr]
     value = get_attribute(module, target)
     assert isinstance(value, Tensor)
-    stored, scale = quantized(quantize_weight, value)
+    names = (f"{target}_{kind.suffix}", f"{target}_scale")
+    stored = dict(zip(names, quantized(kind.quantize, value), strict=True))
     if lazy is not None and value.is_meta:
-        lazy.derive((f"{target}_int8", f"{target}_scale"), target, quantize_weight)
+        lazy.derive(names, target, kind.quantize)
     with graph.inserting_before(node):
-        attributes = [_attribute(module, f"{target}_{n}", t, node) for n, t in (("int8", stored), ("scale", scale))]
+        attributes = [attribute(module, n, t, node, made_by) for n, t in stored.items()]
         bias = node.args[2] if len(node.args) > 2 else None
-        arguments = (node_arg(node, 0), *attributes, bias)
-        new = call(graph, fastcar.linear_w8a8.default, arguments, origin=node, made_by=QuantizeW8A8.name)
+        new = call(graph, kind.linear, (node_arg(node, 0), *attributes, bias), origin=node, made_by=made_by)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
 
 
-def _attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Node) -> fx.Node:
-    path, _, leaf = target.rpartition(".")
-    owner = module.get_submodule(path)
-    if not hasattr(owner, leaf):
-        owner.register_buffer(leaf, value)
-    node = module.graph.get_attr(target)
-    node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    node.meta |= {
-        "made_by": QuantizeW8A8.name,
-        "val": fake_like(module.graph, value),
-    }
-    return node
-
-
-def _replace_silu(module: fx.GraphModule) -> dict[str, str]:
+def _replace_activations(module: fx.GraphModule, made_by: str) -> dict[str, str]:
+    """act(x) -> x * activation_factor(x), for the activations that have a table."""
     renamed: dict[str, str] = {}
     for node in list(module.graph.nodes):
-        if not is_op(node, aten.silu):
+        activation = activation_of(node)
+        if activation not in FACTORS:
             continue
-        x = node.args[0]
+        x = node_arg(node, 0)
         with module.graph.inserting_before(node):
-            options = {"origin": node, "made_by": QuantizeW8A8.name}
-            sigmoid = call(module.graph, fastcar.sigmoid_lut.default, (x,), **options)
-            new = call(module.graph, aten.mul.Tensor, (x, sigmoid), **options)
+            options = {"origin": node, "made_by": made_by}
+            factor = call(module.graph, fastcar.activation_factor.default, (x, activation), **options)
+            new = call(module.graph, aten.mul.Tensor, (x, factor), **options)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
         renamed[node.name] = new.name

@@ -217,6 +217,7 @@ def _add_sites(sites: list[LayerSite], path: str, copies: Sequence[Mapping]) -> 
             module_path=original.module_path.replace(own, other, 1),
             linears=tuple(names[n] for n in original.linears),
             weights=tuple(w.replace(own, other, 1) for w in original.weights),
+            biases=tuple(None if b is None else b.replace(own, other, 1) for b in original.biases),
             entry=sites[-1].exit if follows else original.entry,
             **moved,
         )

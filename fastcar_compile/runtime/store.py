@@ -362,7 +362,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor | np.ndarr
     plain = {}
     for name in sorted(tensors):
         value = tensors[name]
-        tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
+        tensor = torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
         plain[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     Path(path).write_bytes(safetensors.torch.save(plain))
 

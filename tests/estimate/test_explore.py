@@ -33,7 +33,7 @@ def test_no_design_exceeds_its_target(board: str, shape: str, batch: int) -> Non
 def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
     shape = load_shape("tinyllama-1.1b")
     large = explore(shape, "w8a8", 8, load_target("zcu104"))
-    small = explore(shape, "w8a8", 8, small_board(dsp=480))
+    small = explore(shape, "w8a8", 8, small_board(dsp=400))
     assert small.design.usage.dsp < large.design.usage.dsp
     assert small.seconds_per_layer > large.seconds_per_layer
     assert small.rejected > 0
@@ -42,7 +42,7 @@ def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
 
 
 def test_it_is_the_least_of_all_that_fit() -> None:
-    shape, target = load_shape("tinyllama-1.1b"), small_board(dsp=480)
+    shape, target = load_shape("tinyllama-1.1b"), small_board(dsp=400)
     found = explore(shape, "w8a8", 8, target)
     candidates = list(module._candidates(shape, "w8a8", 8, budget_of(target)))
     times = [module._seconds(d, shape, "w8a8", target)[0] for d in candidates if not excess(d)]

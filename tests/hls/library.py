@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+from fastcar_compile.codegen.hls.weights import LinearWeights
 
 Array = NDArray[Any]
 
@@ -30,82 +33,82 @@ def zcu102(ports: int = 6) -> BoardBudget:
     )
 
 
-def design(hidden: int, intermediate: int, batch: int, cores: int, ports: int = 6, layers: int = 4) -> MlpDesign:
-    """A design for these sizes."""
-    spec = MlpSpec(hidden=hidden, intermediate=intermediate, batch=batch, layers=layers, cores=cores)
+def design(
+    hidden: int, intermediate: int, batch: int, cores: int, ports: int = 6, layers: int = 4, **kind: Any
+) -> MlpDesign:
+    """A design for these sizes; `kind` are further fields of MlpSpec."""
+    spec = MlpSpec(hidden=hidden, intermediate=intermediate, batch=batch, layers=layers, cores=cores, **kind)
     return choose_design(spec, zcu102(ports))
 
 
 DESIGNS = {
     "example": design(128, 352, 2, 2),
     "one_port_many_tiles": design(300, 201, 3, 2, ports=3),
-    "two_ports_four_cores": design(37, 53, 4, 4, ports=4),
+    "two_ports_four_cores": design(37, 53, 4, 4, ports=4, quant="w4a8"),
     "eight_ports_one_row": design(21, 70, 1, 1, ports=10),
-    "tails": design(72, 200, 2, 1),
+    "tails": design(72, 200, 2, 1, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True),
     "eight_rows_eight_cores": design(20, 24, 8, 8, ports=3),
+    "int4": design(300, 201, 5, 1, ports=4, quant="w4a8", activation="gelu", up_bias=True, down_bias=True),
 }
-"""Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to eight rows."""
+"""Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to eight rows, both
+quantisations, gated and plain."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """int8 weights and float32 scales of one MLP."""
+def random_layer(spec: MlpSpec, rng: np.random.Generator) -> list[LinearWeights]:
+    """Uniform weights; scales over several orders of magnitude; in the order of pack_mlp."""
 
-    gate_q: Array
-    gate_s: Array
-    up_q: Array
-    up_s: Array
-    down_q: Array
-    down_s: Array
+    def linear(channels: int, inputs: int, bias: bool) -> LinearWeights:
+        biases = rng.normal(size=channels).astype(np.float32) if bias else None
+        if spec.weight_bits == 8:
+            values = rng.integers(-127, 128, (channels, inputs)).astype(np.int8)
+            return LinearWeights(values, (10.0 ** rng.uniform(-5, -2, channels)).astype(np.float32), biases)
+        groups = -(-inputs // 128)
+        values = np.zeros((channels, 128 * groups), np.int8)
+        values[:, :inputs] = rng.integers(-7, 8, (channels, inputs))
+        scales = np.exp2(rng.uniform(-14, -1, (channels, groups))).astype(np.float16)
+        return LinearWeights(values, scales, biases)
 
-    @classmethod
-    def random(cls, hidden: int, intermediate: int, rng: np.random.Generator) -> Layer:
-        """Uniform int8 weights; scales over several orders of magnitude."""
-
-        def scales(count: int) -> Array:
-            return (10.0 ** rng.uniform(-5, -2, count)).astype(np.float32)
-
-        def weights(rows: int, columns: int) -> Array:
-            return rng.integers(-127, 128, (rows, columns)).astype(np.int8)
-
-        return cls(
-            weights(intermediate, hidden),
-            scales(intermediate),
-            weights(intermediate, hidden),
-            scales(intermediate),
-            weights(hidden, intermediate),
-            scales(hidden),
-        )
-
-    @cached_property
-    def arguments(self) -> tuple[Array, ...]:
-        """In the order of pack_mlp."""
-        return (self.gate_q, self.gate_s, self.up_q, self.up_s, self.down_q, self.down_s)
+    first = [linear(spec.intermediate, spec.hidden, spec.up_bias) for _ in range(2 if spec.gated else 1)]
+    return [*first, linear(spec.hidden, spec.intermediate, spec.down_bias)]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs and exact sums of one MLP over rows."""
+    """Outputs and exact sums (one array per linear) of one MLP over rows."""
 
     y: Array
-    gate: Array
-    up: Array
-    down: Array
+    sums: tuple[Array, ...]
 
 
-def reference(x: Array, layer: Layer) -> Result:
-    """docs/architecture.md, "w8a8, bit for bit", in numpy; x float32 [B, H]."""
+def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Result:
+    """docs/architecture.md, "bit for bit", in numpy; x float32 [B, H]."""
+    *first, down = layer
+    sums, values = zip(*(linear(x, weights, spec) for weights in first), strict=True)
+    a = activate(values[0], spec.activation)
+    if spec.gated:
+        a = a * values[1]
+    down_sums, y = linear(a, down, spec)
+    return Result(y, (*sums, down_sums))
+
+
+def linear(x: Array, weights: LinearWeights, spec: MlpSpec) -> tuple[Array, Array]:
+    """Exact sums (int32 [B, N], for w4a8 [B, N, G]) and values of one linear."""
     q, scale = quantize(x)
-    gate, up = accumulate(q, layer.gate_q), accumulate(q, layer.up_q)
-    g, u = dequantize(gate, scale, layer.gate_s), dequantize(up, scale, layer.up_s)
-    a = (g * sigmoid(g)) * u
-    q, scale = quantize(a)
-    down = accumulate(q, layer.down_q)
-    return Result(dequantize(down, scale, layer.down_s), gate, up, down)
+    if spec.weight_bits == 8:
+        sums = accumulate(q, weights.values)
+        y = sums.astype(np.float32) * (scale[:, None] * weights.scales)
+    else:
+        sums = accumulate_groups(q, weights.values)
+        parts = sums.astype(np.float32) * weights.scales.astype(np.float32)
+        total = parts[..., 0]
+        for group in range(1, parts.shape[2]):
+            total = total + parts[..., group]
+        y = total * scale[:, None]
+    return sums, y if weights.bias is None else y + weights.bias
 
 
 def quantize(x: Array) -> tuple[Array, Array]:
-    """Steps 1: int8 rows and float32 scale of each."""
+    """int8 rows and float32 scale of each."""
     amax = np.maximum(np.abs(x).max(1), np.float32(1e-30))
     inverse = np.float32(127) / amax
     q = np.clip(np.rint(x * inverse[:, None]), -127, 127).astype(np.int8)
@@ -113,28 +116,49 @@ def quantize(x: Array) -> tuple[Array, Array]:
 
 
 def accumulate(q: Array, weights: Array) -> Array:
-    """Step 2: exact int32 sums [B, N]."""
+    """Exact int32 sums [B, N]."""
     return (q.astype(np.int64) @ weights.astype(np.int64).T).astype(np.int32)
 
 
-def dequantize(acc: Array, row_scale: Array, channel_scale: Array) -> Array:
-    """Step 3."""
-    return acc.astype(np.float32) * (row_scale[:, None] * channel_scale)
+def accumulate_groups(q: Array, weights: Array) -> Array:
+    """Exact int32 sums [B, N, G] over groups of 128."""
+    padded = np.zeros((len(q), weights.shape[1]), np.int64)
+    padded[:, : q.shape[1]] = q
+    groups = weights.shape[1] // 128
+    left, right = padded.reshape(len(q), groups, 128), weights.astype(np.int64).reshape(len(weights), groups, 128)
+    return np.einsum("bgk,ngk->bng", left, right).astype(np.int32)
 
 
-def sigmoid_table() -> Array:
-    """int64 [513]."""
-    return np.rint(2.0**24 / (1.0 + np.exp(16.0 - np.arange(513) / 16.0))).astype(np.int64)
+LIMITS = {"silu": 16.0, "gelu": 8.0, "gelu_tanh": 8.0}
 
 
-def sigmoid(x: Array) -> Array:
-    """Table sigmoid of float32 values."""
-    fixed = np.rint(np.clip(x, np.float32(-16), np.float32(16)) * np.float32(1024)).astype(np.int64) + 16384
+@cache
+def factor_table(activation: str) -> Array:
+    """int64 [513]: the factor at 513 knots on [-limit, limit], times 2**24."""
+
+    def factor(x: float) -> float:
+        if activation == "gelu":
+            return 0.5 * math.erfc(-x / math.sqrt(2))
+        z = x if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 1 / (1 + math.exp(-z)) if z > -700 else 0.0
+
+    limit = LIMITS[activation]
+    return np.rint([2.0**24 * factor(j * limit / 256 - limit) for j in range(513)]).astype(np.int64)
+
+
+def factor(x: Array, activation: str) -> Array:
+    """Table factor of float32 values."""
+    limit, table = np.float32(LIMITS[activation]), factor_table(activation)
+    fixed = np.rint(np.clip(x, -limit, limit) * (np.float32(16384) / limit)).astype(np.int64) + 16384
     index = np.minimum(fixed >> 6, 511)
     fraction = fixed - (index << 6)
-    table = sigmoid_table()
     knots = (table[index] * (64 - fraction) + table[index + 1] * fraction + 32) >> 6
     return knots.astype(np.float32) * np.float32(2.0**-24)
+
+
+def activate(x: Array, activation: str) -> Array:
+    """The activation of float32 values."""
+    return np.where(x > 0, x, np.float32(0)) if activation == "relu" else x * factor(x, activation)
 
 
 def assert_same_bits(got: Array, want: Array) -> None:

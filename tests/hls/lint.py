@@ -140,6 +140,57 @@ def find_shared_streams(top: str, processes: str, sizes: dict[str, int]) -> list
     return found if ends else ["no stream"]
 
 
+def find_floats_below(texts: list[str], root: str) -> list[str]:
+    """Floating point in `root` or in anything that it calls, directly or not."""
+    bodies: dict[str, str] = {}
+    for text in texts:
+        for name, parameters, body in functions(code_of(text)):
+            bodies[name] = bodies.get(name, "") + ", ".join(parameters) + body
+    reached, queue = {root}, [root]
+    while queue:
+        called = set(re.findall(r"\b(\w+)(?:<[^;(){}]*>)?\(", bodies.get(queue.pop(), ""))) & set(bodies)
+        queue += sorted(called - reached)
+        reached |= called
+    if root not in bodies or reached == {root}:
+        return [f"{root} is not there, or calls nothing"]
+    pattern = r"\b(?:float|double|half)\b|\b\d+\.\d*f?\b"
+    return [f"{name}: {match}" for name in sorted(reached) for match in re.findall(pattern, bodies[name])]
+
+
+def find_bad_dataflow(texts: list[str]) -> list[str]:
+    """DATAFLOW regions that are not canonical.
+
+    A region holds declarations, pragmas and calls, no control flow. An array of a region is written by one call and
+    read by one later call, which takes it as const; streams are checked by `find_shared_streams`.
+    """
+    constant: dict[str, list[bool]] = {}
+    for text in texts:
+        for name, parameters, _ in functions(code_of(text)):
+            constant[name] = [p.startswith("const ") for p in parameters]
+    found, regions = [], 0
+    for text in texts:
+        for name, _, body in functions(code_of(text)):
+            for at in (m.start() for m in re.finditer("FASTCAR_DATAFLOW", body)):
+                regions += 1
+                found += [f"dataflow in {name}: {problem}" for problem in _region_problems(body, at, constant)]
+    return found if regions else ["no dataflow region"]
+
+
+def _region_problems(body: str, at: int, constant: dict[str, list[bool]]) -> list[str]:
+    start = body.rindex("{", 0, at)
+    region = block_at(body, start)
+    found = [] if re.fullmatch(r"[{\s]*(?:#pragma[^\n]*\s*)*", body[start:at]) else ["the pragma does not come first"]
+    statements = re.sub(r"#pragma[^\n]*", "", region)
+    found += [f"control flow: {word}" for word in re.findall(r"\b(?:if|for|switch|return)\b", statements)]
+    arrays = re.findall(r"^\s*[\w:]+ (\w+)(?:\[[^;\n]*\])+;$", region, re.MULTILINE)
+    uses: dict[str, list[str]] = {array: [] for array in arrays}
+    for process, arguments in re.findall(r"\b(\w+)<[^;(){}]*>\(([^;]*)\);", region):
+        for argument, reads in zip(split_arguments(arguments), constant[process], strict=True):
+            if argument in uses:
+                uses[argument].append("read" if reads else "write")
+    return found + [f"{array} has {use}" for array, use in uses.items() if use != ["write", "read"]]
+
+
 def find_run_specific(text: str) -> list[str]:
     """Times, UUIDs and absolute paths."""
     return [f"run specific: {match[0]}" for match in RUN_SPECIFIC.finditer(text)]

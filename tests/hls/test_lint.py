@@ -10,7 +10,14 @@ from fastcar_compile.codegen.hls.emit import emit_hls
 from hls import lint
 from hls.library import DESIGNS
 
-NOT_SYNTHESISED = {"csim_entry.cpp", "testbench.cpp", "drs_testbench.cpp", "fastcar_host.hpp"}
+NOT_SYNTHESISED = {
+    "csim_entry.cpp",
+    "testbench.cpp",
+    "drs_testbench.cpp",
+    "fastcar_csim.hpp",
+    "fastcar_host.hpp",
+    "fastcar_reference.hpp",
+}
 TOPS = ("fastcar_mlp.cpp", "fastcar_drs.cpp")
 STREAM_FILES = {"fastcar_mlp.cpp", "fastcar_mlp_processes.hpp"}
 
@@ -43,6 +50,14 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     assert lint.find_recursion(list(kernels.values())) == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
     assert {"fastcar_mlp", "core", "mac_tile", "quantize_row", "fastcar_drs", "control"} < defined
+
+
+def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:
+    assert lint.find_floats_below(list(kernels_of(project).values()), "mac_tile") == []
+
+
+def test_dataflow_regions_are_canonical(project: dict[str, str]) -> None:
+    assert lint.find_bad_dataflow([project[name] for name in STREAM_FILES | {"fastcar_mlp_core.hpp"}]) == []
 
 
 def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
@@ -105,6 +120,34 @@ def test_recursion_is_found() -> None:
     assert lint.find_recursion(["int a(int x) { return b<int>(x); }", "int b(int x) { return a(x); }"])
     assert lint.find_recursion(["int a(int x) { if (x) { a(x - 1); } }"])
     assert not lint.find_recursion(["int a(int x) { return b(x); }", "int b(int x) { return x; }"])
+
+
+@pytest.mark.parametrize("line", ["float sum = 0;", "sum += 0.5f * q;", "sum += static_cast<int>(float_of(q));"])
+def test_floating_point_below_the_root_is_found(line: str) -> None:
+    below = f"int dot(int q) {{ {line} return 0; }} float float_of(int q) {{ return static_cast<float>(q); }}"
+    assert lint.find_floats_below([below, "void mac_tile(int q) { dot(q); }"], "mac_tile")
+    assert lint.find_floats_below([below], "mac_tile") == ["mac_tile is not there, or calls nothing"]
+    assert not lint.find_floats_below(["int dot(int q) { return q; }", "void mac_tile(int q) { dot(q); }"], "mac_tile")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problem"),
+    [
+        ("scale_tile<S>(head, acc,", "scale_tile<S>(head, value,", "acc has ['write']"),
+        ("mac_tile<S>(tile, q, rows, acc);", "mac_tile<S>(acc, q, rows, tile);", "acc has ['read', 'read']"),
+        ("        mac_tile<S>(tile,", "        if (rows > 0) mac_tile<S>(tile,", "control flow: if"),
+        ("        FASTCAR_DATAFLOW\n", "        int x = 0;\n        FASTCAR_DATAFLOW\n", "does not come first"),
+    ],
+)
+@pytest.mark.parametrize("design_name", ["example"])
+def test_a_dataflow_that_is_not_canonical_is_found(
+    project: dict[str, str], right: str, wrong: str, problem: str
+) -> None:
+    processes = project["fastcar_mlp_processes.hpp"]
+    assert right in processes
+    found = lint.find_bad_dataflow([processes.replace(right, wrong), project["fastcar_mlp_core.hpp"]])
+    assert any(problem in text for text in found), found
+    assert lint.find_bad_dataflow([project["fastcar_mlp_core.hpp"]]) == ["no dataflow region"]
 
 
 @pytest.mark.parametrize("line", ["#pragma HLS PIPELINE II=1", '_Pragma("HLS UNROLL")', "#pragma HLS INTERFACE m_axi"])

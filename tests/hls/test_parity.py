@@ -1,7 +1,8 @@
-"""w8a8 on three levels: PyTorch operators, TVM kernels and HLS C simulation, sums and outputs equal bit for bit."""
+"""Three levels, equal bit for bit in sums and outputs: PyTorch operators, TVM kernels and HLS C simulation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,92 +13,97 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
+from fastcar_compile.lowering.kernels.activation_factor import activation_factor
+from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops import quant
-from hls.library import DESIGNS, Layer, assert_same_bits
+from fastcar_compile.ops.activations import factor_table
+from hls.library import DESIGNS, assert_same_bits, random_layer
 
 EXACT_IN_FLOAT32 = 1 << 24
+fastcar = torch.ops.fastcar
 
 
 class Level(NamedTuple):
-    """What one level computes for rows of x: exact sums, and the MLP's outputs."""
+    """What one level computes for rows of x: exact sums of each linear (of all its groups), and the MLP's outputs."""
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    sums: list[Tensor]
     y: Tensor
 
 
-def eager(x: Tensor, layer: Layer) -> Level:
-    """The reference: the operators of fastcar_compile.ops.quant."""
-    gate_q, gate_s, up_q, up_s, down_q, down_s = (torch.from_numpy(a) for a in layer.arguments)
-    linear, sigmoid = torch.ops.fastcar.linear_w8a8, torch.ops.fastcar.sigmoid_lut
-    g, u = linear(x, gate_q, gate_s, None), linear(x, up_q, up_s, None)
-    a = (g * sigmoid(g)) * u
-    q, q_a = quant.quantize_rows(x)[0], quant.quantize_rows(a)[0]
-    return Level(
-        quant.accumulate(q, gate_q),
-        quant.accumulate(q, up_q),
-        quant.accumulate(q_a, down_q),
-        linear(a, down_q, down_s, None),
-    )
+def tensors(linear: LinearWeights) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights as the operators take them, scales and bias."""
+    values, scales = torch.from_numpy(linear.values), torch.from_numpy(linear.scales)
+    bias = None if linear.bias is None else torch.from_numpy(linear.bias)
+    return (quant.pack_int4(values) if scales.dtype == torch.float16 else values), scales, bias
+
+
+def eager_linear(x: Tensor, linear: LinearWeights) -> tuple[Tensor, Tensor]:
+    """The operators of fastcar_compile.ops.quant."""
+    weight, scale, bias = tensors(linear)
+    q = quant.quantize_rows(x)[0]
+    if weight.dtype == torch.int8:
+        return quant.accumulate(q, weight), fastcar.linear_w8a8(x, weight, scale, bias)
+    return quant.accumulate_groups(q, weight).sum(0, dtype=torch.int32), fastcar.linear_w4a8(x, weight, scale, bias)
 
 
 def call(kernel: PrimFunc, *arguments: Tensor) -> list[Tensor]:
     """Compiles one TVM kernel and calls it; every argument as it is afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [tvm.runtime.tensor(a.numpy()) for a in arguments]
-    tvm.compile(module, target=host_target())["main"](*tensors)
-    return [torch.from_numpy(np.array(t.numpy())) for t in tensors]
+    arrays = [tvm.runtime.tensor(a.numpy()) for a in arguments]
+    tvm.compile(module, target=host_target())["main"](*arrays)
+    return [torch.from_numpy(np.array(a.numpy())) for a in arrays]
 
 
-def tvm_linear(q: Tensor, scale: Tensor, weight: Tensor, wscale: Tensor) -> tuple[Tensor, Tensor]:
-    """The TVM kernel's (int32 sums, outputs). With scales of one its output is its sum, if float32 holds it exactly."""
-    (m, k), n = q.shape, len(weight)
+def tvm_linear(x: Tensor, linear: LinearWeights) -> tuple[Tensor, Tensor]:
+    """The TVM kernels. With scales of one the output is the sum, if float32 holds it exactly."""
+    weight, scale, bias = tensors(linear)
+    (m, k), n = x.shape, len(weight)
     assert 127 * 127 * k < EXACT_IN_FLOAT32
-    kernel, out = linear_w8a8(m, n, k), torch.zeros(m, n)
-    sums = call(kernel, q, torch.ones(m), weight, torch.ones(n), out)[-1]
-    return sums.to(torch.int32), call(kernel, q, scale, weight, wscale, out)[-1]
+    _, q, row_scale = call(quantize_rows(m, k), x, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
+    kernel = (linear_w8a8 if weight.dtype == torch.int8 else linear_w4a8)(m, n, k)
+    sums = call(kernel, q, torch.ones(m), weight, torch.ones_like(scale), torch.zeros(m, n))[-1]
+    y = call(kernel, q, row_scale, weight, scale, torch.zeros(m, n))[-1]
+    return sums.to(torch.int32), y if bias is None else y + bias
 
 
-def tvm_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The TVM kernel's int8 rows and their scales."""
-    _, q, scale = call(quantize_rows(*x.shape), x, torch.zeros(x.shape, dtype=torch.int8), torch.zeros(len(x)))
-    return q, scale
+def tvm_factor(x: Tensor, activation: str) -> Tensor:
+    """The TVM kernel of the table."""
+    kernel = activation_factor(x.numel(), activation)
+    return call(kernel, x.reshape(-1), factor_table(activation), torch.zeros(x.numel()))[-1].reshape(x.shape)
 
 
-def compiled(x: Tensor, layer: Layer) -> Level:
-    """The TVM kernels, each called by itself; the two products of SwiGLU are single float32 roundings."""
-    gate_q, gate_s, up_q, up_s, down_q, down_s = (torch.from_numpy(a) for a in layer.arguments)
-    q, scale = tvm_quantize(x)
-    gate, g = tvm_linear(q, scale, gate_q, gate_s)
-    up, u = tvm_linear(q, scale, up_q, up_s)
-    table = quant.sigmoid_table()
-    sigmoid = call(sigmoid_lut(g.numel(), len(table)), g.reshape(-1), table, torch.zeros(g.numel()))[-1]
-    down, y = tvm_linear(*tvm_quantize((g * sigmoid.reshape(g.shape)) * u), down_q, down_s)
-    return Level(gate, up, down, y)
+def level(x: Tensor, layer: Sequence[LinearWeights], spec: MlpSpec, compiled: bool) -> Level:
+    """The MLP from single linears and factors; the products between them are single float32 roundings."""
+    linear = tvm_linear if compiled else eager_linear
+    factor = tvm_factor if compiled else fastcar.activation_factor
+    *first, down = layer
+    results = [linear(x, weights) for weights in first]
+    a = results[0][1] * factor(results[0][1], spec.activation)
+    results.append(linear(a * results[1][1] if spec.gated else a, down))
+    return Level([sums for sums, _ in results], results[-1][1])
 
 
-def simulated(x: Tensor, layer: Layer, library: CsimLibrary, design_name: str) -> Level:
+def simulated(x: Tensor, layer: Sequence[LinearWeights], library: CsimLibrary, design_name: str) -> Level:
     """The HLS kernel in C simulation, every row computing."""
-    stream = pack_mlp(*layer.arguments, DESIGNS[design_name])
-    rows = x.numpy()
-    sums = (torch.from_numpy(a) for a in library.mlp_accumulators(rows, stream))
-    return Level(*sums, torch.from_numpy(library.mlp(rows, 0xFFFFFFFF, np.zeros_like(rows), stream)))
+    stream, rows = pack_mlp(layer, DESIGNS[design_name]), x.numpy()
+    sums = [torch.from_numpy(a) for a in library.mlp_accumulators(rows, stream)]
+    sums = [s if s.dim() == 2 else s.sum(2, dtype=torch.int32) for s in sums]
+    return Level(sums, torch.from_numpy(library.mlp(rows, 0xFFFFFFFF, np.zeros_like(rows), stream)))
 
 
 def test_three_levels_are_equal(library: CsimLibrary, design_name: str) -> None:
-    rng = np.random.default_rng(11)
-    layer = Layer.random(library.hidden, library.intermediate, rng)
+    rng, spec = np.random.default_rng(11), DESIGNS[design_name].spec
+    layer = random_layer(spec, rng)
     x = torch.from_numpy(rng.normal(size=(library.batch, library.hidden)).astype(np.float32))
-    want = eager(x, layer)
-    for level in (compiled(x, layer), simulated(x, layer, library, design_name)):
-        for got, expected in zip(level[:3], want[:3], strict=True):
-            assert got.dtype == torch.int32
-            assert torch.equal(got, expected)
-        assert_same_bits(level.y.numpy(), want.y.numpy())
-    assert all(bool((sums != 0).any()) for sums in want[:3])
+    want = level(x, layer, spec, compiled=False)
+    for got in (level(x, layer, spec, compiled=True), simulated(x, layer, library, design_name)):
+        for sums, expected in zip(got.sums, want.sums, strict=True):
+            assert sums.dtype == torch.int32
+            assert torch.equal(sums, expected)
+        assert_same_bits(got.y.numpy(), want.y.numpy())
+    assert all(bool((sums != 0).any()) for sums in want.sums)

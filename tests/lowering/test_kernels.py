@@ -14,18 +14,20 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.linear import linear
+from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.sigmoid_lut import sigmoid_lut
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.activations import FACTORS, factor_table
+from fastcar_compile.ops.quant import group_count, pack_int4, quantize_weight, quantize_weight_int4
 from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
-from fastcar_compile.ops.quant import quantize_weight, sigmoid_table
 
 fastcar = torch.ops.fastcar
 few = settings(max_examples=12, deadline=None, derandomize=True)
@@ -90,12 +92,41 @@ def test_linear_w8a8_at_the_largest_values(sign: int) -> None:
 
 
 @few
-@given(st.integers(1, 3000), st.sampled_from([0.1, 4.0, 30.0]), st.integers(0, 99))
-def test_sigmoid_lut_is_exact(size: int, scale: float, seed: int) -> None:
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([1, 127, 128, 129, 300, 700]), st.integers(0, 99))
+def test_linear_w4a8_is_exact(m: int, n: int, k: int, seed: int) -> None:
+    """A contraction of the scaling with the sum over groups would show here."""
+    seeded(seed)
+    x, (w, ws) = torch.randn(m, k), quantize_weight_int4(torch.randn(n, k) * torch.rand(n, 1))
+    q, s = eager_quantize_rows(x)
+    y = run(linear_w4a8(m, n, k), q, s, w, ws, torch.zeros(m, n))[-1]
+    assert torch.equal(y, fastcar.linear_w4a8(x, w, ws, None))
+
+
+def test_linear_w4a8_parallel() -> None:
+    seeded(0)
+    x, (w, ws) = torch.randn(2, 640), quantize_weight_int4(torch.randn(480, 640))
+    q, s = eager_quantize_rows(x)
+    y = run(linear_w4a8(2, 480, 640), q, s, w, ws, torch.zeros(2, 480))[-1]
+    assert torch.equal(y, fastcar.linear_w4a8(x, w, ws, None))
+
+
+@pytest.mark.parametrize(("weight", "scale"), [(7, 2.0**-14), (-8, 65504.0), (-7, 1.0)])
+def test_linear_w4a8_at_the_largest_values(weight: int, scale: float) -> None:
+    """Eight products in int16 must not overflow; the smallest and the largest scale."""
+    q = torch.full((1, 256), 127, dtype=torch.int8)
+    w = pack_int4(torch.full((4, 256), weight, dtype=torch.int8))
+    ws = torch.full((4, group_count(256)), scale, dtype=torch.float16)
+    y = run(linear_w4a8(1, 4, 256), q, torch.ones(1), w, ws, torch.zeros(1, 4))[-1]
+    assert torch.equal(y, torch.full((1, 4), 127.0 * weight * 256 * scale))
+
+
+@few
+@given(st.sampled_from(sorted(FACTORS)), st.integers(1, 3000), st.sampled_from([0.1, 4.0, 30.0]), st.integers(0, 99))
+def test_activation_factor_is_exact(activation: str, size: int, scale: float, seed: int) -> None:
     seeded(seed)
     x = torch.randn(size) * scale
-    y = run(sigmoid_lut(size, len(sigmoid_table())), x, sigmoid_table(), torch.zeros(size))[-1]
-    assert torch.equal(y, fastcar.sigmoid_lut(x))
+    y = run(activation_factor(size, activation), x, factor_table(activation), torch.zeros(size))[-1]
+    assert torch.equal(y, fastcar.activation_factor(x, activation))
 
 
 @few

@@ -50,7 +50,7 @@ def test_names_if_and_state(tmp_path: Path) -> None:
     assert [n.op_type for n in inlined.graph.node].count("If") == 1  # layer 1 never replays
 
 
-@pytest.mark.parametrize("quant", ["none", "w8a8"])
+@pytest.mark.parametrize("quant", ["none", "w8a8", "w4a8"])
 def test_same_program_same_bytes_and_no_local_paths(tmp_path: Path, quant: str) -> None:
     for name in ("a.onnx", "b.onnx"):
         export_onnx(program(quant), tmp_path / name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.ops import quant
+from fastcar_compile.ops.activations import FACTORS
 
 fastcar = torch.ops.fastcar
 
@@ -112,6 +113,23 @@ def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, oute
         torch.testing.assert_close(actual, quant.linear_w8a8(x, weight, scale, last), rtol=1e-6, atol=1e-6)
 
 
-def test_sigmoid_lut_is_exact(path: Path) -> None:
+@pytest.mark.parametrize(("rows", "inner", "outer"), [((1,), 352, 128), ((2, 3), 70, 33), ((3,), 256, 5)])
+def test_linear_w4a8_accumulates_exactly(path: Path, rows: tuple[int, ...], inner: int, outer: int) -> None:
+    """Every weight is 7 or -8 in half of the channels: the largest sums there are."""
+    x, scale = torch.randn(*rows, inner), torch.rand(outer, quant.group_count(inner)).to(torch.float16)
+    weight = torch.randint(-8, 8, (outer, quant.GROUP * scale.shape[1]), dtype=torch.int8)
+    weight[::2] = torch.where(torch.rand(weight[::2].shape) < 0.5, 7, -8)
+    packed, bias = quant.pack_int4(weight), torch.randn(outer)
+    for last in (None, bias):
+        tensors, options = (x, packed, scale), (None,)
+        if last is not None:
+            tensors, options = (*tensors, last), ()
+        actual = run_onnx(fastcar.linear_w4a8.default, tensors, options, path)
+        assert torch.equal(actual, fastcar.linear_w4a8(x, packed, scale, last))
+
+
+@pytest.mark.parametrize("activation", sorted(FACTORS))
+def test_activation_factor_is_exact(path: Path, activation: str) -> None:
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-16.0, 16.0, 0.0, -0.0])])
-    assert torch.equal(run_onnx(fastcar.sigmoid_lut.default, (x,), (), path), fastcar.sigmoid_lut(x))
+    actual = run_onnx(fastcar.activation_factor.default, (x,), (activation,), path)
+    assert torch.equal(actual, fastcar.activation_factor(x, activation))

@@ -69,6 +69,6 @@ def check_origins(program: DecoderProgram, name: str) -> int:
     for node in made:
         lacking = {"stack_trace", "nn_module_stack", "val"} - set(node.meta)
         assert not lacking, f"{node.name} lacks {lacking}"
-    known = {"import", "normalize-state", "quantize-w8a8", "insert-replay", "offload-mlp"}
+    known = {"import", "normalize-state", "quantize-w8a8", "quantize-w4a8", "insert-replay", "offload-mlp"}
     assert {n.meta["made_by"] for n in nodes_of(program) if "made_by" in n.meta} <= known
     return len(made)

@@ -61,7 +61,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     item = InsertReplay((1.5, None, float("-inf"), float("inf")), max_chain=2)
     text = pipeline_to_string([*analysis_pipeline(), item])
     assert text == (
-        "normalize-state,canonicalize,find-sites,"
+        "normalize-state,canonicalize,unify-linears,fuse-activations,split-gate-up,find-sites,"
         'insert-replay{"couple_cfg": false, "max_chain": 2, "thresholds": [1.5, null, "-inf", "inf"]}'
     )
     assert pipeline_from_string(text, PASSES) == [*analysis_pipeline(), item]

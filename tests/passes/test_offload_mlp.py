@@ -35,7 +35,7 @@ class Accelerator:
         assert layer == 0
         self.masks.append(replay.clone())
         gate, up = self.linear("gate", x), self.linear("up", x)
-        y = self.linear("down", gate * fastcar.sigmoid_lut(gate) * up)
+        y = self.linear("down", gate * fastcar.activation_factor(gate, "silu") * up)
         return torch.where(replay[:, None], cached, y)
 
     def linear(self, name: str, x: Tensor) -> Tensor:

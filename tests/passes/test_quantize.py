@@ -1,36 +1,46 @@
-"""quantize-w8a8: every linear and the SiLU, in both graphs, with the weights of docs/architecture.md."""
+"""quantize-w8a8 and -w4a8: every linear and activation, in both graphs, with the weights of docs/architecture.md."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from fastcar_compile.ir import DecoderProgram, get_attribute
+from fastcar_compile.ops.quant import GROUP, group_count, unpack_int4
+from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import FORMATS, QuantizeW4A8, QuantizeW8A8
 
 from .golden import check_golden, check_origins, check_truthful, nodes_of, program_text
-from .tiny import after, logits
+from .tiny import TinyBlock, after, logits
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-def quantized() -> DecoderProgram:
-    return after(*analysis_pipeline(), QuantizeW8A8())
+PASSES = [QuantizeW8A8(), QuantizeW4A8()]
 
 
-def test_golden() -> None:
+def quantized(item: Pass = PASSES[0]) -> DecoderProgram:
+    return after(*analysis_pipeline(), item)
+
+
+@pytest.mark.parametrize("item", PASSES, ids=lambda p: p.name)
+def test_golden(item: Pass) -> None:
     program = after(*analysis_pipeline())
     before = program_text(program)
-    QuantizeW8A8().apply(program)
-    check_golden("quantize-w8a8", before, program_text(program))
+    item.apply(program)
+    check_golden(item.name, before, program_text(program))
 
 
-def test_second_application_changes_nothing() -> None:
-    check_truthful(after(*analysis_pipeline()), QuantizeW8A8())
+@pytest.mark.parametrize("item", PASSES, ids=lambda p: p.name)
+def test_second_application_changes_nothing(item: Pass) -> None:
+    check_truthful(after(*analysis_pipeline()), item)
 
 
 def test_inserted_nodes_keep_their_source() -> None:
@@ -52,6 +62,57 @@ def test_weights_are_symmetric_per_output_channel() -> None:
     np.testing.assert_array_equal(scale, expected_scale)
     np.testing.assert_array_equal(stored, np.rint(weight / expected_scale[:, None]).astype(np.int8))
     assert (np.abs(stored.astype(int)).max(1) == 127).all()
+
+
+def test_int4_weights_are_symmetric_in_padded_groups() -> None:
+    weight = after(*analysis_pipeline()).params["blocks.0.mlp.down.weight"].numpy()
+    params = quantized(QuantizeW4A8()).params
+    packed, scale = (params[f"blocks.0.mlp.down.weight_{k}"] for k in ("int4", "scale"))
+    channels, inputs = weight.shape
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (channels, GROUP // 2)
+    expected_scale = (np.abs(weight).max(1, keepdims=True) / np.float32(7)).astype(np.float16)
+    np.testing.assert_array_equal(scale.numpy(), expected_scale)
+    stored = unpack_int4(packed).numpy()
+    np.testing.assert_array_equal(stored[:, :inputs], np.rint(weight / expected_scale.astype(np.float32)))
+    assert not stored[:, inputs:].any()
+
+
+@pytest.mark.parametrize("item", PASSES, ids=lambda p: p.name)
+def test_every_group_of_a_wide_weight_has_its_scale(item: Pass) -> None:
+    """The error of a weight is at most half a step, and a group or channel of zeros stays zero."""
+    weight = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    weight[1, :] = 0
+    weight[2, 128:256] *= 1e-3
+    if isinstance(item, QuantizeW4A8):
+        packed, scale = FORMATS["w4a8"].quantize(weight)
+        stored = unpack_int4(packed).float().reshape(3, group_count(300), GROUP) * scale.float()[..., None]
+        restored, step = stored.reshape(3, -1)[:, :300], scale.float().repeat_interleave(GROUP, 1)[:, :300]
+    else:
+        quantized_weight, scale = FORMATS["w8a8"].quantize(weight)
+        restored, step = quantized_weight.float() * scale[:, None], scale[:, None].expand(3, 300)
+    # Rounding a scale to float16 may cut the largest weight by 7 * 2**-11 of a step more.
+    assert ((restored - weight).abs() <= step * (0.5 + 7 * 2.0**-11)).all()
+    assert (restored[1] == 0).all()
+
+
+class GeluBlock(TinyBlock):
+    """linear -> GELU by tanh -> linear with a bias."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        return h + self.mlp.down(F.gelu(self.mlp.up(self.norm_2(h)), approximate="tanh"))
+
+
+@pytest.mark.parametrize("item", PASSES, ids=lambda p: p.name)
+def test_gelu_goes_through_its_own_table(item: Pass) -> None:
+    program = after(*analysis_pipeline(), item, blocks=(GeluBlock,))
+    factors = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.activation_factor)]
+    assert [n.args[1] for n in factors] == ["gelu_tanh"]
+    assert not [n for n in nodes_of(program) if is_op(n, aten.gelu)]
+    expected = logits(after(*analysis_pipeline(), blocks=(GeluBlock,)))
+    error = np.abs(logits(program) - expected).max()
+    assert 0 < error < (0.05 if item.name == "quantize-w8a8" else 0.5) * np.abs(expected).max()
 
 
 def test_sites_follow_the_new_names() -> None:

@@ -73,13 +73,21 @@ def compiler() -> str:
 
 
 class CsimLibrary:
-    """One emitted HLS project as a loaded library. Calls release the GIL."""
+    """One emitted HLS project as a loaded library. Calls release the GIL.
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        sizes = (ctypes.c_uint64 * 5)()
-        self._library.fastcar_csim_sizes(sizes)
-        self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes)
+    Args:
+        path: the shared library. prefix: what its entries' names begin with.
+    """
+
+    def __init__(self, path: Path, prefix: str = "fastcar_csim") -> None:
+        self._library, self._prefix = ctypes.CDLL(str(path)), prefix
+        sizes = (ctypes.c_uint64 * 9)()
+        self._entry("sizes")(sizes)
+        self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes[:5])
+        self._weight_bits, self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:])
+
+    def _entry(self, name: str) -> Any:
+        return getattr(self._library, f"{self._prefix}_{name}")
 
     @classmethod
     def build(cls, hls_dir: Path, build_dir: Path) -> CsimLibrary:
@@ -111,23 +119,23 @@ class CsimLibrary:
         stream = self._stream(weights)
         y = np.empty_like(x)
         register = ctypes.c_uint32(index_register & 0xFFFFFFFF)
-        self._library.fastcar_csim_mlp(_at(x), register, _at(cached), _at(stream), _at(y))
+        self._entry("mlp")(_at(x), register, _at(cached), _at(stream), _at(y))
         return y
 
-    def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, Array, Array]:
+    def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, ...]:
         """The exact sums of every row of x (float32 [B, H]), from the kernel's own compute cores.
 
         Returns:
-            int32 gate [B, I], up [B, I], down [B, H].
+            Per linear, in the order of `pack_mlp`: int32 [B, N]; for w4a8 int32 [B, N, groups].
         """
         x, stream = self._rows("x", x), self._stream(weights)
-        gate = np.empty((self.batch, self.intermediate), np.int32)
-        up, down = np.empty_like(gate), np.empty((self.batch, self.hidden), np.int32)
+        parts = self._matrices - 1
+        first = np.empty((self.batch, self.intermediate, parts, self._first_sums), np.int32)
+        down = np.empty((self.batch, self.hidden, self._down_sums), np.int32)
         for row in range(self.batch):
-            self._library.fastcar_csim_accumulators(
-                _at(x[row]), _at(stream), _at(gate[row]), _at(up[row]), _at(down[row])
-            )
-        return gate, up, down
+            self._entry("accumulators")(_at(x[row]), _at(stream), _at(first[row]), _at(down[row]))
+        sums = (*(first[:, :, part] for part in range(parts)), down)
+        return sums if self._weight_bits == 4 else tuple(s[..., 0] for s in sums)
 
     def drs(
         self, table: bytes, layer: int, index_register: int, capacity: int = RECORD_CAPACITY
@@ -136,7 +144,7 @@ class CsimLibrary:
         words = np.frombuffer(table + bytes(-len(table) % 4), np.uint32)
         result = np.zeros(capacity + 2, np.uint32)
         numbers = (ctypes.c_uint32(v & 0xFFFFFFFF) for v in (len(table), layer, index_register, capacity))
-        self._library.fastcar_csim_drs(_at(words), *numbers, _at(result))
+        self._entry("drs")(_at(words), *numbers, _at(result))
         records = [DispatchRecord.from_word(int(word)) for word in result[2 : 2 + int(result[1])]]
         return records, Status(int(result[0]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -11,17 +11,24 @@ from fastcar_compile.codegen.hls import resources
 from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ops.quant import GROUP, group_count
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
-SIGMOID_ROM = (1, 32, 513)
-"""Copies, bits and depth of the sigmoid table, one per core."""
+FACTOR_ROM = (1, 32, 513)
+"""Copies, bits and depth of the activation's table, one per core."""
 
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
 
+SECTION_WORDS = 256
+"""A port's section of the stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
+
+ADD_LATENCY = 8
+"""Clocks of a float32 addition into the same group total. Estimate; Vitis HLS takes 4 to 8 at 200 to 300 MHz."""
+
 PORT_CHOICES = (8, 4, 2, 1)
-TILE_WORD_CHOICES = (512, 256, 128, 64)
-"""Words of one tile on one port: a long burst and one BRAM depth first, then smaller."""
+TILE_WORD_CHOICES = (1024, 512, 256, 128, 64)
+"""Words of one tile on one port: one or two BRAM depths, then smaller."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,10 @@ class StageShape:
     """One matrix product: `channels` outputs of `inputs` int8 values, cut into tiles.
 
     Channel (t * tile + j) * ports + p is row j of tile t on weight port p.
+
+    Args:
+        bits: of a weight, 8 or 4; 4: float16 scales for groups of 128 inputs.
+        bias: whether a tile has float32 biases.
     """
 
     inputs: int
@@ -36,26 +47,62 @@ class StageShape:
     ports: int
     tile: int
     tiles: int
+    bits: int = 8
+    bias: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Weights in one 128-bit word."""
+        return WORD_BITS // self.bits
+
+    @property
+    def sums(self) -> int:
+        """int32 sums of one channel: one, or one per group."""
+        return 1 if self.bits == 8 else group_count(self.inputs)
 
     @property
     def channel_words(self) -> int:
         """128-bit words of one channel's weights."""
-        return ceil(self.inputs / WORD_BYTES)
+        return ceil(self.inputs / self.lanes) if self.bits == 8 else self.sums * (GROUP // self.lanes)
 
     @property
     def scale_words(self) -> int:
-        """128-bit words of one tile's float32 scales on one port."""
-        return ceil(self.tile / FLOATS_PER_WORD)
+        """128-bit words of one tile's scales on one port."""
+        return ceil(self.tile * self.sums / (FLOATS_PER_WORD if self.bits == 8 else 2 * FLOATS_PER_WORD))
+
+    @property
+    def head_words(self) -> int:
+        """128-bit words of one tile's scales and biases on one port."""
+        return self.scale_words + (ceil(self.tile / FLOATS_PER_WORD) if self.bias else 0)
+
+    @property
+    def tile_words(self) -> int:
+        """128-bit words of one tile's weights on one port."""
+        return self.tile * self.channel_words
 
     @property
     def port_words(self) -> int:
         """128-bit words of this stage on one port."""
-        return self.tiles * (self.scale_words + self.tile * self.channel_words)
+        return self.tiles * (self.head_words + self.tile_words)
 
-    def cycles(self, finish: int) -> int:
-        """Estimated clocks of the stage: fetch, multiply and finish (`finish` clocks per tile) overlap tile by tile."""
-        multiply = self.tile * self.channel_words
-        return self.tiles * max(self.scale_words + multiply, finish) + multiply + finish
+    def scale_cycles(self, rows: int) -> int:
+        """Clocks of scaling one tile's sums: one value per clock; groups before that, all ports and a row in four."""
+        groups = 0 if self.bits == 8 else self.sums * max(self.tile * ceil(rows / row_lanes(rows)), ADD_LATENCY)
+        return groups + self.tile * self.ports * rows
+
+    def cycles(self, rows: int, finish: int) -> int:
+        """Estimated clocks of the stage: its four processes overlap tile by tile, at the pace of the slowest.
+
+        Args:
+            rows: of one core. finish: clocks of the last process per tile.
+        """
+        steps = (self.head_words + self.tile_words, self.tile_words, self.scale_cycles(rows), finish)
+        return (self.tiles - 1) * max(steps) + sum(steps)
+
+
+def row_lanes(rows: int) -> int:
+    """Rows whose groups are scaled side by side (Stage::ROW_LANES)."""
+    return ceil(rows / 4)
 
 
 @dataclass(frozen=True)
@@ -84,17 +131,22 @@ class MlpDesign:
     @property
     def lanes(self) -> int:
         """int8 multiply-accumulates per clock, all cores together."""
-        return self.ports * WORD_BYTES * self.rows_per_core * self.spec.cores
+        return self.ports * self.gate_up.lanes * self.rows_per_core * self.spec.cores
 
     @property
     def port_words(self) -> int:
-        """128-bit words of one layer on one port."""
+        """128-bit words of one layer that one port reads."""
         return self.gate_up.port_words + self.down.port_words
+
+    @property
+    def section_words(self) -> int:
+        """128-bit words from one port's section to the next."""
+        return ceil(self.port_words / SECTION_WORDS) * SECTION_WORDS
 
     @property
     def stream_bytes(self) -> int:
         """Bytes of one layer's weight stream, all ports."""
-        return self.ports * self.port_words * WORD_BYTES
+        return self.ports * self.section_words * WORD_BYTES
 
     @property
     def row_words(self) -> int:
@@ -107,8 +159,9 @@ class MlpDesign:
         spec, rows = self.spec, self.rows_per_core
         quantise = 2 * rows * (spec.hidden + spec.intermediate)
         move = 2 * rows * spec.hidden
-        gate_up = self.gate_up.cycles(self.gate_up.tile * self.ports // 2 * rows)
-        return gate_up + self.down.cycles(self.down.tile * self.ports * rows) + quantise + move
+        neurons = self.gate_up.tile * self.ports // (2 if spec.gated else 1)
+        gate_up = self.gate_up.cycles(rows, neurons * rows)
+        return gate_up + self.down.cycles(rows, self.down.tile * self.ports * rows) + quantise + move
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report."""
@@ -139,7 +192,7 @@ class MlpDesign:
 
 
 def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
-    """The design with the most weight ports, then the longest tiles, that fits the budget.
+    """The design with the most weight ports that fits the budget, with the tiles that take the fewest clocks.
 
     Raises:
         CompileError: no kernel exists for the MLP, or nothing fits; the text has the numbers.
@@ -151,14 +204,14 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
             mend="choose a board with more or wider memory ports",
         )
-    tried: MlpDesign | None = None
-    for tried in designs(spec, budget):
-        if not excess(tried):
-            return tried
-    assert tried is not None
+    tried = list(designs(spec, budget))
+    fitting = [d for d in tried if not excess(d)]
+    if fitting:
+        return min((d for d in fitting if d.ports == fitting[0].ports), key=lambda d: d.cycles)
+    least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
-        f"{budget.part}: {', '.join(excess(tried))} (estimates, least design: 1 port, {tried.lanes} lanes)",
+        f"{budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, {least.lanes} lanes)",
         mend="use a larger board, a smaller batch or fewer cores",
     )
 
@@ -177,47 +230,72 @@ def excess(design: MlpDesign) -> list[str]:
 
 
 def _design(spec: MlpSpec, budget: BoardBudget, ports: int, words: int) -> MlpDesign:
-    gate_up = _stage(spec.hidden, 2 * spec.intermediate, ports, words, even=True)
-    down = _stage(spec.intermediate, spec.hidden, ports, words, even=False)
+    parts = 2 if spec.gated else 1
+    first = StageShape(spec.hidden, parts * spec.intermediate, ports, 1, 1, spec.weight_bits, spec.up_bias)
+    second = StageShape(spec.intermediate, spec.hidden, ports, 1, 1, spec.weight_bits, spec.down_bias)
+    gate_up, down = _tiled(first, words, parts), _tiled(second, words, 1)
     return MlpDesign(spec, budget, ports, gate_up, down, _usage(spec, ports, gate_up, down))
 
 
-def _stage(inputs: int, channels: int, ports: int, words: int, *, even: bool) -> StageShape:
-    """Tiles of about `words` words, all of one size; `even`: a tile holds whole pairs of channels."""
-    per_port = ceil(channels / ports)
-    largest = max(1, words // ceil(inputs / WORD_BYTES))
+def _tiled(stage: StageShape, words: int, parts: int) -> StageShape:
+    """Tiles of about `words` words, all of one size, that hold whole sets of `parts` channels."""
+    per_port = ceil(stage.channels / stage.ports)
+    largest = max(1, words // stage.channel_words)
     tiles = ceil(per_port / largest)
     tile = ceil(per_port / tiles)
-    if even and tile * ports % 2:
+    if tile * stage.ports % parts:
         tile += 1
-    return StageShape(inputs, channels, ports, tile, ceil(per_port / tile))
+    return replace(stage, tile=tile, tiles=ceil(per_port / tile))
 
 
 def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape) -> Usage:
     rows = ceil(spec.batch / spec.cores)
-    lanes = ports * WORD_BYTES * rows * spec.cores
+    lanes = ports * gate_up.lanes * rows * spec.cores
     memories = [m for stage in (gate_up, down) for m in _stage_memories(stage, ports, rows)]
-    memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden), SIGMOID_ROM]
+    memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden)]
+    memories += [] if spec.activation == "relu" else [FACTOR_ROM]
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
     core_lut_ram = sum(count * lut_ram(bits, depth) for count, bits, depth in memories)
     axi = ports + ROW_PORTS
     fifo_bram = ports * bram_blocks(WORD_BITS, 512)
+    multiplies, adds = float_operators(spec, ports, rows)
+    core_dsp = multiplies * resources.FLOAT_MULTIPLY_DSP + adds * resources.FLOAT_ADD_DSP
+    core_dsp += 0 if spec.activation == "relu" else 2  # the table's blend: two products in integers
+    core_lut = resources.CORE_LUT + core_lut_ram + (multiplies + adds) * resources.FLOAT_LUT
+    core_ff = resources.CORE_FF + (multiplies + adds) * resources.FLOAT_FF
     return Usage(
-        lut=lanes * resources.LANE_LUT
-        + spec.cores * (resources.CORE_LUT + core_lut_ram)
-        + axi * resources.PORT_LUT
-        + resources.BASE_LUT,
-        ff=lanes * resources.LANE_FF + spec.cores * resources.CORE_FF + axi * resources.PORT_FF + resources.BASE_FF,
-        dsp=lanes + spec.cores * resources.CORE_DSP,
+        lut=lanes * resources.LANE_LUT + spec.cores * core_lut + axi * resources.PORT_LUT + resources.BASE_LUT,
+        ff=lanes * resources.LANE_FF + spec.cores * core_ff + axi * resources.PORT_FF + resources.BASE_FF,
+        dsp=spec.cores * (gate_up.lanes * multipliers(rows, ports) + core_dsp),
         bram36=spec.cores * core_bram + axi * resources.PORT_BRAM + fifo_bram + resources.BASE_BRAM,
     )
 
 
+def multipliers(rows: int, ports: int) -> int:
+    """DSP slices per lane of a word in one core: two products share one (fastcar_mac.hpp; AMD WP486)."""
+    return ceil(rows * ports / 2)
+
+
+def float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
+    """(multipliers, adders) of float32 in one core, counted in the sources."""
+    quantise = (2 * 2, 2 * 1)  # two stages: x * inverse, the scale; the rest of the rounding
+    activate = (1 if spec.activation != "relu" else 0) * 3 + (1 if spec.gated else 0)
+    rounding = 1 if spec.activation != "relu" else 0
+    biases = int(spec.up_bias) + int(spec.down_bias)
+    groups = ports * row_lanes(rows)
+    scale = (2 * 2, 0) if spec.weight_bits == 8 else (2 * (groups + 1), 2 * groups)
+    return quantise[0] + activate + scale[0], quantise[1] + rounding + biases + scale[1]
+
+
 def _stage_memories(stage: StageShape, ports: int, rows: int) -> list[tuple[int, int, int]]:
-    """(copies, bits, depth) of one core's buffers for a stage: tiles and sums twice, scales three times, inputs once."""
+    """(copies, bits, depth) of one core's buffers for a stage: tiles, sums and values twice, heads three times, group
+    totals and inputs once."""
+    totals = [] if stage.bits == 8 else [(ports * rows, 32, stage.tile)]
     return [
-        (2 * ports, WORD_BITS, stage.tile * stage.channel_words),
-        (3 * ports, WORD_BITS, stage.scale_words),
+        (2 * ports, WORD_BITS, stage.tile_words),
+        (3 * ports, WORD_BITS, stage.head_words),
+        (2 * ports * rows, 32, stage.tile * stage.sums),
         (2 * ports * rows, 32, stage.tile),
-        (rows, WORD_BITS, stage.channel_words),
+        (rows, 8 * stage.lanes, stage.channel_words),
+        *totals,
     ]

@@ -21,6 +21,8 @@ class KernelPort:
         bundle: the AXI port that a memory argument uses.
         depth: elements that C/RTL co-simulation has to map.
         writable: whether the kernel writes this memory.
+        streamed: read in one long run: bursts of 256 words, the most that AXI allows, with four of them (16 KiB of 128
+            bits) in flight, so that the memory's latency is hidden.
     """
 
     name: str
@@ -29,6 +31,14 @@ class KernelPort:
     bundle: str = "control"
     depth: int = 0
     writable: bool = False
+    streamed: bool = False
+
+    @property
+    def burst(self) -> str:
+        """Burst options of the interface pragma."""
+        if self.streamed:
+            return "max_read_burst_length=256 num_read_outstanding=4"
+        return "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
 
     @property
     def declaration(self) -> str:
@@ -45,8 +55,7 @@ class KernelPort:
         memory = (
             f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave depth={self.depth}"
         )
-        burst = "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
-        return [f"{memory} {burst}", control]
+        return [f"{memory} {self.burst}", control]
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,10 @@ class KernelInterface:
 def mlp_interface(design: MlpDesign) -> KernelInterface:
     """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
     rows = design.spec.batch * design.row_words
-    stream = design.ports * design.port_words
+    stream = design.ports * design.section_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream) for p in range(design.ports)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream, streamed=True)
+        for p in range(design.ports)
     ]
     return KernelInterface(
         "fastcar_mlp",

@@ -15,12 +15,17 @@ LUT_RAM_DEPTH = 64
 LANE_LUT, LANE_FF = 30, 45
 """One int8 multiply-accumulate lane around its DSP: its share of the adder tree and the pipeline. Estimate."""
 
-CORE_LUT, CORE_FF, CORE_DSP = 9_000, 11_000, 50
-"""One core besides its lanes: 14 float32 multipliers (3 DSP), 3 adders (2 DSP), 2 of the table sigmoid, two dividers,
-converters, control. The operators are counted in the sources; what one takes is an estimate."""
+FLOAT_MULTIPLY_DSP, FLOAT_ADD_DSP = 3, 2
+"""DSP48E2 of a float32 operator at the usage that Vitis HLS takes by default (PG060, "full" multiplier and adder)."""
+
+FLOAT_LUT, FLOAT_FF = 350, 550
+"""Fabric around one float32 operator. Estimate."""
+
+CORE_LUT, CORE_FF = 3_000, 3_500
+"""One core besides its lanes and float32 operators: two dividers' control, converters, addresses. Estimate."""
 
 PORT_LUT, PORT_FF, PORT_BRAM = 2_500, 3_500, 4
-"""One 128-bit AXI master with its burst buffers. Estimate."""
+"""One 128-bit AXI master. Its buffer holds what is in flight: 16 KiB are four blocks of 72 x 512 bits."""
 
 BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
 """DRS controller, AXI-Lite control and the row processes. Estimate."""

@@ -9,6 +9,12 @@ from fastcar_compile.errors import CompileError
 MAX_ROWS = 32
 """Bits of the Index Register."""
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""As in fastcar_activation.hpp; "gelu" is by erf."""
+
+WEIGHT_BITS = {"w8a8": 8, "w4a8": 4}
+_NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU"}
+
 
 @dataclass(frozen=True)
 class MlpSpec:
@@ -20,8 +26,10 @@ class MlpSpec:
         batch: B, rows per call, at most 32.
         layers: decoder layers that share the kernel.
         cores: C, compute cores that the rows are spread over.
-        activation: name of the nonlinearity; the kernels have "silu".
-        gated: whether the MLP is down(act(gate(x)) * up(x)).
+        activation: name of the nonlinearity, one of `ACTIVATIONS`.
+        gated: the MLP is down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        quant: "w8a8" or "w4a8".
+        up_bias: gate or up has a bias. down_bias: down has one.
     """
 
     hidden: int
@@ -31,14 +39,29 @@ class MlpSpec:
     cores: int
     activation: str = "silu"
     gated: bool = True
+    quant: str = "w8a8"
+    up_bias: bool = False
+    down_bias: bool = False
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of one weight in the stream."""
+        return WEIGHT_BITS[self.quant]
+
+    @property
+    def title(self) -> str:
+        """What the kernel computes, for readers."""
+        kind = _NAMES[self.activation] if self.gated else f"plain {self.activation}"
+        return f"{self.quant} {kind} MLP"
 
     def check(self) -> None:
         """Raises CompileError when no kernel exists for this MLP."""
-        if self.activation != "silu" or not self.gated:
-            kind = f"{'gated' if self.gated else 'plain'} MLP with activation {self.activation!r}"
+        if self.activation not in ACTIVATIONS or self.quant not in WEIGHT_BITS:
+            kind = f"{'gated' if self.gated else 'plain'} {self.quant} MLP with activation {self.activation!r}"
             raise CompileError(
                 f"there is no HLS kernel for a {kind}",
-                mend="compile for a CPU target; the HLS kernels are SwiGLU (gated, silu)",
+                mend="compile for a CPU target; the HLS kernels are gated, down(act(gate(x)) * up(x)), or plain, "
+                f"down(act(up(x))), with act one of {', '.join(ACTIVATIONS)}, and {' or '.join(WEIGHT_BITS)}",
             )
         sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "layers": self.layers}
         wrong = [f"{name} = {value}" for name, value in sizes.items() if value < 1]

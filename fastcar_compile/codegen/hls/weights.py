@@ -1,32 +1,46 @@
 """The weight stream of one layer: what the kernel reads, byte for byte.
 
-For every weight port a section of equal length: first the gate/up tiles, then the down tiles. A tile is its float32
-scales (padded to whole 16-byte words), then its rows of int8 weights (each padded to whole words). What pads is zero.
+For every weight port a section of equal length, which starts at a multiple of 4 KiB: first the gate/up tiles, then the
+down tiles. A tile is its scales, its biases if there are any (each padded to whole 16-byte words), then its rows of weights
+(each padded to whole words, int4 to whole groups). What pads is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design import FLOATS_PER_WORD, WORD_BYTES, MlpDesign, StageShape
+from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape
 from fastcar_compile.errors import UserError
+from fastcar_compile.ops.quant import GROUP
 
 Array = NDArray[Any]
 
 
-def pack_mlp(
-    gate_q: Array, gate_s: Array, up_q: Array, up_s: Array, down_q: Array, down_s: Array, design: MlpDesign
-) -> Array:
+@dataclass(frozen=True)
+class LinearWeights:
+    """One linear of N outputs and K inputs.
+
+    Args:
+        values: int8 [N, K]; for w4a8 int8 [N, 128 * G], of -8 .. 7, G = ceil(K / 128).
+        scales: float32 [N]; for w4a8 float16 [N, G].
+        bias: float32 [N], or None.
+    """
+
+    values: Array
+    scales: Array
+    bias: Array | None = None
+
+
+def pack_mlp(linears: Sequence[LinearWeights], design: MlpDesign) -> Array:
     """One layer's weight stream.
 
     Args:
-        gate_q: int8 [I, H]; `up_q` the same.
-        gate_s: float32 [I]; `up_s` the same.
-        down_q: int8 [H, I].
-        down_s: float32 [H].
+        linears: gate, up, down of a gated MLP, or up, down of a plain one.
 
     Returns:
         uint8 [design.stream_bytes].
@@ -34,40 +48,74 @@ def pack_mlp(
     Raises:
         UserError: an array has another shape or dtype than the design.
     """
-    hidden, intermediate = design.spec.hidden, design.spec.intermediate
-    for name, array, shape, dtype in (
-        ("gate_q", gate_q, (intermediate, hidden), np.int8),
-        ("gate_s", gate_s, (intermediate,), np.float32),
-        ("up_q", up_q, (intermediate, hidden), np.int8),
-        ("up_s", up_s, (intermediate,), np.float32),
-        ("down_q", down_q, (hidden, intermediate), np.int8),
-        ("down_s", down_s, (hidden,), np.float32),
-    ):
-        _check(name, array, shape, dtype)
-    pairs = np.stack([gate_q, up_q], axis=1).reshape(2 * intermediate, hidden)
-    pair_scales = np.stack([gate_s, up_s], axis=1).reshape(2 * intermediate)
-    sections = [_pack_stage(pairs, pair_scales, design.gate_up), _pack_stage(down_q, down_s, design.down)]
-    return np.ascontiguousarray(np.concatenate(sections, axis=1).reshape(-1))
+    spec = design.spec
+    names = ("gate", "up", "down") if spec.gated else ("up", "down")
+    if len(linears) != len(names):
+        raise UserError(f"{len(linears)} linears were given; the design takes {', '.join(names)}")
+    *first, down = linears
+    for name, linear in zip(names, linears, strict=True):
+        channels = spec.hidden if name == "down" else spec.intermediate
+        _check(name, linear, channels, design.down if name == "down" else design.gate_up)
+    sections = [_pack_stage(_interleaved(first, design.gate_up), design.gate_up), _pack_stage(down, design.down)]
+    joined = np.concatenate(sections, axis=1)
+    padded = np.zeros((design.ports, design.section_words * WORD_BYTES), np.uint8)
+    padded[:, : joined.shape[1]] = joined
+    return padded.reshape(-1)
 
 
-def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise UserError(
-            f"{name} is {array.dtype} {list(array.shape)}; the design expects {np.dtype(dtype)} {list(shape)}",
-            mend="pass the weights of the layer that the design was chosen for",
-        )
+def _check(name: str, linear: LinearWeights, channels: int, stage: StageShape) -> None:
+    groups = stage.bits == 4
+    wanted = {
+        "values": ((channels, GROUP * stage.sums if groups else stage.inputs), np.dtype(np.int8), linear.values),
+        "scales": (
+            (channels, stage.sums) if groups else (channels,),
+            np.dtype(np.float16 if groups else np.float32),
+            linear.scales,
+        ),
+    }
+    if linear.bias is not None:
+        wanted["bias"] = ((channels,), np.dtype(np.float32), linear.bias)
+        if not stage.bias:
+            raise UserError(f"{name} has a bias; the design expects none", mend="choose the design with the bias")
+    for what, (shape, dtype, array) in wanted.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise UserError(
+                f"{name}.{what} is {array.dtype} {list(array.shape)}; the design expects {dtype} {list(shape)}",
+                mend="pass the weights of the layer that the design was chosen for",
+            )
 
 
-def _pack_stage(weights: Array, scales: Array, stage: StageShape) -> Array:
+def _interleaved(linears: Sequence[LinearWeights], stage: StageShape) -> LinearWeights:
+    """Channel 2n is gate n, 2n + 1 is up n. A linear without a bias adds zeros where the other has one."""
+
+    def merge(arrays: Sequence[Array]) -> Array:
+        return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    biases = [np.zeros(len(n.values), np.float32) if n.bias is None else n.bias for n in linears]
+    bias = merge(biases) if stage.bias else None
+    return LinearWeights(merge([n.values for n in linears]), merge([n.scales for n in linears]), bias)
+
+
+def _pack_stage(linear: LinearWeights, stage: StageShape) -> Array:
     """uint8 [ports, bytes of the stage on one port]."""
-    rows = stage.tiles * stage.tile * stage.ports
-    padded = np.zeros((rows, stage.channel_words * WORD_BYTES), np.int8)
-    padded[: stage.channels, : stage.inputs] = weights
-    padded_scales = np.zeros(rows, "<f4")
-    padded_scales[: stage.channels] = scales
-    # channel (t * tile + j) * ports + p -> [p, t, j]
+    parts = [_by_tile(linear.scales.astype(linear.scales.dtype.newbyteorder("<")), stage)]
+    if stage.bias:
+        bias = np.zeros(stage.channels, np.float32) if linear.bias is None else linear.bias
+        parts.append(_by_tile(bias.astype("<f4"), stage))
+    values = linear.values.reshape(stage.channels, -1)
+    rows = np.zeros((stage.channels, stage.channel_words * stage.lanes), np.int8)
+    rows[:, : values.shape[1]] = values
+    if stage.bits == 4:
+        low, high = rows.reshape(stage.channels, -1, 2, WORD_BYTES).transpose(2, 0, 1, 3)
+        rows = ((low & 15) | (high << 4)).astype(np.int8).reshape(stage.channels, -1)
+    parts.append(_by_tile(rows, stage))
+    return np.concatenate(parts, axis=2).reshape(stage.ports, -1)
+
+
+def _by_tile(channels: Array, stage: StageShape) -> Array:
+    """Channel (t * tile + j) * ports + p of [channels, ...] -> bytes [p, t, all j], padded to whole words."""
+    padded = np.zeros((stage.tiles * stage.tile * stage.ports, *channels.shape[1:]), channels.dtype)
+    padded[: stage.channels] = channels
     tiles = padded.reshape(stage.tiles, stage.tile, stage.ports, -1).transpose(2, 0, 1, 3)
-    heads = np.zeros((stage.ports, stage.tiles, stage.scale_words * FLOATS_PER_WORD), "<f4")
-    heads[:, :, : stage.tile] = padded_scales.reshape(stage.tiles, stage.tile, stage.ports).transpose(2, 0, 1)
-    body = np.ascontiguousarray(tiles).view(np.uint8).reshape(stage.ports, stage.tiles, -1)
-    return np.concatenate([heads.view(np.uint8), body], axis=2).reshape(stage.ports, -1)
+    data = np.ascontiguousarray(tiles).view(np.uint8).reshape(stage.ports, stage.tiles, -1)
+    return np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % WORD_BYTES)))

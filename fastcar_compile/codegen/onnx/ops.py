@@ -13,7 +13,7 @@ import onnx
 import torch
 from onnxscript import opset18 as op
 
-from fastcar_compile.ops import quant
+from fastcar_compile.ops import activations, quant
 
 ZERO_POINT = 128
 """Of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are exact on
@@ -29,6 +29,10 @@ def _ints(*values: int) -> Value:
 
 def _int32(value: int) -> Value:
     return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.int32)))
+
+
+def _uint8(value: int) -> Value:
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.uint8)))
 
 
 def _float(value: float) -> Value:
@@ -96,34 +100,60 @@ def slot_write(cache: Value, value: Value, step: Value) -> Value:
     return op.ScatterND(cache, op.Reshape(slot, _ints(1, 1)), op.Unsqueeze(value, _ints(0)))
 
 
-def linear_w8a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> Value:
-    """Dynamic int8 rows times int8 weights; `qweight` is uint8 [N, K] with zero point 128 (see `ZERO_POINT`)."""
+def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:
+    """uint8 rows with zero point 128, their scale [..., 1] in float32, and the zero point."""
     amax = op.Max(op.ReduceMax(op.Abs(x), _ints(-1), keepdims=1), _float(1e-30))
     rounded = op.Round(op.Mul(x, op.Div(_float(127.0), amax)))
     clipped = op.Clip(rounded, _float(-127.0), _float(127.0))
-    zero = op.Constant(value=onnx.numpy_helper.from_array(np.array(ZERO_POINT, np.uint8)))
     quantized = op.Cast(op.Add(clipped, _float(ZERO_POINT)), to=onnx.TensorProto.UINT8)
+    return quantized, op.Mul(amax, _float(quant._INV_127)), _uint8(ZERO_POINT)
+
+
+def linear_w8a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> Value:
+    """Dynamic int8 rows times int8 weights; `qweight` is uint8 [N, K] with zero point 128 (see `ZERO_POINT`)."""
+    quantized, row_scale, zero = _quantized_rows(x)
     acc = op.MatMulInteger(quantized, op.Transpose(qweight, perm=[1, 0]), zero, zero)
-    scale = op.Mul(op.Mul(amax, _float(quant._INV_127)), wscale)
-    y = op.Mul(op.Cast(acc, to=onnx.TensorProto.FLOAT), scale)
+    y = op.Mul(op.Cast(acc, to=onnx.TensorProto.FLOAT), op.Mul(row_scale, wscale))
     return y if bias is None else op.Add(y, bias)
 
 
-def sigmoid_lut(x: Value) -> Value:
-    """Table sigmoid in integers; every operand is non-negative, so an integer division is a shift."""
-    table = op.Constant(value=onnx.numpy_helper.from_array(quant.sigmoid_table().numpy()))
-    limit = quant.SIGMOID_RANGE
-    rounded = op.Round(op.Mul(op.Clip(x, _float(-limit), _float(limit)), _float(1024.0)))
-    fixed = op.Add(op.Cast(rounded, to=onnx.TensorProto.INT32), _int32(16384))
-    index = op.Min(op.Div(fixed, _int32(64)), _int32(511))
+def linear_w4a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> Value:
+    """Dynamic int8 rows times int4 groups; `qweight` is packed uint8 [N, 64 * G], `wscale` float16 [N, G].
+
+    CumSum adds the groups in ascending order, one rounding each, as the eager definition does.
+    """
+    (channels, packed), (*rows, inputs) = _shape(qweight), _shape(x)
+    groups, count = packed * 2 // quant.GROUP, int(np.prod(rows))
+    quantized, row_scale, zero = _quantized_rows(op.Reshape(x, _ints(count, inputs)))
+    spare = op.Constant(value=onnx.numpy_helper.from_array(np.array([0, 0, 0, groups * quant.GROUP - inputs])))
+    left = op.Reshape(op.Pad(quantized, spare, zero), _ints(count, groups, quant.GROUP))
+    halves = op.Reshape(qweight, _ints(channels, groups, quant.GROUP // 2))
+    nibbles = op.Concat(op.BitwiseAnd(halves, _uint8(15)), op.BitShift(halves, _uint8(4), direction="RIGHT"), axis=2)
+    # Nibble + 8, mod 16, is the weight + 8: with 120 more its zero point is 128 too.
+    right = op.Add(op.BitwiseAnd(op.Add(nibbles, _uint8(8)), _uint8(15)), _uint8(ZERO_POINT - 8))
+    acc = op.MatMulInteger(op.Transpose(left, perm=[1, 0, 2]), op.Transpose(right, perm=[1, 2, 0]), zero, zero)
+    scales = op.Unsqueeze(op.Transpose(op.Cast(wscale, to=onnx.TensorProto.FLOAT), perm=[1, 0]), _ints(1))
+    sums = op.CumSum(op.Mul(op.Cast(acc, to=onnx.TensorProto.FLOAT), scales), _ints(0))
+    total = op.Squeeze(op.Slice(sums, _ints(groups - 1), _ints(groups), _ints(0)), _ints(0))
+    y = op.Reshape(op.Mul(total, row_scale), _ints(*rows, channels))
+    return y if bias is None else op.Add(y, bias)
+
+
+def activation_factor(x: Value, activation: str) -> Value:
+    """Table factor in integers; every operand is non-negative, so an integer division is a shift."""
+    table = op.Constant(value=onnx.numpy_helper.from_array(activations.factor_table(activation).numpy()))
+    kind = activations.FACTORS[activation]
+    rounded = op.Round(op.Mul(op.Clip(x, _float(-kind.limit), _float(kind.limit)), _float(kind.input_scale)))
+    fixed = op.Add(op.Cast(rounded, to=onnx.TensorProto.INT32), _int32(activations.INPUT_STEPS))
+    index = op.Min(op.Div(fixed, _int32(64)), _int32(activations.KNOTS - 2))
     fraction = op.Sub(fixed, op.Mul(index, _int32(64)))
     low, high = op.Gather(table, index), op.Gather(table, op.Add(index, _int32(1)))
     blend = op.Add(op.Mul(low, op.Sub(_int32(64), fraction)), op.Mul(high, fraction))
     shifted = op.Div(op.Add(blend, _int32(32)), _int32(64))
-    return op.Mul(op.Cast(shifted, to=onnx.TensorProto.FLOAT), _float(2.0**-quant.SIGMOID_FRACTION_BITS))
+    return op.Mul(op.Cast(shifted, to=onnx.TensorProto.FLOAT), _float(2.0**-activations.FRACTION_BITS))
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
-    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, sigmoid_lut)
+    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, linear_w4a8, activation_factor)
     return {getattr(torch.ops.fastcar, f.__name__).default: f for f in functions}

@@ -76,7 +76,7 @@ def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
 def _hls_csim(artifact: Artifact, threads: int | None) -> Backend:
     accelerator = artifact.manifest.sections["accelerator"]
     if accelerator is None:
-        mend = "compile for a target with an accelerator and quant='w8a8'"
+        mend = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
         raise BackendError("this artifact has no accelerator kernels", mend=mend)
     from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
 

@@ -28,7 +28,7 @@ def adopt(array: Array) -> Any:
     """A TVM tensor over the array's own memory where that is aligned to 64 bytes, as the kernels want; else a copy."""
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
         return tvm.runtime.from_dlpack(array)
-    return tvm.runtime.tensor(np.ascontiguousarray(array))
+    return tvm.runtime.tensor(np.asarray(array, order="C"))
 
 
 class _Program:

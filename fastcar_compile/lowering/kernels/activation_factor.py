@@ -1,16 +1,20 @@
-"""Table sigmoid, bit for bit as fastcar_compile.ops.quant defines it."""
+"""Table factor of an activation, bit for bit as fastcar_compile.ops.activations defines it."""
 
 from __future__ import annotations
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.ops.activations import FACTORS, INPUT_STEPS, KNOTS
 
-def sigmoid_lut(size: int, knots: int) -> PrimFunc:
-    """Table sigmoid of x float32 [size] with table int32 [knots]."""
+
+def activation_factor(size: int, activation: str) -> PrimFunc:
+    """Factor of x float32 [size] by the activation's table int32 [513]."""
+    limit, steps = FACTORS[activation].limit, FACTORS[activation].input_scale
+    knots = KNOTS
 
     @T.prim_func(private=True, s_tir=True)
-    def sigmoid_table(
+    def factor_table(
         x: T.Buffer((size,), "float32"), table: T.Buffer((knots,), "int32"), y: T.Buffer((size,), "float32")
     ):
         T.func_attr({"tir.noalias": True})
@@ -21,13 +25,13 @@ def sigmoid_lut(size: int, knots: int) -> PrimFunc:
                 u = T.alloc_buffer((1,), "int32", scope="local")
                 j = T.alloc_buffer((1,), "int32", scope="local")
                 f = T.alloc_buffer((1,), "int32", scope="local")
-                clamped: T.float32 = T.max(T.min(x[i], T.float32(16.0)), T.float32(-16.0))
-                u[0] = T.Cast("int32", T.nearbyint(clamped * T.float32(1024.0))) + 16384
-                j[0] = T.min(T.shift_right(u[0], 6), 511)
+                clamped: T.float32 = T.max(T.min(x[i], T.float32(limit)), T.float32(-limit))
+                u[0] = T.Cast("int32", T.nearbyint(clamped * T.float32(steps))) + INPUT_STEPS
+                j[0] = T.min(T.shift_right(u[0], 6), knots - 2)
                 f[0] = u[0] - T.shift_left(j[0], 6)
                 y[i] = T.Cast(
                     "float32",
                     T.shift_right(table[j[0]] * (64 - f[0]) + table[j[0] + 1] * f[0] + 32, 6),
                 ) * T.float32(2.0**-24)
 
-    return sigmoid_table
+    return factor_table

@@ -1,0 +1,103 @@
+"""Activations that a model writes out in elementary operators become the one operator they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.edit import call, descendants, evaluate, in_order, is_op
+
+aten = torch.ops.aten
+_SEEDS = (aten.tanh, aten.erf, aten.sigmoid)
+_POINTWISE = (*_SEEDS, aten.mul, aten.add, aten.sub, aten.div, aten.pow, aten.neg, aten.exp, aten.square)
+_TOLERANCE = 1e-5
+"""The two GELUs are 4e-4 apart; two ways to write one of them differ by a few float32 roundings."""
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_KNOWN: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+    (F.silu, aten.silu.default, {}),
+    (F.gelu, aten.gelu.default, {}),
+    (_gelu_tanh, aten.gelu.default, {"approximate": "tanh"}),
+)
+"""(function, operator, keyword arguments)."""
+
+
+@dataclass(frozen=True)
+class FuseActivations(Pass):
+    """x -> ... -> y that computes SiLU or GELU of x, found by its values and not by the way it is written.
+
+    `0.5 * x * (1 + tanh(0.797885 * (x + 0.044715 * x ** 3)))` (GPT-2, Phi), `x * sigmoid(x)` and the like become
+    `gelu(x, approximate="tanh")`, `silu(x)`.
+    """
+
+    name: ClassVar[str] = "fuse-activations"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """What computes no known activation stays as it is."""
+        return any([_fuse(module) for module in program.graphs()])
+
+
+def _fuse(module: fx.GraphModule) -> bool:
+    modified = False
+    for seed in [n for n in module.graph.nodes if is_op(n, *_SEEDS)]:
+        match = _match(module, seed) if seed.graph is module.graph and seed.users else None
+        if match is None:
+            continue
+        source, result, operator, options = match
+        with module.graph.inserting_after(result):
+            new = call(module.graph, operator, (source,), origin=result, made_by=FuseActivations.name, **options)
+        result.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+        module.graph.eliminate_dead_code()
+        modified = True
+    return modified
+
+
+def _match(module: fx.GraphModule, seed: fx.Node) -> tuple[fx.Node, fx.Node, Any, dict[str, Any]] | None:
+    """(x, y, operator, options) of the largest activation around the seed."""
+    points = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0])])
+    for source in _sources(seed):
+        inside = _functions_of(source)
+        for result in reversed(in_order(module.graph, inside & descendants(seed))):
+            value = evaluate(module, result, {source: points})
+            if value is None or value.shape != points.shape:
+                continue
+            for function, operator, options in _KNOWN:
+                if (value - function(points)).abs().max() < _TOLERANCE:
+                    return source, result, operator, options
+    return None
+
+
+def _sources(seed: fx.Node) -> list[fx.Node]:
+    """Nodes that the seed is an elementwise function of, nearest first."""
+    found: list[fx.Node] = []
+    queue = [seed]
+    while queue:
+        for node in queue.pop(0).all_input_nodes:
+            if node.op != "get_attr" and node not in found:
+                found.append(node)
+                queue += [node] if is_op(node, *_POINTWISE) else []
+    return found
+
+
+def _functions_of(source: fx.Node) -> set[fx.Node]:
+    """Nodes that are elementwise functions of the source alone."""
+    inside = {source}
+    for node in in_order(source.graph, descendants(source) - {source}):
+        inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        if is_op(node, *_POINTWISE) and inputs and set(inputs) <= inside and _constants_are_scalars(node):
+            inside.add(node)
+    return inside - {source}
+
+
+def _constants_are_scalars(node: fx.Node) -> bool:
+    return all(n.meta["val"].numel() == 1 for n in node.all_input_nodes if n.op == "get_attr")

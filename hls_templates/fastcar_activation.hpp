@@ -1,0 +1,75 @@
+// Activations, bit for bit as fastcar_compile.ops.activations defines them: act(x) = x * factor(x), where the factor is a
+// table of 513 knots, linear in between, in integers. ReLU needs no table.
+#ifndef FASTCAR_ACTIVATION_HPP
+#define FASTCAR_ACTIVATION_HPP
+
+#include "fastcar_activation_tables.hpp"
+#include "fastcar_numerics.hpp"
+
+namespace fastcar {
+
+enum Activation { SILU, GELU, GELU_TANH, RELU };
+
+// The table and the half width of its range, of each activation that has one.
+template <int ACTIVATION>
+struct Factor;
+
+template <>
+struct Factor<SILU> {
+    static const int LIMIT = 16;
+    static int32_t knot(int index) {
+        FASTCAR_INLINE
+        return SIGMOID_TABLE[index];
+    }
+};
+
+template <>
+struct Factor<GELU> {
+    static const int LIMIT = 8;
+    static int32_t knot(int index) {
+        FASTCAR_INLINE
+        return NORMAL_TABLE[index];
+    }
+};
+
+template <>
+struct Factor<GELU_TANH> {
+    static const int LIMIT = 8;
+    static int32_t knot(int index) {
+        FASTCAR_INLINE
+        return TANH_GATE_TABLE[index];
+    }
+};
+
+template <int ACTIVATION>
+float factor(float x) {
+    FASTCAR_INLINE
+    typedef Factor<ACTIVATION> Table;
+    const float limit = static_cast<float>(Table::LIMIT);
+    const float steps = static_cast<float>(16384 / Table::LIMIT);
+    const int32_t fixed = round_half_even(clamp(x, limit) * steps) + 16384;
+    const int32_t index = (fixed >> 6) < 511 ? (fixed >> 6) : 511;
+    const int32_t fraction = fixed - (index << 6);
+    const int32_t sum = Table::knot(index) * (64 - fraction) + Table::knot(index + 1) * fraction + 32;
+    return static_cast<float>(sum >> 6) * (1.0f / 16777216.0f);
+}
+
+template <int ACTIVATION>
+struct Activate {
+    static float of(float x) {
+        FASTCAR_INLINE
+        return x * factor<ACTIVATION>(x);
+    }
+};
+
+template <>
+struct Activate<RELU> {
+    static float of(float x) {
+        FASTCAR_INLINE
+        return x > 0.0f ? x : 0.0f;
+    }
+};
+
+}  // namespace fastcar
+
+#endif

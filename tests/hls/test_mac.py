@@ -1,0 +1,82 @@
+"""Two int8 products in one multiplier: every triple, and sums of packed products at their limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hls.test_project import run_program
+
+EVERY_TRIPLE = """
+#include <stdio.h>
+#include "fastcar_mac.hpp"
+int main() {
+    long wrong = 0, count = 0;
+    for (int low = -128; low < 128; ++low) {
+        for (int high = -128; high < 128; high += STEP) {
+            for (int shared = -128; shared < 128; ++shared) {
+                const fastcar::packed_sum_t packed = fastcar::pack_pair(low, high);
+                const fastcar::Pair pair = fastcar::split(packed * static_cast<fastcar::packed_sum_t>(shared));
+                wrong += pair.low != low * shared || pair.high != high * shared;
+                ++count;
+            }
+        }
+    }
+    printf("%ld wrong of %ld", wrong, count);
+    return 0;
+}
+"""
+
+WORDS = """
+#include <stdio.h>
+#include "fastcar_mac.hpp"
+static uint32_t state = 1;
+static int8_t draw(int most) {
+    state = state * 1664525u + 1013904223u;
+    const int kind = (state >> 8) % 4;
+    const int drawn = static_cast<int>((state >> 10) % (2 * most + 1)) - most;
+    return static_cast<int8_t>(kind == 0 ? most : kind == 1 ? -most : drawn);
+}
+template <int PORTS, int ROWS, int LANES>
+long run(int weight_limit) {
+    long wrong = 0;
+    for (int trial = 0; trial < 2000; ++trial) {
+        int8_t weight[PORTS][LANES], input[ROWS][LANES];
+        int32_t got[ROWS][PORTS] = {};
+        const bool extreme = trial < 4;
+        for (int i = 0; i < PORTS * LANES; ++i) {
+            (&weight[0][0])[i] = extreme ? (trial & 1 ? -weight_limit - 1 : weight_limit) : draw(weight_limit);
+        }
+        for (int i = 0; i < ROWS * LANES; ++i) (&input[0][0])[i] = extreme ? (trial & 2 ? -127 : 127) : draw(127);
+        const int rows = extreme ? ROWS : trial % (ROWS + 1);
+        fastcar::multiply_words<PORTS, ROWS, LANES>(weight, input, rows, got);
+        for (int r = 0; r < rows; ++r) {
+            for (int p = 0; p < PORTS; ++p) {
+                int want = 0;
+                for (int i = 0; i < LANES; ++i) want += weight[p][i] * input[r][i];
+                wrong += got[r][p] != want;
+            }
+        }
+    }
+    return wrong;
+}
+int main() {
+    printf("%ld", run<1, 1, 16>(127) + run<1, 2, 16>(127) + run<1, 5, 32>(7) + run<2, 1, 16>(127) + run<4, 3, 16>(127) +
+                      run<8, 1, 32>(7) + run<4, 8, 32>(7));
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize(("options", "step"), [((), 1), (("-DFASTCAR_WORD_BY_RANGE",), 17)], ids=["integers", "ap_int"])
+def test_every_triple_of_int8(csim_tools: None, options: tuple[str, ...], step: int, tmp_path: Path) -> None:
+    """All 2**24 with plain integers; with the hardware's ap_int, which is slow here, every 17th value of one factor."""
+    printed = run_program(EVERY_TRIPLE.replace("STEP", str(step)), tmp_path, *options).decode()
+    assert printed == f"0 wrong of {256 * 256 * len(range(-128, 128, step))}"
+
+
+@pytest.mark.parametrize("options", [(), ("-DFASTCAR_WORD_BY_RANGE",)], ids=["integers", "ap_int"])
+def test_words_at_their_limits(csim_tools: None, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows paired, ports paired and neither; eight of the largest products of either sign in one sum."""
+    assert run_program(WORDS, tmp_path, *options) == b"0"

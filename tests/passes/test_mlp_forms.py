@@ -1,0 +1,182 @@
+"""MLPs as models write them: transformers' GPT-2, Gemma and Phi-3, activations written out, up before gate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.edit import is_op
+from fastcar_compile.passes.fuse_activations import FuseActivations
+from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unify_linears import UnifyLinears
+
+from .golden import check_truthful, nodes_of
+from .tiny import WIDTH, TinyBlock, after, logits, prefill_logits
+
+aten = torch.ops.aten
+BEFORE = (NormalizeState(), Canonicalize())
+SMALL = {"vocab_size": 17, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 33}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def gpt2() -> hf.PreTrainedModel:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=17, n_positions=33, n_embd=64, n_layer=1, n_head=4, **TOKENS))
+
+
+def gemma() -> hf.PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+    return hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, **sizes, **TOKENS))
+
+
+def phi3() -> hf.PreTrainedModel:
+    return hf.Phi3ForCausalLM(hf.Phi3Config(hidden_size=64, intermediate_size=96, **SMALL, **TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("model", "activation", "gated", "weights"),
+    [
+        (gpt2, "gelu_tanh", False, ["c_fc.weight_turned", "c_proj.weight_turned"]),
+        (gemma, "gelu_tanh", True, ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
+        (phi3, "silu", True, ["gate_up_proj.weight_first", "gate_up_proj.weight_second", "down_proj.weight"]),
+    ],
+    ids=["gpt2", "gemma", "phi3"],
+)
+def test_huggingface(model: Callable[[], nn.Module], activation: str, gated: bool, weights: list[str]) -> None:
+    torch.manual_seed(0)
+    program = capture(model().eval(), batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=4)
+    (site,) = run_pipeline(program, analysis_pipeline()).sites
+    assert (site.activation, site.gated) == (activation, gated)
+    assert [w.partition(".mlp.")[2] for w in site.weights] == weights
+    assert [b is not None for b in site.biases] == [model is gpt2] * len(weights)
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def gelu_fast(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def gelu_wrong(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def block_with(activation: Callable[[Tensor], Tensor]) -> type[TinyBlock]:
+    """linear -> activation -> linear."""
+
+    class Block(TinyBlock):
+        def forward(self, h: Tensor, position: Tensor) -> Tensor:
+            h = h + self.out(self.attend(self.norm_1(h), position))
+            return h + self.mlp.down(activation(self.mlp.up(self.norm_2(h))))
+
+    return Block
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [(gelu_new, "gelu_tanh"), (gelu_fast, "gelu_tanh"), (gelu_erf, "gelu"), (silu, "silu")],
+)
+def test_written_out_activations_are_fused(activation: Callable[[Tensor], Tensor], name: str) -> None:
+    block = block_with(activation)
+    before = after(*BEFORE, blocks=(block,))
+    check_truthful(after(*BEFORE, blocks=(block,)), FuseActivations())
+    program = after(*analysis_pipeline(), blocks=(block,))
+    assert (program.sites[0].activation, program.sites[0].gated) == (name, False)
+    assert not [n for n in nodes_of(program) if is_op(n, aten.tanh, aten.erf, aten.sigmoid, aten.pow)]
+    np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
+    np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
+
+
+def test_another_function_is_left_alone() -> None:
+    program = after(*BEFORE, blocks=(block_with(gelu_wrong),))
+    assert FuseActivations().apply(program) is False
+    (site,) = after(*analysis_pipeline(), blocks=(block_with(gelu_wrong),)).sites
+    assert site.activation == "tanh, not directly between two linears"
+
+
+class UpFirst(TinyBlock):
+    """up(x) * act(gate(x)): the graph has up before gate."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        up = self.mlp.up(x)
+        return h + self.mlp.down(up * F.gelu(self.mlp.gate(x)))
+
+
+def test_gate_and_up_are_told_apart_by_what_is_activated() -> None:
+    (site,) = after(*analysis_pipeline(), blocks=(UpFirst,)).sites
+    assert (site.activation, site.gated) == ("gelu", True)
+    assert [w.removeprefix("blocks.0.mlp.") for w in site.weights] == ["gate.weight", "up.weight", "down.weight"]
+    assert site.biases == (None, None, "blocks.0.mlp.down.bias")
+
+
+class Product(TinyBlock):
+    """Weights as [inputs, outputs]; one product has a bias, in the same operator."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.w_up, self.w_down = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12, WIDTH))
+        self.b_up = nn.Parameter(torch.randn(12))
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
+        return h + torch.relu(up) @ self.w_down
+
+
+def test_products_with_a_parameter_become_linears() -> None:
+    before, program = after(*BEFORE, blocks=(Product,)), after(*BEFORE, blocks=(Product,))
+    check_truthful(program, UnifyLinears())
+    assert not [n for n in nodes_of(program) if is_op(n, aten.addmm, aten.matmul, aten.mm)]
+    np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
+    np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
+    (site,) = after(*analysis_pipeline(), blocks=(Product,)).sites
+    assert (site.activation, site.gated, site.intermediate) == ("relu", False, 12)
+    assert site.biases == ("blocks.0.b_up", None)
+
+
+class Fused(TinyBlock):
+    """gate and up in one linear with a bias; the second half is the gate."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.gate_up = nn.Linear(WIDTH, 24)
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
+        return h + self.mlp.down(up * F.silu(gate))
+
+
+def test_a_fused_gate_and_up_becomes_two_linears() -> None:
+    before, program = after(*BEFORE, blocks=(Fused,)), after(*BEFORE, blocks=(Fused,))
+    check_truthful(program, SplitGateUp())
+    np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
+    (site,) = after(*analysis_pipeline(), blocks=(Fused,)).sites
+    halves = [f"blocks.0.gate_up.{kind}_{half}" for kind in ("weight", "bias") for half in ("second", "first")]
+    assert (*site.weights[:2], *site.biases[:2]) == tuple(halves)
+    queries_keys_values = [n for n in nodes_of(program) if is_op(n, aten.split_with_sizes)]
+    assert len(queries_keys_values) == 2
