@@ -12,20 +12,21 @@ from torch import Tensor
 
 from fastcar_compile.errors import InternalError
 
-QuantizeRows = Callable[[Tensor], tuple[Tensor, ...]]
-"""float32 [N, K] -> tensors whose first axis is N; row n of each depends on row n of the weight only."""
+Make = Callable[[Tensor], tuple[Tensor, ...]]
+"""One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
+N, row n of each from row n of the weight only; so it may see the weight in blocks of rows."""
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
 
 
-def quantized(quantize: QuantizeRows, value: Tensor) -> tuple[Tensor, ...]:
+def quantized(quantize: Make, value: Tensor) -> tuple[Tensor, ...]:
     """`quantize(value)`; of a value on the meta device shapes and dtypes only, once per shape."""
     return _quantized_shapes(quantize, tuple(value.shape)) if value.is_meta else quantize(value)
 
 
 @cache
-def _quantized_shapes(quantize: QuantizeRows, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _quantized_shapes(quantize: Make, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     return quantize(torch.empty(shape, device="meta"))
 
 
@@ -43,11 +44,17 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a quantisation makes `names` out of the weight `source`: one name for each result of `quantize`."""
+    """How `names` are made out of `source`, itself a weight or the result of a recipe.
+
+    Attributes:
+        source: its name. names: one for each result of `make`. make: the function.
+        by_rows: whether `make` may be given blocks of rows.
+    """
 
     source: str
     names: tuple[str, ...]
-    quantize: QuantizeRows
+    make: Make
+    by_rows: bool
 
 
 @dataclass
@@ -63,10 +70,19 @@ class LazyWeights:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
 
-    def derive(self, names: Sequence[str], source: str, quantize: QuantizeRows) -> None:
-        """Let `names` be the results of `quantize(source)`."""
-        recipe = Recipe(source, tuple(names), quantize)
+    def derive(self, names: Sequence[str], source: str, make: Make, *, by_rows: bool = True) -> None:
+        """Let `names` be the results of `make(source)`."""
+        recipe = Recipe(source, tuple(names), make, by_rows)
         self.recipes |= dict.fromkeys(names, recipe)
+
+    def repeat(self, old: str, new: str) -> None:
+        """Copy the recipes of names below the module path `old` for the same names below `new`."""
+
+        def moved(name: str) -> str:
+            return f"{new}.{name.removeprefix(f'{old}.')}" if name.startswith(f"{old}.") else name
+
+        for recipe in {id(r): r for n, r in self.recipes.items() if n.startswith(f"{old}.")}.values():
+            self.derive([moved(n) for n in recipe.names], moved(recipe.source), recipe.make, by_rows=recipe.by_rows)
 
     def load(self, name: str) -> Tensor:
         """The tensor, made from its recipe if it has one."""
@@ -79,12 +95,14 @@ class LazyWeights:
         return self._last[1][recipe.names.index(name)]
 
     def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        if not recipe.by_rows or recipe.source in self.recipes:
+            return recipe.make(self.load(recipe.source))
         rows, *rest = self.source.shape(recipe.source)
         step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
         blocks = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
         results: list[Tensor] = []
         for begin, end in blocks:
-            made = recipe.quantize(self.source.read(recipe.source, (begin, end)))
+            made = recipe.make(self.source.read(recipe.source, (begin, end)))
             results = results or [t.new_empty((rows, *t.shape[1:])) for t in made]
             for whole, part in zip(results, made, strict=True):
                 whole[begin:end] = part

@@ -22,12 +22,13 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
 from fastcar_compile.graph_io import graph_to_text
 from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.runtime import tensor_files
-from fastcar_compile.weights import Parameters
+from fastcar_compile.weights import LazyWeights, Parameters
 
 LAYERS, FRAME = 4, 8
 SHARDS = 3
@@ -283,6 +284,37 @@ def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensor_files.weight_files(files, "w/m") == list(planned)
 
 
+class Stored:
+    """Weights in memory, as a source; counts what is read."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors, self.read_rows = tensors, []
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        self.read_rows.append(rows)
+        return self.tensors[name] if rows is None else self.tensors[name][rows[0] : rows[1]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(10, 6)
+    monkeypatch.setattr("fastcar_compile.weights.BLOCK_ELEMENTS", 18)
+    source = Stored(**{"a.0.w": weight, "a.1.w": 2 * weight})
+    lazy = LazyWeights(source)
+    lazy.derive(("a.0.w_int8", "a.0.w_scale"), "a.0.w", quantize_weight)
+    lazy.derive(("a.0.t",), "a.0.w", lambda w: (w.t().contiguous(),), by_rows=False)
+    lazy.derive(("a.0.t_int8", "a.0.t_scale"), "a.0.t", quantize_weight)
+    lazy.repeat("a.0", "a.1")
+    for name, expected in (("a.0", weight), ("a.1", 2 * weight)):
+        for given, wanted in ((f"{name}.w", expected), (f"{name}.t", expected.t())):
+            integers, scale = quantize_weight(wanted)
+            assert torch.equal(lazy.load(f"{given}_int8"), integers)
+            assert torch.equal(lazy.load(f"{given}_scale"), scale)
+    assert source.read_rows == [*((r, min(r + 3, 10)) for r in range(0, 10, 3)), None] * 2
+
+
 def test_a_parameter_without_source_is_an_internal_error() -> None:
     with pytest.raises(fc.errors.InternalError, match="parameter a has no value and no source"):
         Parameters({"a": torch.empty(1, device="meta")})["a"]
@@ -293,6 +325,7 @@ import resource, sys
 from pathlib import Path
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8

@@ -54,6 +54,9 @@ class RepeatLayers(Pass):
         if program.prefill is not None:
             _Repeater(program.prefill, self.path, have).run(self.count)
             program.prefill_outputs += [s.name for s in added]
+        for layer in range(have, self.count):
+            if program.lazy is not None:
+                program.lazy.repeat(f"{self.path}.{have - 1}", f"{self.path}.{layer}")
         program.config = dataclasses.replace(program.config, num_layers=self.count)
         return True
 
