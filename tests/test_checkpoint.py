@@ -144,8 +144,8 @@ def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
         checkpoint.read("model.embed_tokens.weight")
 
 
-def analysed(model: object, repeat: bool, quant: str = "none") -> DecoderProgram:
-    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=4)  # type: ignore[arg-type]
+def analysed(model: object, repeat: bool, quant: str = "none", chunk: int = 0) -> DecoderProgram:
+    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # type: ignore[arg-type]
     passes = [*analysis_pipeline(), *([RepeatLayers("model.layers", LAYERS)] if repeat else [])]
     return run_pipeline(program, [*passes, *([QuantizeW8A8()] if quant == "w8a8" else [])])
 
@@ -167,7 +167,7 @@ def test_parameters_equal_those_of_the_loaded_model(tmp_path: Path, tied: bool, 
 
 
 def test_repeated_layers_equal_captured_ones(folder: Path) -> None:
-    few, all_ = analysed(Checkpoint(folder), True), analysed(loaded(folder), False)
+    few, all_ = analysed(Checkpoint(folder), True, chunk=4), analysed(loaded(folder), False, chunk=4)
     assert few.outputs == all_.outputs
     assert few.state == all_.state
     assert few.config == all_.config
