@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import torch
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design import choose_design
-from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.estimate import DecoderShape, Estimate, Workload, estimate, load_shape
 from fastcar_compile.estimate.engine import peak_bandwidth
 from fastcar_compile.estimate.explore import budget_of
@@ -146,7 +146,7 @@ def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
     board, rows = load_target("zcu102"), []
     for shape in (small, wide):
         for batch in BATCHES:
-            spec = MlpSpec(shape.hidden, shape.intermediate, batch, shape.layers, DRS_CORES)
+            spec = replace(Workload(shape, "w8a8", 1, batch).mlp_spec(), cores=DRS_CORES)
             design = choose_design(spec, budget_of(board))
             for side_by_side in (True, False):
                 work = Workload(shape, "w8a8", 1024, batch, side_by_side=side_by_side)

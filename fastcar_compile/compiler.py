@@ -38,6 +38,7 @@ def compile(
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int = 64,
+    offload: str = "mlp",
     output: str | Path = "build/fastcar",
     progress: Progress | None = None,
 ) -> Artifact:
@@ -54,6 +55,7 @@ def compile(
         quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.
         prefill_chunk: tokens per prefill call.
+        offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
         output: folder of the artifact; written atomically.
         progress: called with the name of each stage.
 
@@ -70,7 +72,7 @@ def compile(
     if isinstance(model, str | Path):
         say("checking the model folder")
         model = Checkpoint(Path(model))
-    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk)
+    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
     say("capturing the decode step")
     program = capture(
         model,
@@ -100,6 +102,7 @@ def _configure(
     quant: str | None,
     replay: ReplayConfig | None,
     prefill_chunk: int,
+    offload: str,
 ) -> CompileConfig:
     if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
@@ -117,6 +120,11 @@ def _configure(
             f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
+    if offload == "linears" and board.kind != "fpga":
+        raise CompileError(
+            f"offload='linears' needs an accelerator, and target {board.name} has none",
+            mend="choose an FPGA target, or leave offload out",
+        )
     return CompileConfig(
         target=board.name,
         tokens_per_frame=frame,
@@ -125,6 +133,7 @@ def _configure(
         quant=quant or ("w8a8" if board.kind == "fpga" else "none"),  # type: ignore[arg-type]
         replay=replay,
         prefill_chunk=prefill_chunk,
+        offload=offload,  # type: ignore[arg-type]
     )
 
 

@@ -21,6 +21,7 @@ from fastcar_compile.errors import CompileError, UserError
 
 KNOWN_GATES: tuple[str, ...] = ("tas",)
 QUANT_MODES: tuple[str, ...] = ("none", "w8a8", "w4a8")
+OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
 
 
 def _parse_float(value: Any) -> Any:
@@ -147,6 +148,7 @@ class CompileConfig(_Config):
         quant: "none" (float32), "w8a8" or "w4a8" (int4 weights in groups of 128).
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph.
+        offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
 
     Raises:
         CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
@@ -159,6 +161,7 @@ class CompileConfig(_Config):
     quant: Literal["none", "w8a8", "w4a8"] = "none"
     replay: ReplayConfig | None = None
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
+    offload: Literal["mlp", "linears"] = "mlp"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

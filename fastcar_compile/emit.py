@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import fx
 
+from fastcar_compile.codegen.board.host_program import SOURCES, host_sources
 from fastcar_compile.codegen.onnx.export import EXTERNAL_DATA_FROM, ONNX_EXTERNAL, ONNX_INLINE, export_onnx
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_accelerator import emit_accelerator
@@ -38,7 +39,7 @@ def emit_artifact(
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
         say("writing the weights")
-        places = _emit_weights(writer, program)
+        places = _emit_weights(writer, program, one_file=board.kind == "fpga")
         say("exporting to ONNX")
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE
@@ -48,7 +49,10 @@ def emit_artifact(
             say("writing the HLS project and the DRS table")
             accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, accelerator=accelerator is not None)
+        host = emit_host(writer, program, board, accelerator=accelerator is not None, offload=config.offload)
+        if host["board"] is not None:
+            for name, text in host_sources(program, host["board"], accelerator).items():
+                writer.write_text(f"{SOURCES}/{name}", text)
         sections = program_sections(program) | {
             "config": config.to_json(),
             "target": board.model_dump(mode="json"),
@@ -64,11 +68,11 @@ def emit_artifact(
     return writer.path
 
 
-def _emit_weights(writer: ArtifactWriter, program: DecoderProgram) -> dict[str, Placement]:
-    """The weight files; returns where each parameter is."""
+def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
+    """The weight files, or one file, which is what the host program of a board reads; returns where each parameter is."""
     places: dict[str, Placement] = {}
     params = program.params
-    for file, names in plan_shards(params, WEIGHTS).items():
+    for file, names in plan_shards(params, WEIGHTS, one_file=one_file).items():
         places |= writer.write_streamed(file, names, params)
     return places
 

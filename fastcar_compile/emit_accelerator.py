@@ -1,32 +1,38 @@
-"""The accelerator parts of an artifact: HLS project, packed MLP weights and the DRS control table."""
+"""The accelerator parts of an artifact: HLS project, packed weights and the DRS control table."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastcar_compile.codegen.drs.table import build_table
-from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.emit import emit_hls
-from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+from fastcar_compile.codegen.board.kernels import Kernel
+from fastcar_compile.codegen.hls.design import MlpDesign
+from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
+from fastcar_compile.codegen.hls.engine_design import EngineDesign, LinearStage
+from fastcar_compile.codegen.hls.linear_spec import LinearSpec
+from fastcar_compile.codegen.hls.linear_weights import pack_linear
+from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.emit_control import control_table, controller_json
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, LayerSite
+from fastcar_compile.estimate.explore import explore, mlp_of
+from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
+from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole
 from fastcar_compile.ops.quant import unpack_int4
+from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.runtime.tensor_files import LazyTensors
 from fastcar_compile.targets import Target
 
 WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
-
-MAX_CORES = 4
-"""More cores than batch rows would idle; four share one weight stream without more ports."""
 
 
 def emit_accelerator(
@@ -35,37 +41,72 @@ def emit_accelerator(
     """Write hls/, drs/ and weights/accelerator.safetensors; returns the manifest's section.
 
     Raises:
-        CompileError: the MLP does not fit the board, or its shape has no kernel.
+        CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
     if config.quant == "none":
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
         return None
     _check_equal(program.sites)
+    require_fit(_footprint(program, board), board, quant=config.quant, positions=config.max_seq_len)
     site = program.sites[0]
     spec = MlpSpec(
         hidden=site.hidden,
         intermediate=site.intermediate,
         batch=config.batch_size,
         layers=len(program.sites),
-        cores=min(config.batch_size, MAX_CORES),
+        cores=1,
         activation=site.activation,
         gated=site.gated,
         quant=config.quant,
         up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
         down_bias=any(s.biases[-1] is not None for s in program.sites),
     )
-    design = choose_design(spec, _budget(board))
-    emit_hls(design, writer.root / "hls")
-    by_name = {f"layer_{s.layer}": s for s in program.sites}
-    size, params = (design.stream_bytes,), program.params
-    streams = LazyTensors(by_name, size, torch.uint8, lambda name: _stream(params, by_name[name], design))
-    writer.write_streamed(WEIGHTS, by_name, streams)
-    thresholds = [float("inf") if s.threshold is None else s.threshold for s in program.sites]
-    table = build_table(len(program.sites), config.batch_size, spec.cores, config.tokens_per_frame, thresholds)
+    calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
+    found = explore(spec, board, linears)
+    design, mlp = found.design, mlp_of(found.design)
+    table = control_table(program, config, mlp.spec.cores)
+    emit_hls(design, writer.root / "hls", table)
+    section = offloaded | {
+        "offload": config.offload,
+        "weights": WEIGHTS,
+        "table": TABLE,
+        "controller": controller_json(table),
+        "design": design.to_json(),
+        "exploration": found.to_json(),
+        "kernels": [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)],
+    }
+    streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        f"layer_{s.layer}": (mlp.stream_bytes, partial(_stream, program, s, mlp)) for s in program.sites
+    }
+    if isinstance(design, EngineDesign):
+        for c in calls:
+            stage = design.linears[c.name]
+            streams[c.name] = (stage.stream_bytes, partial(_linear_stream, program, c, stage))
+    writer.write_streamed(WEIGHTS, streams, LazyTensors(streams))
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
-    return {"design": design.to_json(), "weights": WEIGHTS, "table": TABLE}
+    return section
+
+
+def _footprint(program: DecoderProgram, board: Target) -> Footprint:
+    """What the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
+    weights = program.params.nbytes()
+    if not shares_memory(board):
+        return Footprint(weights, 0, 0)
+    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    cache = sum(s.nbytes for s in program.state if s.role in attention)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache)
+
+
+def _linears(program: DecoderProgram) -> tuple[list[LinearCall], dict[str, Any]]:
+    """The linear calls of a forward, and what the manifest says about them."""
+    calls, kept = linear_calls(program)
+    if not calls:
+        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
+        raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", mend="use offload='mlp'")
+    return calls, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
 
 
 def _check_equal(sites: Sequence[LayerSite]) -> None:
@@ -84,24 +125,22 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
         )
 
 
-def _budget(board: Target) -> BoardBudget:
-    assert board.fabric is not None
-    memory = board.memories[0]
-    return BoardBudget(
-        part=board.part or "",
-        clock_mhz=board.fabric.clock_mhz,
-        axi_ports=memory.ports,
-        axi_bits=memory.width_bits,
-        **board.budget(),
-    )
-
-
-def _stream(params: Mapping[str, Tensor], site: LayerSite, design: MlpDesign) -> Tensor:
+def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Tensor:
     """The kernel's weight stream of one layer, uint8."""
-    linears = []
-    for name, bias in zip(site.weights, site.biases, strict=True):
-        int4 = design.spec.weight_bits == 4
+    return torch.from_numpy(pack_mlp(_weights(program, site.weights, site.biases), design))
+
+
+def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> Tensor:
+    """The kernel's weight stream of one linear call, uint8."""
+    return torch.from_numpy(pack_linear(_weights(program, call.weights, call.biases), stage))
+
+
+def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
+    """Quantised linears by the names that their weights had before."""
+    params, linears = program.params, []
+    for name, bias in zip(names, biases, strict=True):
+        int4 = f"{name}_int4" in params
         values = unpack_int4(params[f"{name}_int4"]) if int4 else params[f"{name}_int8"]
         scales = params[f"{name}_scale"].numpy()
         linears.append(LinearWeights(values.numpy(), scales, None if bias is None else params[bias].float().numpy()))
-    return torch.from_numpy(pack_mlp(linears, design))
+    return linears

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -17,8 +18,12 @@ def explain_program(
     state: Sequence[StateSpec],
     pipeline: str,
     layer: int | None = None,
+    accelerator: Mapping[str, Any] | None = None,
 ) -> str:
-    """Per layer: what was matched and where, what replay inserted, what is cached, and why."""
+    """Per layer: what was matched and where, what replay inserted, what is cached and offloaded, and why.
+
+    `accelerator` is the manifest's section; None: there is none.
+    """
     if layer is not None and not 0 <= layer < len(sites):
         raise InputError(f"there is no layer {layer}", mend=f"layers are 0 .. {len(sites) - 1}")
     chosen = sites if layer is None else [sites[layer]]
@@ -26,7 +31,40 @@ def explain_program(
         f"decoder of {config.num_layers} layers, hidden {config.hidden_size}, batch {config.batch_size}, "
         f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\npipeline: {pipeline}\n"
     )
-    return head + "\n".join(_layer(config, s, [t for t in state if t.layer == s.layer]) for s in chosen)
+    texts = []
+    for site in chosen:
+        own = [t for t in state if t.layer == site.layer]
+        texts.append(_layer(config, site, own) + _offload(accelerator, site.layer, f"layer_{site.layer}"))
+    if layer is None and (rest := _offload(accelerator, None, None)):
+        texts.append(f"outside of the layers:\n{rest}")
+    return head + "\n".join(texts)
+
+
+def _offload(accelerator: Mapping[str, Any] | None, layer: int | None, mlp: str | None) -> str:
+    """What the accelerator computes of one layer (None: outside of the layers), and which linears stay on the host."""
+    if accelerator is None:
+        return ""
+    lines = [f"  offload  {mlp}: the MLP, one call, rows by the DRS table"] if mlp else []
+    controller = accelerator["controller"]
+    if layer in controller["gated_layers"]:
+        lines.insert(
+            0,
+            "  offload  gate: the TAS unit decides from q and the cached key; threshold, chain limit and coupling are "
+            f"in the DRS table (version {controller['table_version']})",
+        )
+    for call in accelerator.get("linears", ()):
+        if call["layer"] == layer:
+            channels = " + ".join(str(n) for n in call["channels"])
+            lines.append(
+                f"  offload  {call['name']}: {', '.join(call['paths'])}; {call['inputs']} -> {channels}, one call, "
+                "all rows, sequenced by the host"
+            )
+    lines += [
+        f"  on host  {item['path']}: {item['reason']}"
+        for item in accelerator.get("on_host", ())
+        if item["layer"] == layer
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -> str:

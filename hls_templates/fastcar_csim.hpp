@@ -30,7 +30,7 @@ void run_stage(const word_t* weights, int first, const std::vector<float>& x, in
     static int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES];
     static word_t head[S::PORTS][S::HEAD_WORDS];
     static word_t tile[S::PORTS][S::TILE_WORDS];
-    static int32_t sums[S::ROWS][S::PORTS][S::TILE * S::SUMS];
+    static int32_t sums[S::ROWS][S::PORTS][S::TILE_SUMS];
     static float values[S::ROWS][S::PORTS][S::TILE];
     float row_scale[S::ROWS] = {};
     row_scale[0] = quantize_row<S::K, S::CHANNEL_WORDS, S::LANES>(x.data(), q[0]);

@@ -1,146 +1,91 @@
-// DRS controller: checks a control table, then turns one layer's instruction words into dispatch records.
-// Format, order of checks and status codes: docs/drs_table.md. Every loop is bounded, so it always ends.
+// DRS controller: TAS and gate, Index Register, Mapping Registers, then one layer's instruction words -> dispatch records.
+// Formats, order of checks and status codes: docs/drs_table.md. Every loop is bounded, so it always ends.
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
 
-#include <stdint.h>
-
-#include "fastcar_mapping.hpp"
+#include "fastcar_drs_table.hpp"
+#include "fastcar_tas_core.hpp"
 
 namespace fastcar {
 namespace drs {
 
-static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 1;
-static const uint32_t HEADER_WORDS = 12;
-static const uint32_t MAX_TABLE_WORDS = 65536;
-static const uint32_t MAX_LAYER_WORDS = 128;
-static const uint32_t MAX_LAYERS = 65535;
-static const uint32_t NO_UNIT = 0xFFu;
-
-enum Field {
-    F_MAGIC,
-    F_VERSION,
-    F_CRC,
-    F_WORDS,
-    F_LAYERS,
-    F_ROWS,
-    F_CORES,
-    F_TOKENS_PER_FRAME,
-    F_LAYER_WORDS,
-    F_THRESHOLDS,
-    F_INSTRUCTIONS,
-    F_RESERVED
+// Words of `result`.
+enum ResultWord {
+    R_STATUS,
+    R_COUNT,
+    R_INDEX_REGISTER,
+    R_HELD,
+    R_SCORES,
+    R_CHAIN = R_SCORES + INDEX_REGISTER_BITS,
+    R_RECORDS = R_CHAIN + INDEX_REGISTER_BITS
 };
 
-enum Status {
-    OK,
-    TOO_SHORT,
-    BAD_MAGIC,
-    BAD_VERSION,
-    BAD_LENGTH,
-    BAD_CRC,
-    BAD_HEADER,
-    BAD_LAYER,
-    BAD_INSTRUCTION,
-    QUEUE_FULL
+// What one call is about.
+struct Call {
+    uint32_t layer;
+    uint32_t step;
+    uint32_t query_words;
+    uint32_t key_words;
+    uint32_t held;
+    uint32_t capacity;
 };
 
-enum Opcode { LOAD_WEIGHTS = 1, COMPUTE_MLP = 2, REPLAY_COPY = 3, PREFETCH_NEXT = 4, BARRIER = 5, END = 6 };
+// One layer's fields of the table.
+struct Layer {
+    uint32_t threshold;
+    uint32_t factor;
+    uint32_t prefetch;
+    uint32_t prefetch_before;  // that of the layer before: how much of this layer's weights it fetched
+    uint32_t next;
+};
 
-// CRC-32 (IEEE 802.3, reflected) over whole words; the 32 steps unroll to one level of XORs.
-inline uint32_t crc32_words(const uint32_t* table, uint32_t first, uint32_t end) {
+inline Layer read_layer(const uint32_t* table, const uint32_t header[HEADER_WORDS], uint32_t layer) {
     FASTCAR_NO_INLINE
-    uint32_t crc = 0xFFFFFFFFu;
-    for (uint32_t i = first; i < end; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 65536)
-        crc ^= table[i];
-        for (int bit = 0; bit < 32; ++bit) {
-            FASTCAR_UNROLL
-            crc = (crc >> 1) ^ ((crc & 1u) != 0 ? 0xEDB88320u : 0u);
-        }
-    }
-    return ~crc;
+    const uint32_t last = header[F_LAYERS] - 1;
+    Layer fields;
+    fields.threshold = table[header[F_THRESHOLDS] + layer];
+    fields.factor = table[header[F_FACTORS] + layer];
+    fields.prefetch = table[header[F_PREFETCH] + layer];
+    fields.prefetch_before = table[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
+    fields.next = layer == last ? 0 : layer + 1;
+    return fields;
 }
 
-inline bool within(uint32_t value, uint32_t least, uint32_t most) {
+inline bool has_gate(const Layer& layer) {
     FASTCAR_INLINE
-    return value >= least && value <= most;
+    return (layer.factor & 0x7FFFFFFFu) != 0;
 }
 
-template <int CORES>
-bool header_is_valid(const uint32_t header[HEADER_WORDS]) {
-    FASTCAR_NO_INLINE
-    const uint32_t layers = header[F_LAYERS];
-    const uint32_t stride = header[F_LAYER_WORDS];
-    if (!within(layers, 1, MAX_LAYERS) || !within(stride, 1, MAX_LAYER_WORDS)) {
-        return false;
-    }
-    const bool counts = within(header[F_ROWS], 1, INDEX_REGISTER_BITS) && within(header[F_CORES], 1, CORES) &&
-                        header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0;
-    const bool offsets = header[F_THRESHOLDS] == HEADER_WORDS && header[F_INSTRUCTIONS] == HEADER_WORDS + layers;
-    return counts && offsets && header[F_WORDS] == HEADER_WORDS + layers + layers * stride;
-}
-
-// Checks in the documented order; fills `header` when the table is long enough to have one.
-template <int CORES>
-Status check_table(const uint32_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS]) {
-    FASTCAR_NO_INLINE
-    if (table_bytes < 4 * HEADER_WORDS) {
-        return TOO_SHORT;
-    }
-    for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
-        FASTCAR_PIPELINE(1)
-        header[i] = table[i];
-    }
-    if (header[F_MAGIC] != MAGIC) {
-        return BAD_MAGIC;
-    }
-    if (header[F_VERSION] != VERSION) {
-        return BAD_VERSION;
-    }
-    const uint32_t words = table_bytes / 4;
-    if (table_bytes % 4 != 0 || header[F_WORDS] != words || words > MAX_TABLE_WORDS) {
-        return BAD_LENGTH;
-    }
-    if (crc32_words(table, F_CRC + 1, words) != header[F_CRC]) {
-        return BAD_CRC;
-    }
-    return header_is_valid<CORES>(header) ? OK : BAD_HEADER;
-}
-
-inline uint32_t opcode_of(uint32_t word) { return word >> 24; }
-inline uint32_t row_of(uint32_t word) { return (word >> 16) & 0xFFu; }
-inline uint32_t layer_of(uint32_t word) { return word & 0xFFFFu; }
-
-inline bool word_is_valid(uint32_t word, uint32_t layer, uint32_t rows) {
+inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) {
     FASTCAR_INLINE
-    const uint32_t opcode = opcode_of(word);
-    const bool of_row = opcode == COMPUTE_MLP || opcode == REPLAY_COPY;
-    const bool row_fits = of_row ? row_of(word) < rows : row_of(word) == NO_UNIT;
-    return within(opcode, LOAD_WEIGHTS, END) && layer_of(word) == layer && row_fits;
+    const uint32_t words = header[F_ROWS] * head_words_of(header);
+    return call.query_words == words * header[F_HEADS] && call.key_words == words * header[F_KV_HEADS];
 }
 
-// Copies one layer's words, from word `first` of the table up to END; returns how many, or -1 when one is not valid or END is missing.
-inline int fetch_layer(const uint32_t* table, uint32_t first, uint32_t stride, uint32_t layer, uint32_t rows,
-                       uint32_t program[MAX_LAYER_WORDS]) {
+inline uint32_t all_rows(uint32_t rows) {
+    FASTCAR_INLINE
+    return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
+}
+
+// Scores and gate of the layer's rows; returns the Index Register.
+template <int KEY_WORDS>
+uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, uint32_t step, const word_t* query,
+                const word_t* key, const uint32_t chain[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
-    for (uint32_t i = 0; i < stride; ++i) {
-        FASTCAR_TRIPS(1, 128)
-        const uint32_t word = table[first + i];
-        if (!word_is_valid(word, layer, rows)) {
-            return -1;
-        }
-        if (opcode_of(word) == END) {
-            return static_cast<int>(i);
-        }
-        program[i] = word;
+    const uint32_t rows = header[F_ROWS];
+    uint32_t replay = 0;
+    if (has_gate(layer)) {
+        const tas::HeadShape shape = {header[F_HEADS], header[F_KV_HEADS], head_words_of(header)};
+        tas::scores_of_rows<KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
+        replay = tas::rows_that_pass(scores, chain, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
+        replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
+        replay = step >= header[F_TOKENS_PER_FRAME] ? replay : 0;
     }
-    return -1;
+    return ~replay & all_rows(rows);
 }
 
-inline bool is_issued(uint32_t word, uint32_t index_register, int computing) {
+// Whether an instruction is dispatched; `held` is the layer in the prefetch buffer.
+inline bool is_issued(uint32_t word, uint32_t index_register, int computing, const Layer& layer, uint32_t held) {
     FASTCAR_INLINE
     const int row = static_cast<int>(row_of(word) & 31u);
     switch (opcode_of(word)) {
@@ -151,52 +96,117 @@ inline bool is_issued(uint32_t word, uint32_t index_register, int computing) {
         case REPLAY_COPY:
             return !row_computes(index_register, row);
         case PREFETCH_NEXT:
-            return computing == 0;
+            return computing == 0 && layer.prefetch != 0 && held != layer.next;
         default:
             return true;
     }
 }
 
-// result[0] = status, result[1] = number of records, result[2..] = records (opcode << 24 | row << 16 | core << 8).
+// The argument of a record; changes what the prefetch buffer holds.
+inline uint32_t issue(uint32_t opcode, uint32_t number, const Layer& layer, uint32_t& held) {
+    FASTCAR_INLINE
+    uint32_t argument = 0;
+    if (opcode == PREFETCH_NEXT) {
+        argument = layer.prefetch;
+        held = layer.next;
+    } else if (opcode == LOAD_WEIGHTS && held == number) {
+        argument = layer.prefetch_before;
+        held = NO_LAYER;
+    }
+    return argument;
+}
+
+// Writes the records of `length` instruction words; returns OK, or QUEUE_FULL after the first `capacity` of them.
 template <int CORES>
-void control(const uint32_t* table, uint32_t table_bytes, uint32_t layer, uint32_t index_register, uint32_t capacity,
-             uint32_t* result) {
-    uint32_t header[HEADER_WORDS];
-    uint32_t program[MAX_LAYER_WORDS];
+Status dispatch(const uint32_t program[MAX_LAYER_WORDS], int length, const uint32_t header[HEADER_WORDS],
+                const Layer& layer, const Call& call, uint32_t index_register, uint32_t& held, uint32_t& count,
+                uint32_t* result) {
+    FASTCAR_NO_INLINE
     ap_uint<MappingBits<CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
-    FASTCAR_PARTITION(header, 0)
-    uint32_t count = 0;
-    int length = 0;
-    Status status = check_table<CORES>(table, table_bytes, header);
-    if (status == OK && layer >= header[F_LAYERS]) {
-        status = BAD_LAYER;
-    }
-    if (status == OK) {
-        const uint32_t first = header[F_INSTRUCTIONS] + layer * header[F_LAYER_WORDS];
-        length = fetch_layer(table, first, header[F_LAYER_WORDS], layer, header[F_ROWS], program);
-        status = length < 0 ? BAD_INSTRUCTION : OK;
-    }
-    if (status == OK) {
-        const int rows = static_cast<int>(header[F_ROWS]);
-        const int computing = map_rows<MappingBits<CORES>::VALUE>(index_register, rows,
-                                                                  static_cast<int>(header[F_CORES]), mapping);
-        for (int i = 0; i < length; ++i) {
-            FASTCAR_TRIPS(1, 128)
-            const uint32_t word = program[i];
-            if (is_issued(word, index_register, computing)) {
-                if (count == capacity) {
-                    status = QUEUE_FULL;
-                    break;
-                }
-                const uint32_t row = row_of(word);
-                const uint32_t core = opcode_of(word) == COMPUTE_MLP ? mapping[row & 31u].to_uint() : NO_UNIT;
-                result[2 + count] = (opcode_of(word) << 24) | (row << 16) | (core << 8);
-                ++count;
+    const int computing = map_rows<MappingBits<CORES>::VALUE>(
+        index_register, static_cast<int>(header[F_ROWS]), static_cast<int>(header[F_CORES]), mapping);
+    Status status = OK;
+    for (int i = 0; i < length; ++i) {
+        FASTCAR_TRIPS(1, 128)
+        const uint32_t word = program[i];
+        const uint32_t opcode = opcode_of(word);
+        if (is_issued(word, index_register, computing, layer, held)) {
+            if (count == call.capacity) {
+                status = QUEUE_FULL;
+                break;
             }
+            const uint32_t row = row_of(word);
+            const uint32_t core = opcode == COMPUTE_MLP ? mapping[row & 31u].to_uint() : NO_UNIT;
+            result[R_RECORDS + 2 * count] = (opcode << 24) | (row << 16) | (core << 8);
+            result[R_RECORDS + 2 * count + 1] = issue(opcode, call.layer, layer, held);
+            ++count;
         }
     }
-    result[0] = static_cast<uint32_t>(status);
-    result[1] = count;
+    return status;
+}
+
+// New chain counts and scores of every row, after the decision.
+inline void report_rows(uint32_t rows, uint32_t index_register, const float scores[INDEX_REGISTER_BITS],
+                        const uint32_t chain[INDEX_REGISTER_BITS], bool scored, uint32_t* result) {
+    FASTCAR_NO_INLINE
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(1, 32)
+        const bool computes = row_computes(index_register, static_cast<int>(row));
+        result[R_SCORES + row] = scored ? bits_of_float(scores[row]) : 0u;
+        result[R_CHAIN + row] = computes ? 0u : chain[row] + 1u;
+    }
+}
+
+// Every check, in the documented order; fills header, layer and program (`length` words before END).
+template <class C>
+Status prepare(const uint32_t* table, uint32_t table_bytes, const Call& call, uint32_t header[HEADER_WORDS],
+               Layer& layer, uint32_t program[MAX_LAYER_WORDS], int& length) {
+    FASTCAR_NO_INLINE
+    const Status status = check_table<C>(table, table_bytes, header);
+    if (status != OK) {
+        return status;
+    }
+    if (call.layer >= header[F_LAYERS]) {
+        return BAD_LAYER;
+    }
+    layer = read_layer(table, header, call.layer);
+    if (has_gate(layer) && !operands_fit(header, call)) {
+        return BAD_OPERANDS;
+    }
+    const uint32_t first = header[F_INSTRUCTIONS] + call.layer * header[F_LAYER_WORDS];
+    length = fetch_layer(table, first, header[F_LAYER_WORDS], call.layer, header[F_ROWS], program);
+    return length < 0 ? BAD_INSTRUCTION : OK;
+}
+
+// One layer of one decode forward. C: CORES and KEY_WORDS of this controller.
+template <class C>
+void control(const uint32_t* table, uint32_t table_bytes, const Call& call, const word_t* query, const word_t* key,
+             const uint32_t* chain, uint32_t* result) {
+    uint32_t header[HEADER_WORDS];
+    uint32_t program[MAX_LAYER_WORDS];
+    uint32_t chain_row[INDEX_REGISTER_BITS];
+    float scores[INDEX_REGISTER_BITS];
+    FASTCAR_PARTITION(header, 0)
+    Layer layer = {0, 0, 0, 0, 0};
+    uint32_t index_register = 0;
+    uint32_t held = call.held;
+    uint32_t count = 0;
+    int length = 0;
+    Status status = prepare<C>(table, table_bytes, call, header, layer, program, length);
+    if (status == OK) {
+        for (uint32_t row = 0; row < header[F_ROWS]; ++row) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(1, 32)
+            chain_row[row] = chain[row];
+        }
+        index_register = decide<C::KEY_WORDS>(header, layer, call.step, query, key, chain_row, scores);
+        report_rows(header[F_ROWS], index_register, scores, chain_row, has_gate(layer), result);
+        status = dispatch<C::CORES>(program, length, header, layer, call, index_register, held, count, result);
+    }
+    result[R_STATUS] = static_cast<uint32_t>(status);
+    result[R_COUNT] = count;
+    result[R_INDEX_REGISTER] = index_register;
+    result[R_HELD] = status == OK ? held : call.held;
 }
 
 }  // namespace drs

@@ -45,6 +45,19 @@ struct WeightFormat<4> {
     typedef Int4Groups Type;
 };
 
+// Bounds of the loops over one tile. The MLP kernel's are constants, those of its stage; the engine's come with a call,
+// and its stage has the largest.
+struct Bounds {
+    int tile;
+    int sums;
+    int sum_words;
+    int channel_words;
+    int scale_words;
+    int head_words;
+    int tile_words;
+    bool bias;
+};
+
 template <class Format_, int K_, int N_, int TILE_, int TILES_, int PORTS_, int ROWS_, bool BIAS_>
 struct Stage {
     typedef Format_ Format;
@@ -63,10 +76,16 @@ struct Stage {
     static const int SCALE_WORDS = WordsFor<TILE_ * SUMS, Format::SCALE_LANES>::VALUE;
     static const int HEAD_WORDS = SCALE_WORDS + (BIAS_ ? WordsFor<TILE_, FLOAT_LANES>::VALUE : 0);
     static const int TILE_WORDS = TILE_ * CHANNEL_WORDS;
+    static const int TILE_SUMS = TILE_ * SUMS;
     static const int PORT_WORDS = TILES_ * (HEAD_WORDS + TILE_WORDS);
     // Rows that the group scaling takes side by side, so that it keeps pace with the four words of a group.
     static const int ROW_LANES = (ROWS_ + 3) / 4;
     static const int ROW_BLOCKS = (ROWS_ + ROW_LANES - 1) / ROW_LANES;
+    static Bounds bounds() {
+        FASTCAR_INLINE
+        const Bounds all = {TILE, SUMS, SUM_WORDS, CHANNEL_WORDS, SCALE_WORDS, HEAD_WORDS, TILE_WORDS, BIAS};
+        return all;
+    }
     static_assert(TILES_ * TILE_ * PORTS_ >= N_, "tiles must cover every channel");
     static_assert(K_ <= 1 << 16, "an int32 sum holds 65536 products of int8");
 };
@@ -93,12 +112,13 @@ struct Shapes {
 // words. Rows at or beyond `rows` idle.
 template <class S>
 void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES], int rows,
-              int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS]) {
+              int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], Bounds bounds = S::bounds()) {
     FASTCAR_NO_INLINE
     int32_t partial[S::ROWS][S::PORTS];
     FASTCAR_PARTITION(partial, 0)
-    for (int i = 0, sum = 0, k = 0, word = 0; i < S::TILE_WORDS; ++i) {
+    for (int i = 0, sum = 0, k = 0, word = 0; i < bounds.tile_words; ++i) {
         FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, S::TILE_WORDS)
         int8_t weight[S::PORTS][S::LANES];
         int8_t input[S::ROWS][S::LANES] = {};
         int32_t product[S::ROWS][S::PORTS] = {};
@@ -124,34 +144,35 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS
                 acc[r][p][sum] = partial[r][p];
             }
         }
-        const bool last = word == S::SUM_WORDS - 1;
+        const bool last = word == bounds.sum_words - 1;
         word = last ? 0 : word + 1;
         sum += last ? 1 : 0;
-        k = k == S::CHANNEL_WORDS - 1 ? 0 : k + 1;
+        k = k == bounds.channel_words - 1 ? 0 : k + 1;
     }
 }
 
 template <class S>
-float with_bias(const word_t head[S::PORTS][S::HEAD_WORDS], int p, int j, float value) {
+float with_bias(const word_t head[S::PORTS][S::HEAD_WORDS], int p, int j, float value, Bounds bounds) {
     FASTCAR_INLINE
-    return S::BIAS ? value + unpack_float(head[p][S::SCALE_WORDS + j / FLOAT_LANES], j % FLOAT_LANES) : value;
+    return bounds.bias ? value + unpack_float(head[p][bounds.scale_words + j / FLOAT_LANES], j % FLOAT_LANES) : value;
 }
 
 // Sums of a tile -> values: int8 weights. Nothing stands between the loops of a nest, so that they flatten into one
 // pipeline: one value per clock, not one pipeline depth per channel.
 template <class S>
 void scale_sums(Int8Channels, const word_t head[S::PORTS][S::HEAD_WORDS],
-                const int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS], const float row_scale[S::ROWS], int rows,
-                float value[S::ROWS][S::PORTS][S::TILE]) {
+                const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], const float row_scale[S::ROWS], int rows,
+                float value[S::ROWS][S::PORTS][S::TILE], Bounds bounds) {
     FASTCAR_INLINE
-    for (int i = 0; i < S::TILE * S::PORTS; ++i) {
+    for (int i = 0; i < bounds.tile * S::PORTS; ++i) {
+        FASTCAR_TRIPS(1, S::TILE * S::PORTS)
         for (int r = 0; r < S::ROWS; ++r) {
             FASTCAR_PIPELINE(1)
             const int p = i % S::PORTS;
             const int j = i / S::PORTS;
             if (r < rows) {
                 const float scale = unpack_float(head[p][j / FLOAT_LANES], j % FLOAT_LANES);
-                value[r][p][j] = with_bias<S>(head, p, j, dequantize(acc[r][p][j], row_scale[r], scale));
+                value[r][p][j] = with_bias<S>(head, p, j, dequantize(acc[r][p][j], row_scale[r], scale), bounds);
             }
         }
     }
@@ -161,17 +182,19 @@ void scale_sums(Int8Channels, const word_t head[S::PORTS][S::HEAD_WORDS],
 // the tile's other rows, so that the adder's latency is hidden.
 template <class S>
 void scale_sums(Int4Groups, const word_t head[S::PORTS][S::HEAD_WORDS],
-                const int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS], const float row_scale[S::ROWS], int rows,
-                float value[S::ROWS][S::PORTS][S::TILE]) {
+                const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], const float row_scale[S::ROWS], int rows,
+                float value[S::ROWS][S::PORTS][S::TILE], Bounds bounds) {
     FASTCAR_INLINE
     float total[S::ROWS][S::PORTS][S::TILE];
     FASTCAR_PARTITION(total, 1)
     FASTCAR_PARTITION(total, 2)
-    for (int g = 0; g < S::SUMS; ++g) {
-        for (int j = 0; j < S::TILE; ++j) {
+    for (int g = 0; g < bounds.sums; ++g) {
+        FASTCAR_TRIPS(1, S::TILE_SUMS)
+        for (int j = 0; j < bounds.tile; ++j) {
+            FASTCAR_TRIPS(1, S::TILE)
             for (int block = 0; block < S::ROW_BLOCKS; ++block) {
                 FASTCAR_PIPELINE(1)
-                const int at = j * S::SUMS + g;
+                const int at = j * bounds.sums + g;
                 for (int p = 0; p < S::PORTS; ++p) {
                     FASTCAR_UNROLL
                     const float scale = unpack_half(head[p][at / HALF_LANES], at % HALF_LANES);
@@ -187,23 +210,25 @@ void scale_sums(Int4Groups, const word_t head[S::PORTS][S::HEAD_WORDS],
             }
         }
     }
-    for (int i = 0; i < S::TILE * S::PORTS; ++i) {
+    for (int i = 0; i < bounds.tile * S::PORTS; ++i) {
+        FASTCAR_TRIPS(1, S::TILE * S::PORTS)
         for (int r = 0; r < S::ROWS; ++r) {
             FASTCAR_PIPELINE(1)
             const int p = i % S::PORTS;
             const int j = i / S::PORTS;
             if (r < rows) {
-                value[r][p][j] = with_bias<S>(head, p, j, total[r][p][j] * row_scale[r]);
+                value[r][p][j] = with_bias<S>(head, p, j, total[r][p][j] * row_scale[r], bounds);
             }
         }
     }
 }
 
 template <class S>
-void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS],
-                const float row_scale[S::ROWS], int rows, float value[S::ROWS][S::PORTS][S::TILE]) {
+void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS],
+                const float row_scale[S::ROWS], int rows, float value[S::ROWS][S::PORTS][S::TILE],
+                Bounds bounds = S::bounds()) {
     FASTCAR_NO_INLINE
-    scale_sums<S>(typename S::Format(), head, acc, row_scale, rows, value);
+    scale_sums<S>(typename S::Format(), head, acc, row_scale, rows, value, bounds);
 }
 
 // Value of a channel of the tile. PORTS is a power of two, so the divisions are wires.

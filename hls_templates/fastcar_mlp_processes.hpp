@@ -16,14 +16,14 @@ struct Beat {
     word_t port[PORTS];
 };
 
-// Section `section` of the weight stream, in one long burst; nothing is read when no row computes.
+// One port's section of the weight stream, in one long burst; nothing is read when no row computes.
 template <class C>
-void read_weights(const word_t* weights, int section, uint32_t index_register, hls::stream<word_t>& out) {
+void read_weights(const word_t* weights, uint32_t index_register, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     if (count_rows(index_register, C::BATCH) > 0) {
         for (int i = 0; i < Shapes<C>::PORT_WORDS; ++i) {
             FASTCAR_PIPELINE(1)
-            out.write(weights[section * Shapes<C>::SECTION_WORDS + i]);
+            out.write(weights[i]);
         }
     }
 }
@@ -113,17 +113,18 @@ void write_rows(const word_t* cached, uint32_t index_register, hls::stream<word_
 
 template <class S>
 void fetch_tile(hls::stream<Beat<S::PORTS> >& weights, word_t head[S::PORTS][S::HEAD_WORDS],
-                word_t tile[S::PORTS][S::TILE_WORDS]) {
+                word_t tile[S::PORTS][S::TILE_WORDS], Bounds bounds = S::bounds()) {
     FASTCAR_NO_INLINE
-    for (int i = 0; i < S::HEAD_WORDS + S::TILE_WORDS; ++i) {
+    for (int i = 0; i < bounds.head_words + bounds.tile_words; ++i) {
         FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, S::HEAD_WORDS + S::TILE_WORDS)
         const Beat<S::PORTS> beat = weights.read();
         for (int p = 0; p < S::PORTS; ++p) {
             FASTCAR_UNROLL
-            if (i < S::HEAD_WORDS) {
+            if (i < bounds.head_words) {
                 head[p][i] = beat.port[p];
             } else {
-                tile[p][i - S::HEAD_WORDS] = beat.port[p];
+                tile[p][i - bounds.head_words] = beat.port[p];
             }
         }
     }
@@ -143,7 +144,8 @@ void gate_up_stage(hls::stream<Beat<C::PORTS> >& weights,
         FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
-        int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS];
+        FASTCAR_TILE_MEMORY(tile)
+        int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
         float value[S::ROWS][S::PORTS][S::TILE];
@@ -167,7 +169,8 @@ void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S
         FASTCAR_BLOCKS(head, 3)
         word_t tile[S::PORTS][S::TILE_WORDS];
         FASTCAR_PARTITION(tile, 1)
-        int32_t acc[S::ROWS][S::PORTS][S::TILE * S::SUMS];
+        FASTCAR_TILE_MEMORY(tile)
+        int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS];
         FASTCAR_PARTITION(acc, 1)
         FASTCAR_PARTITION(acc, 2)
         float value[S::ROWS][S::PORTS][S::TILE];

@@ -20,6 +20,12 @@
 #define FASTCAR_RESHAPE(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_RESHAPE variable = array type = complete dim = dimension)
 #define FASTCAR_FIFO(name, entries) FASTCAR_PRAGMA(HLS STREAM variable = name depth = entries)
 #define FASTCAR_BLOCKS(array, copies) FASTCAR_PRAGMA(HLS STREAM variable = array type = pipo depth = copies)
+// Tiles are in UltraRAM where the design says so (fastcar_config.hpp, which comes first), else in block RAM.
+#if defined(FASTCAR_TILES_IN_URAM)
+#define FASTCAR_TILE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)
+#else
+#define FASTCAR_TILE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = bram)
+#endif
 #define FASTCAR_MULTIPLY_IN_DSP(name) FASTCAR_PRAGMA(HLS BIND_OP variable = name op = mul impl = dsp)
 
 #endif

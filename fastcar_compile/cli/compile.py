@@ -35,6 +35,9 @@ def compile_command(
         str | None, typer.Option(help="none, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
     threshold: Annotated[str, typer.Option(help="Replay threshold: a number, inf, -inf, or one per layer.")] = "2.0",
+    offload: Annotated[
+        str, typer.Option(help="What the accelerator computes: mlp, or linears (also projections and head).")
+    ] = "mlp",
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
     couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
@@ -59,6 +62,7 @@ def compile_command(
             batch_size=batch_size,
             quant=quant,
             replay=replay,
+            offload=offload,
             output=str(output),
             progress=show,
         )

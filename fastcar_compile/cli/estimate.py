@@ -20,8 +20,8 @@ from fastcar_compile.cli.common import (
     stages,
     stdout,
 )
-from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.errors import UserError
+from fastcar_compile.estimate.explore import Design, design_from_json
 from fastcar_compile.estimate.shapes import load_shape, shape_of_sections
 from fastcar_compile.estimate.system import Estimate, Workload, estimate
 from fastcar_compile.estimate.trace import load_trace
@@ -83,14 +83,14 @@ def estimate_command(
     return ExitCode.OK
 
 
-def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, MlpDesign | None]:
+def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
     import fastcar_compile as fc
 
     sections = fc.load(str(path)).manifest.sections
     config, accelerator = sections["config"], sections["accelerator"]
     own = Target.model_validate(sections["target"])
     board = own if target is None else load_target(target)
-    design = MlpDesign.from_json(accelerator["design"]) if accelerator is not None and board == own else None
+    design = design_from_json(accelerator["design"]) if accelerator is not None and board == own else None
     work = Workload(
         shape_of_sections(sections),
         config["quant"] if config["quant"] != "none" else SHAPE_QUANT,

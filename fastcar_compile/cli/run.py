@@ -61,7 +61,7 @@ def run_command(
     prompt: Annotated[str | None, typer.Option(help="Token ids, separated by commas or blanks.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help=".npy or .safetensors, int64 [P] or [B, P].")] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
-    backend: Annotated[str, typer.Option(help="cpu, onnxruntime, hls-csim or eager.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.")] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign
+from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, cut_tiles
+from fastcar_compile.codegen.hls.engine_design import EngineDesign
+from fastcar_compile.codegen.hls.spec import WEIGHT_BITS
 from fastcar_compile.estimate.dram import timing_of
 from fastcar_compile.estimate.shapes import LinearShape, Quant
 from fastcar_compile.targets import Target
@@ -41,14 +43,15 @@ class Engine:
     side_by_side: bool = True
 
     @classmethod
-    def of(cls, design: MlpDesign, target: Target) -> Engine:
+    def of(cls, design: MlpDesign | EngineDesign, target: Target) -> Engine:
         """The engine of an emitted design."""
+        whole, design = design, design.mlp if isinstance(design, EngineDesign) else design
         return cls(
             clock_hz=design.budget.clock_mhz * 1e6,
             ports=design.ports,
             cores=design.spec.cores,
             rows=design.spec.batch,
-            tile_words=max(s.tile * s.channel_words for s in (design.gate_up, design.down)),
+            tile_words=whole.max_tile_words,
             memory_rate=memory_rate(target, design.ports),
             prefetch_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
         )
@@ -76,19 +79,17 @@ class Engine:
 
     def stream_seconds(self, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
         """Time of the tile pipeline and what bounds it: "memory", "ports" or "compute"."""
-        size = linear.weight_bytes(quant)
-        channel = ceil(size / linear.outputs / WORD_BYTES)
-        per_port = ceil(linear.outputs / self.ports)
-        tiles = ceil(per_port / max(1, self.tile_words // channel))
-        tile = ceil(per_port / tiles)
-        fetch, finish = tile * channel, tile * self.ports * load
-        multiply = fetch if self.side_by_side else fetch * load
-        slowest = max(fetch, multiply, finish)
-        cycles = tiles * slowest + multiply + finish
-        waiting = size / self.memory_rate
+        whole = StageShape(linear.inputs, linear.outputs, self.ports, 1, 1, WEIGHT_BITS[quant])
+        stage = cut_tiles(whole, self.tile_words, 1)
+        fetch, finish = stage.head_words + stage.tile_words, stage.tile * self.ports * load
+        multiply = stage.tile_words * (1 if self.side_by_side else load)
+        steps = (fetch, multiply, stage.scale_cycles(load), finish)
+        fill = sum(steps) - max(steps)
+        cycles = stage.tiles * max(steps) + fill
+        waiting = linear.weight_bytes(quant) / self.memory_rate
         if waiting >= cycles / self.clock_hz:
-            return waiting + (multiply + finish) / self.clock_hz, "memory"
-        return cycles / self.clock_hz, "ports" if slowest == fetch else "compute"
+            return waiting + fill / self.clock_hz, "memory"
+        return cycles / self.clock_hz, "ports" if max(steps) == fetch else "compute"
 
     def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
         """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; a value a clock.

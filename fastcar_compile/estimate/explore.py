@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fastcar_compile.codegen.hls.design import MlpDesign, choose_design, designs, excess
+from fastcar_compile.codegen.hls import design as mlp_design
+from fastcar_compile.codegen.hls import engine_design
+from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, choose_design, designs
+from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine, engines
+from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import TargetError
-from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.host import HostModel
-from fastcar_compile.estimate.shapes import DecoderShape, Quant
-from fastcar_compile.estimate.step import Board, simulate_step
+from fastcar_compile.estimate.engine import memory_rate
 from fastcar_compile.targets import Target
 
 MAX_CORES = 8
 """More cores share one weight stream without more bandwidth; each costs its own copy of the buffers."""
 
-_NO_HOST = HostModel(1.0, 1e18, 1e18, 1e18, 0.0, "none: only the engine is compared")
+Design = MlpDesign | EngineDesign
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class Exploration:
     """The chosen design and why it is no faster.
 
     Attributes:
-        seconds_per_layer: predicted time of the engine's work of one dense layer.
-        bound_by: "memory" (DRAM bandwidth), "ports" (AXI ports times clock), or the resource that a faster design
-            would need more of (LUT, FF, DSP, BRAM36).
+        seconds_per_step: predicted time of the engine's work in a step in which everything computes.
+        bound_by: "memory" (DRAM bandwidth), "ports" (AXI ports times clock), "compute" (scaling of the sums), or the
+            resource that a faster design would need more of (LUT, FF, DSP, BRAM36, URAM).
         tried: designs compared. rejected: of those, the ones that do not fit.
         faster: why the fastest design that does not fit was refused; empty when none is faster.
     """
 
-    design: MlpDesign
-    seconds_per_layer: float
+    design: Design
+    seconds_per_step: float
     bound_by: str
     tried: int
     rejected: int
@@ -42,65 +43,86 @@ class Exploration:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the manifest and the report; without the design."""
-        return {name: value for name, value in asdict(self).items() if name != "design"}
+        return {name: getattr(self, name) for name in ("seconds_per_step", "bound_by", "tried", "rejected", "faster")}
 
 
-def explore(shape: DecoderShape, quant: Quant, batch: int, target: Target) -> Exploration:
-    """Compare cores, ports and tile lengths for a dense decode step of `batch` rows.
+def mlp_of(design: Design) -> MlpDesign:
+    """The MLP's part of a design."""
+    return design.mlp if isinstance(design, EngineDesign) else design
+
+
+def design_from_json(data: Mapping[str, Any]) -> Design:
+    """A design from a manifest."""
+    return EngineDesign.from_json(data) if "linears" in data else MlpDesign.from_json(data)
+
+
+def explore(spec: MlpSpec, target: Target, linears: Sequence[LinearSpec] = ()) -> Exploration:
+    """Compare cores, ports, tile lengths and tile memories.
+
+    Args:
+        spec: the MLP; its `cores` are chosen here.
+        linears: every other linear of a step that the engine computes, in call order; none: a kernel for MLPs alone.
 
     Raises:
         CompileError: there is no kernel for this MLP, or nothing fits the board; the text has the numbers.
         TargetError: the target has no fabric.
     """
     budget = budget_of(target)
-    found = [(_seconds(d, shape, quant, target), d) for d in _candidates(shape, quant, batch, budget)]
-    fitting = [(*time, d) for time, d in found if not excess(d)]
-    if not fitting:
-        choose_design(_spec(shape, quant, batch, 1), budget)  # raises, with the numbers of the smallest design
-    seconds, bound, design = min(fitting, key=lambda item: (item[0], _share(item[2])))
-    beyond = [(time[0], d) for time, d in found if excess(d) and time[0] < seconds * 0.999]
-    faster = excess(min(beyond, key=lambda item: item[0])[1]) if beyond else []
+    spec = replace(spec, cores=1)
+    least = choose_engine(EngineSpec(spec, tuple(linears)), budget) if linears else choose_design(spec, budget)
+    found = [(_seconds(d, target), d) for d in _candidates(spec, tuple(linears), budget)]
+    seconds, design = min(((s, d) for s, d in found if not _excess(d)), key=lambda f: (f[0], _share(f[1])))
+    assert seconds <= _seconds(least, target)
+    beyond = [(s, d) for s, d in found if _excess(d) and s < seconds * 0.999]
+    faster = _excess(min(beyond, key=lambda item: item[0])[1]) if beyond else []
     return Exploration(
         design=design,
-        seconds_per_layer=seconds,
-        bound_by=faster[0].split()[0] if faster else bound,
+        seconds_per_step=seconds,
+        bound_by=faster[0].split()[0] if faster else _bound(mlp_of(design), target),
         tried=len(found),
-        rejected=len(found) - len(fitting),
+        rejected=sum(bool(_excess(d)) for _s, d in found),
         faster=tuple(faster),
     )
 
 
-def _candidates(shape: DecoderShape, quant: Quant, batch: int, budget: BoardBudget) -> Iterator[MlpDesign]:
-    for cores in range(1, min(batch, MAX_CORES) + 1):
-        yield from designs(_spec(shape, quant, batch, cores), budget)
+def _candidates(spec: MlpSpec, linears: tuple[LinearSpec, ...], budget: BoardBudget) -> Iterator[Design]:
+    for cores in range(1, min(spec.batch, MAX_CORES) + 1):
+        one = replace(spec, cores=cores)
+        yield from engines(EngineSpec(one, linears), budget) if linears else designs(one, budget)
 
 
-def _spec(shape: DecoderShape, quant: Quant, batch: int, cores: int) -> MlpSpec:
-    return MlpSpec(
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        batch=batch,
-        layers=shape.layers,
-        cores=cores,
-        activation=shape.activation,
-        gated=shape.gated,
-        quant="w4a8" if quant == "w4a8" else "w8a8",
-    )
+def _excess(design: Design) -> list[str]:
+    return engine_design.excess(design) if isinstance(design, EngineDesign) else mlp_design.excess(design)
 
 
-def _seconds(design: MlpDesign, shape: DecoderShape, quant: Quant, target: Target) -> tuple[float, str]:
-    """Time of the engine for one layer, all rows computing, and what bounds most of it."""
-    one = shape.model_copy(update={"layers": 1, "vocab": 0})
-    engine, rows = Engine.of(design, target), design.spec.batch
-    board = Board(engine, _NO_HOST, one, quant, rows, fabric_linears=True, fabric_attention=False, kv_bytes=0)
-    step = simulate_step(board, [engine.load((False,) * rows, drs=True)], 1, prefetch=False)
-    streams = {unit: step.busy[unit] for unit in ("memory", "ports", "compute") if unit in step.busy}
-    return step.seconds, max(streams, key=lambda unit: streams[unit])
+def _seconds(design: Design, target: Target) -> float:
+    """Time of the engine in a step in which everything computes: clocks, and waiting for memory beyond them."""
+    mlp = mlp_of(design)
+    if isinstance(design, EngineDesign):
+        cycles = mlp.spec.layers * design.mlp_cycles + sum(design.cycles(name) for name in design.linears)
+        words = mlp.spec.layers * mlp.port_words + sum(s.port_words for s in design.linears.values())
+    else:
+        cycles, words = mlp.spec.layers * mlp.cycles, mlp.spec.layers * mlp.port_words
+    clock = mlp.budget.clock_mhz * 1e6
+    streamed = words * mlp.ports * WORD_BYTES / memory_rate(target, mlp.ports)
+    return cycles / clock + max(0.0, streamed - words / clock)
 
 
-def _share(design: MlpDesign) -> float:
-    budget, usage = design.budget, design.usage
-    return usage.dsp / budget.dsp + usage.bram36 / budget.bram36 + usage.lut / budget.lut
+def _bound(mlp: MlpDesign, target: Target) -> str:
+    if memory_rate(target, mlp.ports) < mlp.ports * WORD_BYTES * mlp.budget.clock_mhz * 1e6:
+        return "memory"
+    return "ports" if all(_fetches(s, mlp.rows_per_core) for s in (mlp.gate_up, mlp.down)) else "compute"
+
+
+def _fetches(stage: StageShape, rows: int) -> bool:
+    """Whether fetching a tile is the slowest of what happens to it."""
+    return stage.head_words + stage.tile_words >= stage.scale_cycles(rows)
+
+
+def _share(design: Design) -> float:
+    budget, usage = mlp_of(design).budget, design.usage
+    memories = usage.bram36 / budget.bram36 + (usage.uram / budget.uram if budget.uram else 0.0)
+    return usage.dsp / budget.dsp + usage.lut / budget.lut + memories
 
 
 def budget_of(target: Target) -> BoardBudget:
@@ -120,7 +142,7 @@ def budget_of(target: Target) -> BoardBudget:
     )
 
 
-def resources_of(design: MlpDesign, target: Target) -> dict[str, Any]:
+def resources_of(design: Design, target: Target) -> dict[str, Any]:
     """Per resource: estimated use, the limit (device times utilisation limit) and the use's share of it."""
     limits = target.budget()
     return {

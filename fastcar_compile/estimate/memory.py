@@ -27,10 +27,15 @@ class Footprint:
         return self.weights + self.kv_cache + self.mlp_cache
 
 
+def shares_memory(target: Target) -> bool:
+    """Whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
+    return target.host_triple.startswith("aarch64")
+
+
 def capacity(target: Target) -> int:
     """Bytes of the weight memories that a decoder may fill."""
     whole = sum(m.capacity_bytes for m in target.weight_memories)
-    return whole - (HOST_RESERVE if target.host_triple.startswith("aarch64") else 0)
+    return whole - (HOST_RESERVE if shares_memory(target) else 0)
 
 
 def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: int) -> None:

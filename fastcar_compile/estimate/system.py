@@ -8,10 +8,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design import MlpDesign
+from fastcar_compile.codegen.hls.linear_spec import LinearSpec
+from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import Engine, peak_bandwidth
-from fastcar_compile.estimate.explore import explore, resources_of
+from fastcar_compile.estimate.explore import Design, explore, resources_of
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.memory import Footprint, capacity, require_fit
 from fastcar_compile.estimate.shapes import DecoderShape, Quant
@@ -71,6 +72,30 @@ class Workload:
         """Positions that attention reads."""
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
+    def mlp_spec(self) -> MlpSpec:
+        """The MLP that the engine is built for."""
+        shape = self.shape
+        return MlpSpec(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            batch=self.batch,
+            layers=shape.layers,
+            cores=1,
+            activation=shape.activation,
+            gated=shape.gated,
+            quant=self.quant,
+        )
+
+    def linear_specs(self) -> list[LinearSpec]:
+        """The other linears that the engine computes; none where only MLPs are offloaded."""
+        if self.offload == "mlp":
+            return []
+        shape, layers = self.shape, range(self.shape.layers)
+        specs = [
+            LinearSpec(f"layer_{n}.{x.name}", x.inputs, x.outputs) for n in layers for x in shape.attention_linears
+        ]
+        return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
+
     def footprint(self) -> Footprint:
         """Memory that it needs on the board."""
         return Footprint(
@@ -129,7 +154,7 @@ def estimate(
     target: Target,
     *,
     decisions: Decisions | None = None,
-    design: MlpDesign | None = None,
+    design: Design | None = None,
     check_memory: bool = True,
 ) -> Estimate:
     """Predict the decode speed of a workload on a board.
@@ -150,7 +175,7 @@ def estimate(
         require_fit(workload.footprint(), target, quant=workload.quant, positions=workload.attended)
     found = None
     if design is None:
-        found = explore(workload.shape, workload.quant, workload.batch, target)
+        found = explore(workload.mlp_spec(), target, workload.linear_specs())
         design = found.design
     board = _board(workload, target, design)
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
@@ -169,7 +194,7 @@ def estimate(
     return replace(result, exploration=found.to_json()) if found else result
 
 
-def _board(workload: Workload, target: Target, design: MlpDesign) -> Board:
+def _board(workload: Workload, target: Target, design: Design) -> Board:
     engine = Engine.of(design, target)
     if not workload.side_by_side:
         engine = engine.one_row_after_another()
@@ -254,7 +279,7 @@ def _macs(work: Workload, trace: Decisions) -> float:
 
 
 def _result(
-    work: Workload, target: Target, design: MlpDesign, trace: Decisions, run: _Run, seconds: dict[str, float]
+    work: Workload, target: Target, design: Design, trace: Decisions, run: _Run, seconds: dict[str, float]
 ) -> Estimate:
     power, peak = target.power, peak_bandwidth(target)
     macs = _macs(work, trace)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.export import ExportedProgram
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+from tvm.support import cc
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import LayerSite, where
@@ -50,9 +53,18 @@ class LoweredModule:
         """What the runtime needs to call the library, as JSON."""
         return {"inputs": list(self.inputs), "params": list(self.params), "outputs": list(self.outputs)}
 
-    def export(self, path: Path) -> None:
-        """Write the shared library."""
-        self.executable.export_library(str(path))
+    def export(self, path: Path, compiler: str | None = None) -> None:
+        """Write the shared library, linked by the C++ compiler of this machine or by `compiler`."""
+        link = None if compiler is None else cc.cross_compiler(compiler)
+        self.executable.export_library(str(path), fcompile=link)
+
+    def export_objects(self, path: Path) -> None:
+        """Write the object files that the shared library is linked from, as a .tar; same module, same bytes."""
+        self.executable.export_library(str(path), fcompile=_pack_objects)
+
+    def retarget(self, target: tvm.target.Target) -> LoweredModule:
+        """The same module compiled for another CPU."""
+        return replace(self, executable=_compile(self.ir_module, target))
 
 
 def lower(
@@ -82,8 +94,7 @@ def lower(
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
     ir_module = builder.finalize()
-    target = host_target(cpu)
-    executable = tvm.compile(ir_module, target=target, relax_pipeline=_pipeline(target))
+    executable = _compile(ir_module, host_target(cpu))
     names = tuple(str(n.target) for n in inputs)
     exits = {s.exit for s in sites}
     layers = len({part.key for part in segments if exits & {n.name for n in part.outputs}})
@@ -99,6 +110,20 @@ def _check_operators(module: fx.GraphModule) -> None:
     if unknown:
         problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]
         raise CompileError.collect(problems)
+
+
+def _pack_objects(path: str, objects: Sequence[str], **_options: Any) -> None:
+    """TVM's own .tar has times and owners in it."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name in sorted(objects):
+            data = Path(name).read_bytes()
+            member = tarfile.TarInfo(Path(name).name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def _compile(ir_module: Any, target: tvm.target.Target) -> Any:
+    return tvm.compile(ir_module, target=target, relax_pipeline=_pipeline(target))
 
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 from tvm import relax
+from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
@@ -25,6 +26,12 @@ from fastcar_compile.ops.activations import factor_table
 Converter = Callable[[fx.Node, Any], relax.Var]
 OFFLOAD_FUNCTION = "fastcar.offloaded_mlp"
 """Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]) that the runtime registers."""
+
+OFFLOAD_LINEAR_FUNCTION = "fastcar.offloaded_linear"
+"""Packed function (x [B, K], name, out [B, N]) that the runtime registers."""
+GATE_FUNCTION = "fastcar.offloaded_gate"
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
+replay [B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -141,6 +148,20 @@ def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(call)
 
 
+def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    arguments = [e.args[0], StringImm(str(node.args[1]))]
+    call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
+    return e.builder.emit(call)
+
+
+def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    numbers = [IntImm("int64", int(value)) for value in node.args[5:7]]  # type: ignore[arg-type]
+    results = [relax.TensorType(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in node.meta["val"]]
+    return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], *numbers], results))
+
+
 def _all(node: fx.Node, importer: Any) -> relax.Var:
     """`all` of a bool vector: min over int8, since the importer has no converter for it."""
     e = _Emitter(node, importer)
@@ -176,4 +197,6 @@ CONVERTERS: dict[str, Converter] = {
     "slot_read.default": _slot_read,
     "slot_write.default": _slot_write,
     "offloaded_mlp.default": _offloaded_mlp,
+    "offloaded_linear.default": _offloaded_linear,
+    "offloaded_gate.default": _offloaded_gate,
 }

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.library import custom_op
+
+TAS_FRACTION_BITS = 24
+"""Products of a Temporal Attention Score are summed as integers of 2^-24."""
+
+TAS_LIMIT = 1 << 46
+"""One product counts as at most this many of them (2^22 = 4.2 million): 65,536 products fit int64."""
+
+
+def score_factor(scale: float, heads: int) -> float:
+    """What the integer sum over all query heads is multiplied with: scale / heads / 2^24, rounded to float32."""
+    return float(np.float32(scale / heads / (1 << TAS_FRACTION_BITS)))
 
 
 @custom_op("fastcar::cache_write", mutates_args=())
@@ -62,8 +74,12 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     """Temporal Attention Score (FastCar, section 4.2): the attention logit between a token and its counterpart
     one frame earlier, averaged over query heads.
 
+    The sum is defined in integers, so that every backend has the same bits in whatever order it adds
+    (docs/architecture.md, "TAS, bit for bit"): each product of two float32 values is rounded to a multiple of 2^-24,
+    half to even, and limited to 2^22; one that is not finite counts as -2^22, so that its row does not replay.
+
     Args:
-        query: float32 [B, Hq, 1, D], as attention uses it.
+        query: float32 [B, Hq, 1, D], as attention uses it; Hq * D is at most 65,536.
         key_cache: float32 [B, Hkv, S, D].
         position: int64 [1], sequence position of the query.
         stride: tokens per frame; the key read is at position - stride, clamped to 0.
@@ -74,9 +90,12 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     """
     batch, heads, _, dim = query.shape
     kv_heads = key_cache.shape[1]
-    key = key_cache[:, :, max(int(position) - stride, 0)]
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    return (grouped * key[:, :, None]).sum(-1).mean((1, 2)) * scale
+    key = key_cache[:, :, max(int(position) - stride, 0)].double()
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim).double()
+    products = grouped * key[:, :, None] * (1 << TAS_FRACTION_BITS)  # exact: 24 by 24 bits fit the 53 of a float64
+    rounded = torch.round(products).clamp(-TAS_LIMIT, TAS_LIMIT)
+    whole = torch.where(products.isfinite(), rounded, -TAS_LIMIT).to(torch.int64)
+    return whole.sum((1, 2, 3)).to(torch.float32) * score_factor(scale, heads)
 
 
 @tas.register_fake

@@ -9,6 +9,8 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -28,7 +30,9 @@ PASSES: dict[str, type[Pass]] = {
         QuantizeW8A8,
         QuantizeW4A8,
         InsertReplay,
+        OffloadGate,
         OffloadMlp,
+        OffloadLinears,
     )
 }
 QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
@@ -57,8 +61,9 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     return passes
 
 
-def offload_pipeline() -> list[Pass]:
-    """The rewritten graph -> the host graph of an accelerator."""
-    return [
-        OffloadMlp(),
-    ]
+def offload_pipeline(offload: str = "mlp") -> list[Pass]:
+    """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
+    passes: list[Pass] = [OffloadGate(), OffloadMlp()]
+    if offload == "linears":
+        passes.append(OffloadLinears())
+    return passes

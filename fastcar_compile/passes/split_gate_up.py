@@ -67,9 +67,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | None) ->
         half.replace_all_uses_with(new)
 
 
-def _half(
-    module: fx.GraphModule, parameter: fx.Node, index: int, origin: fx.Node, lazy: LazyWeights | None
-) -> fx.Node:
+def _half(module: fx.GraphModule, parameter: fx.Node, index: int, origin: fx.Node, lazy: LazyWeights | None) -> fx.Node:
     """The gate's (0) or up's (1) rows of a weight or a bias."""
     value = get_attribute(module, str(parameter.target))
     assert isinstance(value, Tensor)

@@ -100,13 +100,14 @@ class Artifact:
         if node is not None:
             return explain_node(self.graph, node)
         pipeline = self.manifest.sections["pipeline"]
-        return explain_program(self.config, self.sites, self.program.state, pipeline, layer)
+        accelerator = self.manifest.sections["accelerator"]
+        return explain_program(self.config, self.sites, self.program.state, pipeline, layer, accelerator)
 
     def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> Session:
         """Open a session.
 
         Args:
-            backend: cpu (TVM) | onnxruntime | hls-csim | eager.
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/board.md).
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
 

@@ -33,8 +33,6 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 
-Make = Callable[[str], Tensor]
-
 
 class TensorSource(Protocol):
     """Tensors by name, whose shapes and dtypes are known before they are made."""
@@ -57,13 +55,13 @@ class Placement:
     length: int
 
 
-def plan_shards(source: TensorSource, stem: str) -> dict[str, list[str]]:
+def plan_shards(source: TensorSource, stem: str, *, one_file: bool = False) -> dict[str, list[str]]:
     """File name -> tensor names, in the source's order: `stem.safetensors`, or `stem-00001.safetensors` and so on."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in source:
         size = _size(source.spec(name))
-        if shards[-1] and filled + size > SHARD_BYTES:
+        if shards[-1] and filled + size > SHARD_BYTES and not one_file:
             shards.append([])
             filled = 0
         shards[-1].append(name)
@@ -132,25 +130,24 @@ def _bytes(name: str, value: Tensor, spec: Tensor) -> memoryview:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of one shape and dtype that are made when they are asked for.
+    """Byte streams that are made when they are asked for.
 
     Args:
-        names: in order. shape, dtype: of each. make: name -> tensor.
+        streams: name -> (bytes, what makes the uint8 tensor of that length), in order.
     """
 
-    def __init__(self, names: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype, make: Make) -> None:
-        self._names, self._make = list(names), make
-        self._spec = torch.empty(shape, dtype=dtype, device="meta")
+    def __init__(self, streams: Mapping[str, tuple[int, Callable[[], Tensor]]]) -> None:
+        self._streams = dict(streams)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._make(name)
+        return self._streams[name][1]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._streams)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._streams)
 
     def spec(self, name: str) -> Tensor:
         """Shape and dtype."""
-        return self._spec
+        return torch.empty(self._streams[name][0], dtype=torch.uint8, device="meta")

@@ -46,7 +46,7 @@ def save_llama(folder: Path) -> Path:
 def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "model")
     options = ["--target", "kv260", "--tokens-per-frame", "4", "--max-seq-len", "32", "--batch-size", "2"]
-    replay = ["--quant", "w8a8", "--threshold", "inf", "--max-chain", "1", "--couple-cfg"]
+    replay = ["--quant", "w8a8", "--offload", "linears", "--threshold", "inf", "--max-chain", "1", "--couple-cfg"]
     result = fastcar("compile", folder, *options, *replay, "-o", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
@@ -58,7 +58,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
-        "output": str(tmp_path / "out"),
+        "offload": "linears", "output": str(tmp_path / "out"),
     }  # fmt: skip
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fastcar_compile.codegen.drs.reader import Header
 from fastcar_compile.codegen.drs.simulator import simulate
-from fastcar_compile.codegen.drs.table import Opcode, Status, build_table
+from fastcar_compile.codegen.drs.table import AttentionShape, Opcode, Status, build_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drs_table.md").read_text()
-EXAMPLE = build_table(2, 2, 2, 64, [0.75, float("inf")])
+EXAMPLE = build_table(
+    *(2, 2, 2, 64, [0.75, float("inf")]),
+    attention=AttentionShape(4, 2, 32),
+    scales=[0.25, None],
+    max_chain=3,
+    prefetch=[4096, 4096],
+)
 
 
 def dump(data: bytes) -> str:
@@ -21,12 +28,13 @@ def dispatches() -> str:
     """One line per Index Register value of the example."""
     lines = []
     for register in range(4):
-        words = " ".join(f"{r.word:08x}" for r in simulate(EXAMPLE, 0, register).records)
+        records = simulate(EXAMPLE, 0, register).records
+        words = " ".join(f"{r.words[0]:08x}/{r.argument}" for r in records)
         names = ", ".join(
             r.opcode.name + ("" if r.row is None else f" {r.row}") + ("" if r.core is None else f" on {r.core}")
-            for r in simulate(EXAMPLE, 0, register).records
+            for r in records
         )
-        lines.append(f"{register:02b}  {words}  {names}")
+        lines.append(f"{register:02b}  {words}\n    {names}")
     return "\n".join(lines)
 
 
@@ -44,3 +52,9 @@ def test_the_example_is_what_the_code_writes() -> None:
 def test_statuses_and_opcodes_are_those_of_the_code() -> None:
     assert rows_of("## Checks and statuses") == {s.value: s.name for s in Status}
     assert rows_of("### Instruction word") == {o.value: o.name for o in Opcode}
+
+
+def test_the_header_is_that_of_the_code() -> None:
+    body = TEXT.split("## Binary\n", 1)[1].split("\n#", 1)[0]
+    fields = re.findall(r"^\| (\d+) \| (\w+) \|", body, re.MULTILINE)
+    assert fields == [(str(i), name) for i, name in enumerate(Header._fields)]

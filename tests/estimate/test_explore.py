@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fastcar_compile.codegen.hls.design import MlpDesign, excess
+from fastcar_compile.codegen.hls.emit import emit_hls
 from fastcar_compile.errors import CompileError, TargetError
+from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate import explore as module
-from fastcar_compile.estimate.explore import budget_of, explore, resources_of
-from fastcar_compile.estimate.shapes import load_shape
-from fastcar_compile.targets import Target, available_targets, load_target
+from fastcar_compile.estimate.explore import Exploration, budget_of, design_from_json, explore, mlp_of, resources_of
+from fastcar_compile.targets import Fabric, Target, available_targets, load_target
 
 BOARDS = [name for name in available_targets() if name != "cpu"]
 
@@ -21,45 +23,74 @@ def small_board(**fabric: int) -> Target:
     return board.model_copy(update={"fabric": board.fabric.model_copy(update=fabric)})
 
 
+def no_uram(board: str) -> Fabric | None:
+    """A board's fabric without URAM."""
+    fabric = load_target(board).fabric
+    return fabric and fabric.model_copy(update={"uram": 0})
+
+
+def explored(shape: str, quant: str, batch: int, target: Target, offload: str = "mlp") -> Exploration:
+    """The best engine for a shape."""
+    work = Workload(load_shape(shape), quant, 1, batch, offload)  # type: ignore[arg-type]
+    return explore(work.mlp_spec(), target, work.linear_specs())
+
+
+@pytest.mark.parametrize("offload", ["mlp", "linears"])
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("shape", "batch"), [("vila-u-7b", 1), ("tinyllama-1.1b", 2)])
-def test_no_design_exceeds_its_target(board: str, shape: str, batch: int) -> None:
+def test_no_design_exceeds_its_target(board: str, shape: str, batch: int, offload: str) -> None:
     target = load_target(board)
-    design = explore(load_shape(shape), "w8a8", batch, target).design
+    design = explored(shape, "w4a8", batch, target, offload).design
     for name, row in resources_of(design, target).items():
         assert row["used"] <= row["limit"], name
 
 
 def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
-    shape = load_shape("tinyllama-1.1b")
-    large = explore(shape, "w8a8", 8, load_target("zcu104"))
-    small = explore(shape, "w8a8", 8, small_board(dsp=400))
+    large = explored("tinyllama-1.1b", "w8a8", 8, load_target("zcu104"))
+    small = explored("tinyllama-1.1b", "w8a8", 8, small_board(dsp=400))
     assert small.design.usage.dsp < large.design.usage.dsp
-    assert small.seconds_per_layer > large.seconds_per_layer
+    assert small.seconds_per_step > large.seconds_per_step
     assert small.rejected > 0
     assert small.bound_by == "DSP"
     assert small.faster[0].startswith("DSP ")
 
 
 def test_it_is_the_least_of_all_that_fit() -> None:
-    shape, target = load_shape("tinyllama-1.1b"), small_board(dsp=400)
-    found = explore(shape, "w8a8", 8, target)
-    candidates = list(module._candidates(shape, "w8a8", 8, budget_of(target)))
-    times = [module._seconds(d, shape, "w8a8", target)[0] for d in candidates if not excess(d)]
-    assert found.seconds_per_layer == min(times)
+    spec, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8).mlp_spec(), small_board(dsp=400)
+    found = explore(spec, target)
+    candidates = list(module._candidates(spec, (), budget_of(target)))
+    times = [module._seconds(d, target) for d in candidates if not module._excess(d)]
+    assert found.seconds_per_step == min(times)
     assert found.tried == len(candidates) > 20
+    assert found.rejected == len(candidates) - len(times) > 0
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(CompileError, match=r"does not fit xczu7ev-ffvc1156-2-e: .*BRAM36 \d+ of 8"):
-        explore(load_shape("vila-u-7b"), "w8a8", 1, small_board(bram36=10))
+        explored("vila-u-7b", "w8a8", 1, small_board(bram36=10))
 
 
 def test_a_cpu_has_no_fabric() -> None:
     with pytest.raises(TargetError, match="cpu has no fabric to place an engine on"):
-        explore(load_shape("vila-u-7b"), "w8a8", 1, load_target("cpu"))
+        explored("vila-u-7b", "w8a8", 1, load_target("cpu"))
 
 
 def test_a_design_comes_back_from_the_manifest() -> None:
-    design = explore(load_shape("tinyllama-1.1b"), "w8a8", 2, load_target("zcu102")).design
-    assert MlpDesign.from_json(design.to_json()) == design
+    design = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102")).design
+    assert design_from_json(design.to_json()) == design
+    engine = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102"), "linears").design
+    assert design_from_json(engine.to_json()) == engine
+
+
+def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:
+    """Without its URAM, a w4a8 tile on a KV260 would hold one channel, and its groups would wait for the adders."""
+    found = explored("llama2-7b", "w4a8", 1, load_target("kv260"))
+    without = explored("llama2-7b", "w4a8", 1, load_target("kv260").model_copy(update={"fabric": no_uram("kv260")}))
+    assert mlp_of(found.design).tiles_in_uram
+    assert found.design.usage.uram > 0
+    assert not mlp_of(without.design).tiles_in_uram
+    assert without.seconds_per_step > found.seconds_per_step
+    for design, defined in ((found.design, True), (without.design, False)):
+        emit_hls(design, tmp_path)
+        text = (tmp_path / "fastcar_config.hpp").read_text()
+        assert text.split("#include")[0].count("#define FASTCAR_TILES_IN_URAM") == defined

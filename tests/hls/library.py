@@ -56,20 +56,22 @@ quantisations, gated and plain."""
 
 def random_layer(spec: MlpSpec, rng: np.random.Generator) -> list[LinearWeights]:
     """Uniform weights; scales over several orders of magnitude; in the order of pack_mlp."""
+    up = (spec.intermediate, spec.hidden, spec.up_bias)
+    first = [random_linear(spec, *up, rng) for _ in range(2 if spec.gated else 1)]
+    return [*first, random_linear(spec, spec.hidden, spec.intermediate, spec.down_bias, rng)]
 
-    def linear(channels: int, inputs: int, bias: bool) -> LinearWeights:
-        biases = rng.normal(size=channels).astype(np.float32) if bias else None
-        if spec.weight_bits == 8:
-            values = rng.integers(-127, 128, (channels, inputs)).astype(np.int8)
-            return LinearWeights(values, (10.0 ** rng.uniform(-5, -2, channels)).astype(np.float32), biases)
-        groups = -(-inputs // 128)
-        values = np.zeros((channels, 128 * groups), np.int8)
-        values[:, :inputs] = rng.integers(-7, 8, (channels, inputs))
-        scales = np.exp2(rng.uniform(-14, -1, (channels, groups))).astype(np.float16)
-        return LinearWeights(values, scales, biases)
 
-    first = [linear(spec.intermediate, spec.hidden, spec.up_bias) for _ in range(2 if spec.gated else 1)]
-    return [*first, linear(spec.hidden, spec.intermediate, spec.down_bias)]
+def random_linear(spec: MlpSpec, channels: int, inputs: int, bias: bool, rng: np.random.Generator) -> LinearWeights:
+    """One linear in the quantisation of `spec`."""
+    biases = rng.normal(size=channels).astype(np.float32) if bias else None
+    if spec.weight_bits == 8:
+        values = rng.integers(-127, 128, (channels, inputs)).astype(np.int8)
+        return LinearWeights(values, (10.0 ** rng.uniform(-5, -2, channels)).astype(np.float32), biases)
+    groups = -(-inputs // 128)
+    values = np.zeros((channels, 128 * groups), np.int8)
+    values[:, :inputs] = rng.integers(-7, 8, (channels, inputs))
+    scales = np.exp2(rng.uniform(-14, -1, (channels, groups))).astype(np.float16)
+    return LinearWeights(values, scales, biases)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def split_arguments(text: str) -> list[str]:
 
 def functions(code: str) -> Iterator[tuple[str, list[str], str]]:
     """(name, parameters, body) of every function defined."""
-    for match in re.finditer(r"\b(\w+)\s*\(([^;{}()]*)\)\s*\{", code):
+    for match in re.finditer(r"\b(\w+)\s*\(((?:[^;{}()]|\(\))*)\)\s*\{", code):
         if match[1] not in KEYWORDS:
             yield match[1], split_arguments(match[2]), block_at(code, match.end() - 1)
 

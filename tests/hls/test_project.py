@@ -43,7 +43,7 @@ def test_designs_keep_their_budget_and_cover_every_channel(
 ) -> None:
     made, budget = design(hidden, intermediate, batch, batch, ports), zcu102(ports)
     assert made.ports + 2 <= ports
-    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    assert not made.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36, budget.uram)
     for stage, channels in ((made.gate_up, 2 * intermediate), (made.down, hidden)):
         assert stage.tiles * stage.tile * stage.ports >= channels
         assert (stage.tiles - 1) * stage.tile * stage.ports < channels
@@ -130,11 +130,11 @@ def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
 
 def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
     emit_hls(DESIGNS["example"], tmp_path)
-    config = (tmp_path / "hls_config.cfg").read_text()
+    config = (tmp_path / "fastcar_mlp_hls_config.cfg").read_text()
     assert "part=xczu9eg-ffvb1156-2-e\n" in config
     assert "clock=250MHz\n" in config
     assert "tb.file=testbench.cpp\n" in config
-    drs_config = (tmp_path / "drs_hls_config.cfg").read_text()
+    drs_config = (tmp_path / "fastcar_drs_hls_config.cfg").read_text()
     assert "syn.top=fastcar_drs\n" in drs_config
     assert "tb.file=drs_testbench.cpp\n" in drs_config
     link = (tmp_path / "link.cfg").read_text().splitlines()
@@ -164,7 +164,7 @@ def including(names: list[str], folder: Path) -> list[Path]:
 
 
 def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
-    assert len(HEADERS) == 13
+    assert len(HEADERS) == 17
     done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}")
     assert done.returncode == 0, done.stderr
 
@@ -262,9 +262,9 @@ def test_test_benches_find_a_wrong_kernel(
     text = (tmp_path / header).read_text()
     assert text.count(right) == 1
     (tmp_path / header).write_text(text.replace(right, wrong))
-    built = run("make", bench, f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
+    built = run("make", f"build/{bench}", f"AP_TYPES={ap_types_folder()}", cwd=tmp_path)
     assert built.returncode == 0, built.stderr
-    done = run(f"./{bench}", cwd=tmp_path)
+    done = run(f"build/{bench}", cwd=tmp_path)
     assert done.returncode == 1
     assert "FAIL: " in done.stdout
 
@@ -275,23 +275,7 @@ def test_makefile_asks_for_the_headers(require_tool: Callable[[str], str], tmp_p
     environment = {k: v for k, v in os.environ.items() if k != "AP_TYPES"}
     done = subprocess.run(["make"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode != 0
-    assert "set AP_TYPES to the folder of ap_int.h" in done.stdout
-
-
-def test_host_calls_set_every_argument_in_order(csim_tools: None, tmp_path: Path) -> None:
-    emit_hls(DESIGNS["example"], tmp_path)
-    source = tmp_path / "host.cpp"
-    source.write_text(
-        '#include "fastcar_host.hpp"\n'
-        "struct Run { int next = 0; bool good = true;\n"
-        "  template <class T> void set_arg(int i, const T&) { good = good && i == next++; } };\n"
-        "int main() { Run run; int b = 0;\n"
-        "  fastcar_host::set_fastcar_mlp(run, b, b, b, b, b, b, b, 3u);\n"
-        "  return run.good && run.next == 8 ? 0 : 1; }\n"
-    )
-    built = run("g++", "-std=c++14", *WARNINGS, str(source), "-o", str(tmp_path / "host"))
-    assert built.returncode == 0, built.stderr
-    assert run(str(tmp_path / "host")).returncode == 0
+    assert "set AP_TYPES to the folder of ap_int.h" in done.stderr
 
 
 def test_the_library_is_reused(csim_tools: None, build_once: Callable[[str], CsimLibrary], tmp_path: Path) -> None:

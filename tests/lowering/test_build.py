@@ -18,6 +18,7 @@ from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir_io import program_sections
 from fastcar_compile.lowering.build import lower
 from fastcar_compile.ops.offload import bound_accelerator
+from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
@@ -82,8 +83,9 @@ def test_same_inputs_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_offloaded_mlps_reach_the_accelerator(tmp_path: Path) -> None:
-    """The host program hands every computing row to the packed function, and none when all rows replay."""
+def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
+    """The host program hands q and the key to one packed function and follows what it decides: every computing row goes
+    to the other one, and none when all rows replay."""
     case = Case(quant="w8a8", thresholds=(0.0, None, 0.0))
     host = copy.deepcopy(program(case))
     run_pipeline(host, offload_pipeline())
@@ -92,20 +94,32 @@ def test_offloaded_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     programs = {"offload": {"library": "offload.so", **lower_host.arguments()}}
     params = {n: t.numpy() for n, t in host.params.items()}
     calls: list[int] = []
+    gates: list[tuple[int, int]] = []
 
     def accelerator(layer: int, x: torch.Tensor, replay: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         calls.append(layer)
         return torch.where(replay[:, None], cached, torch.tanh(x) * (layer + 1))
 
+    def unit(layer: int, query: torch.Tensor, key: torch.Tensor, chain: torch.Tensor, step: int) -> GateDecision:
+        gates.append((layer, step))
+        replay = torch.full((case.batch,), step >= FRAME)
+        return GateDecision(replay, query.sum((1, 2)) * key.sum((1, 2)), chain + 1)
+
     backend = CpuBackend(tmp_path, programs, params, host.state, host.config, threads=1, decode="offload")
     eager = EagerBackend(host.graph_module, host.outputs, None, [], host.state, 0)
-    limits = np.full(LAYERS, -np.inf, np.float32)
+    limits = np.full(LAYERS, np.inf, np.float32)  # not read: the unit has its own
     for i, token in enumerate(tokens(case, 2 * FRAME)):
         calls.clear()
-        with bound_accelerator(accelerator):
+        gates.clear()
+        with bound_accelerator(accelerator), bound_gate_unit(unit):
             actual = backend.decode(token, i, i, limits)
             assert calls == ([0, 1, 2] if i < FRAME else [1])
-            np.testing.assert_allclose(actual.logits, eager.decode(token, i, i, limits).logits, atol=5e-2)
+            assert gates == [(0, i), (2, i)]
+            expected = eager.decode(token, i, i, limits)
+            np.testing.assert_allclose(actual.logits, expected.logits, atol=5e-2)
+            np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-2, atol=1e-2)
+            replay = [i >= FRAME] * 2
+            assert actual.decisions.tolist() == expected.decisions.tolist() == [replay, [False] * 2, replay]
 
 
 def test_every_unsupported_operator_is_named() -> None:

@@ -157,7 +157,29 @@ def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: i
     q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
     at = torch.tensor([position])
     y = run(tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25), q, k, at, torch.zeros(b))[-1]
-    torch.testing.assert_close(y, fastcar.tas(q, k, at, stride, 0.25), atol=1e-5, rtol=1e-5)
+    assert torch.equal(y, fastcar.tas(q, k, at, stride, 0.25))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, -3e38, 2.0**11, 1e-40, 2.0**-12.5])
+def test_tas_of_extreme_values_is_exact(value: float) -> None:
+    """Not finite, at the limit of one product, denormal, and near a tie of the rounding."""
+    q, k = torch.full((1, 2, 1, 3), value), torch.tensor([0.0, 2.0**11 + 1, 2.0**-12.5]).expand(1, 1, 5, 3).clone()
+    at = torch.tensor([4])
+    y = run(tas((1, 2, 1, 3), (1, 1, 5, 3), 2, 0.5), q, k, at, torch.zeros(1))[-1]
+    assert torch.equal(y, fastcar.tas(q, k, at, 2, 0.5))
+    assert torch.isfinite(y).all()
+
+
+@few
+@given(st.integers(1, 3), st.sampled_from([(4, 2), (6, 6), (8, 1)]), st.integers(1, 130), st.integers(0, 99))
+def test_tas_is_the_mean_of_the_attention_logits(b: int, heads: tuple[int, int], dim: int, seed: int) -> None:
+    """Against a plain sum in float64: off by the rounding of each product, and by that of the result."""
+    seeded(seed)
+    q, k = torch.randn(b, heads[0], 1, dim) * 3, torch.randn(b, heads[1], 9, dim) * 3
+    repeated = k[:, :, 5].repeat_interleave(heads[0] // heads[1], 1).double()
+    expected = 0.3 * (q[:, :, 0].double() * repeated).sum(-1).mean(1)
+    y = fastcar.tas(q, k, torch.tensor([8]), 3, 0.3).double()
+    assert ((y - expected).abs() <= 0.3 * dim * 2.0**-25 + expected.abs() * 2.0**-22).all()
 
 
 @few

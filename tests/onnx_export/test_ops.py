@@ -73,7 +73,15 @@ def test_attention_sees_the_filled_part_only(path: Path, position: int) -> None:
 def test_tas(path: Path, position: int, heads: int) -> None:
     tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))
     actual = run_onnx(fastcar.tas.default, tensors, (5, 0.3), path)
-    torch.testing.assert_close(actual, fastcar.tas(*tensors, 5, 0.3))
+    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.3))
+
+
+def test_tas_of_values_that_are_not_finite(path: Path) -> None:
+    query = torch.tensor([1e-40, 3e38, float("inf"), float("nan")]).reshape(4, 1, 1, 1)
+    tensors = (query, torch.full((4, 1, 9, 1), 3e4), at(8))
+    actual = run_onnx(fastcar.tas.default, tensors, (5, 0.5), path)
+    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.5))
+    assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
 @pytest.mark.parametrize("step", [3, 4, 9])

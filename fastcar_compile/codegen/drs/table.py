@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
 from fastcar_compile.errors import UserError
+from fastcar_compile.ops.attention import score_factor
 
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 1
-HEADER_WORDS = 12
+VERSION = 2
+HEADER_WORDS = 20
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
 MAX_LAYER_WORDS = 128
 MAX_TABLE_WORDS = 65536
+MAX_PRODUCTS = 65536
+"""heads * head_dim: as many products as one score may sum (fastcar_compile.ops.attention)."""
+
+LAYER_FIELDS = 3
+"""Words of a layer besides its instructions: threshold, factor, prefetch bytes."""
+
+FLOATS_PER_WORD = 4
+"""float32 values in a memory word of 128 bits; every head of q and k begins a word."""
+
 NONE = 0xFF
 """Row or core field of a word that has none."""
+
+NO_LAYER = 0xFFFFFFFF
+"""Content of the prefetch buffer when it holds no layer."""
+
+UNLIMITED = 0xFFFFFFFF
+"""max_chain of a table whose chains have no limit."""
+
+GATE_TAS = 1
+COUPLE_CFG = 1
+"""Bit 0 of the flags: rows b and b + B / 2 replay only together."""
 
 
 class Status(IntEnum):
@@ -36,8 +57,9 @@ class Status(IntEnum):
     BAD_CRC = 5
     BAD_HEADER = 6
     BAD_LAYER = 7
-    BAD_INSTRUCTION = 8
-    QUEUE_FULL = 9
+    BAD_OPERANDS = 8
+    BAD_INSTRUCTION = 9
+    QUEUE_FULL = 10
 
 
 class Opcode(IntEnum):
@@ -52,6 +74,53 @@ class Opcode(IntEnum):
 
 
 ROW_OPCODES = (Opcode.COMPUTE_MLP, Opcode.REPLAY_COPY)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the hardware of a controller can hold; a table that needs more has status BAD_HEADER.
+
+    Args:
+        cores: compute cores.
+        key_words: 128-bit words of one row's key, all key/value heads.
+    """
+
+    cores: int = MAX_CORES
+    key_words: int = MAX_PRODUCTS
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of q and of the cached key, and elements of one head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def head_words(self) -> int:
+        """128-bit words of one head; spare lanes are zero."""
+        return -(-self.head_dim // FLOATS_PER_WORD)
+
+    @property
+    def query_words(self) -> int:
+        """128-bit words of one row of q."""
+        return self.heads * self.head_words
+
+    @property
+    def key_words(self) -> int:
+        """128-bit words of one row's cached key."""
+        return self.kv_heads * self.head_words
+
+    def problems(self) -> list[str]:
+        """What is out of the format's range, as texts."""
+        pairs = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        wrong = [f"{name} = {value} (1 to 65535)" for name, value in pairs.items() if not 1 <= value <= 65535]
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads")
+        if not wrong and self.heads * self.head_dim > MAX_PRODUCTS:
+            wrong.append(f"heads * head_dim = {self.heads * self.head_dim} (at most {MAX_PRODUCTS})")
+        return wrong
 
 
 @dataclass(frozen=True)
@@ -76,14 +145,24 @@ class DrsTable:
         rows: B, rows of the batch, at most 32.
         cores: C, cores the rows are mapped to.
         tokens_per_frame: F, the replay stride in tokens.
+        attention: heads of q and k.
+        max_chain: replays in a row after which a row computes; None: unlimited.
+        couple_cfg: rows b and b + B / 2 replay only together.
         thresholds: float32 per layer; +inf: the layer never replays.
+        factors: float32 per layer, what a sum of products is multiplied with; 0: the layer has no gate.
+        prefetch: bytes per layer of the next layer's weights (after the last layer: the first one's) that fit on chip.
         instructions: per layer its instructions, END last, the same number in every layer.
     """
 
     rows: int
     cores: int
     tokens_per_frame: int
+    attention: AttentionShape
+    max_chain: int | None
+    couple_cfg: bool
     thresholds: tuple[float, ...]
+    factors: tuple[float, ...]
+    prefetch: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
 
     @property
@@ -91,63 +170,46 @@ class DrsTable:
         """Number of decoder layers."""
         return len(self.thresholds)
 
+    def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
+        """The same table with other thresholds (they are run-time inputs: a host writes a new table)."""
+        return replace(self, thresholds=_float32(thresholds))
+
     def to_bytes(self) -> bytes:
         """The binary form; same table, same bytes."""
-        stride = len(self.instructions[0])
-        total = HEADER_WORDS + self.layers * (1 + stride)
-        fields = (total, self.layers, self.rows, self.cores, self.tokens_per_frame, stride)
-        body = struct.pack("<9I", *fields, HEADER_WORDS, HEADER_WORDS + self.layers, 0)
-        body += struct.pack(f"<{self.layers}f", *self.thresholds)
-        words = [i.word for layer in self.instructions for i in layer]
+        layers, stride, shape = self.layers, len(self.instructions[0]), self.attention
+        offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
+        chain = UNLIMITED if self.max_chain is None else self.max_chain
+        fields = (
+            *(offsets[-1] + layers * stride, layers, self.rows, self.cores, self.tokens_per_frame, stride),
+            *(GATE_TAS, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
+            *offsets,
+            0,
+        )
+        body = struct.pack(f"<{HEADER_WORDS - 3}I", *fields)
+        body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
+        words = [*self.prefetch, *(i.word for layer in self.instructions for i in layer)]
         body += struct.pack(f"<{len(words)}I", *words)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
-        """The same content as plain values; a threshold of +inf is None (JSON has no infinity)."""
+        """The same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
         return {
             "version": VERSION,
             "layers": self.layers,
             "rows": self.rows,
             "cores": self.cores,
             "tokens_per_frame": self.tokens_per_frame,
-            "thresholds": [None if t == float("inf") else t for t in self.thresholds],
+            "gate": "tas",
+            "couple_cfg": self.couple_cfg,
+            "max_chain": self.max_chain,
+            "heads": self.attention.heads,
+            "kv_heads": self.attention.kv_heads,
+            "head_dim": self.attention.head_dim,
+            "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
+            "factors": list(self.factors),
+            "prefetch_bytes": list(self.prefetch),
             "instructions": [[_instruction_json(i) for i in layer] for layer in self.instructions],
         }
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> DrsTable:
-        """Read and check a binary table.
-
-        Raises:
-            UserError: the table is damaged or of another version; the text names the check that failed.
-        """
-        status = check(data)
-        if status is not Status.OK:
-            raise UserError(f"the DRS table is not valid: {status.name}, {_EXPLAINED[status]}", mend="compile it again")
-        words = words_of(data)
-        layers, rows, cores, tokens, _stride = words[4:9]
-        thresholds = struct.unpack_from(f"<{layers}f", data, 4 * HEADER_WORDS)
-        programs = []
-        for layer in range(layers):
-            program = layer_program(words, layer)
-            if program is None:
-                raise UserError(
-                    f"the DRS table is not valid: {Status.BAD_INSTRUCTION.name}, layer {layer} has a word that is no "
-                    "instruction of that layer, or no END",
-                    mend="compile it again",
-                )
-            programs.append(tuple(program))
-        return cls(rows, cores, tokens, thresholds, tuple(programs))
-
-
-_EXPLAINED = {
-    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
-    Status.BAD_MAGIC: 'it does not begin with "FDRS"',
-    Status.BAD_VERSION: f"its version is not {VERSION}",
-    Status.BAD_LENGTH: "its length is not the one in its header",
-    Status.BAD_CRC: "its CRC-32 does not match its content",
-    Status.BAD_HEADER: "a header field is out of range",
-}
 
 
 def _instruction_json(instruction: Instruction) -> dict[str, Any]:
@@ -155,20 +217,48 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
     return {"opcode": instruction.opcode.name, **row}
 
 
+def _float32(values: Sequence[float]) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(values)}f", struct.pack(f"<{len(values)}f", *values))
+
+
 def layer_words(rows: int) -> int:
     """Instruction words of one layer: load, compute and replay per row, prefetch, barrier, end."""
     return 2 * rows + 4
 
 
-def build_table(layers: int, rows: int, cores: int, tokens_per_frame: int, thresholds: Sequence[float]) -> DrsTable:
+def table_words(layers: int, rows: int) -> int:
+    """Words of the table that the compiler writes for these sizes."""
+    return HEADER_WORDS + layers * (LAYER_FIELDS + layer_words(rows))
+
+
+def build_table(
+    layers: int,
+    rows: int,
+    cores: int,
+    tokens_per_frame: int,
+    thresholds: Sequence[float],
+    *,
+    attention: AttentionShape | None = None,
+    scales: Sequence[float | None] | None = None,
+    max_chain: int | None = None,
+    couple_cfg: bool = False,
+    prefetch: Sequence[int] | None = None,
+) -> DrsTable:
     """The control table of a decoder.
 
     Args:
         thresholds: one per layer, rounded to float32; +inf where the layer never replays.
+        attention: heads of q and k; None: one head of one element, for a decoder without gates.
+        scales: per layer the attention's factor on its logits; None (also for all layers): the layer has no gate.
+        max_chain: at least 1. couple_cfg: needs an even number of rows.
+        prefetch: bytes per layer of the next layer's weights that fit on chip; None: there is no prefetch buffer.
 
     Raises:
-        UserError: a size is out of the format's range.
+        UserError: sizes that are out of the format's range, all of them.
     """
+    shape = attention or AttentionShape(1, 1, 1)
+    scales = [None] * layers if scales is None else scales
+    prefetch = [0] * layers if prefetch is None else prefetch
     wrong = [
         f"{name} = {value} (1 to {most})"
         for name, value, most in (
@@ -176,19 +266,27 @@ def build_table(layers: int, rows: int, cores: int, tokens_per_frame: int, thres
             ("rows", rows, MAX_ROWS),
             ("cores", cores, MAX_CORES),
             ("tokens_per_frame", tokens_per_frame, 0xFFFFFFFF),
+            ("max_chain", 1 if max_chain is None else max_chain, 0x7FFFFFFF),
         )
         if not 1 <= value <= most
     ]
-    if len(thresholds) != layers:
-        wrong.append(f"{len(thresholds)} thresholds for {layers} layers")
-    words = HEADER_WORDS + layers * (1 + layer_words(rows))
-    if words > MAX_TABLE_WORDS:
+    for name, values in (("thresholds", thresholds), ("scales", scales), ("prefetch sizes", prefetch)):
+        if len(values) != layers:
+            wrong.append(f"{len(values)} {name} for {layers} layers")
+    if not all(0 <= size <= 0xFFFFFFFF for size in prefetch):
+        wrong.append("a prefetch size that is not 0 to 4294967295 bytes")
+    if couple_cfg and rows % 2:
+        wrong.append(f"coupled pairs of {rows} rows")
+    if (words := table_words(layers, rows)) > MAX_TABLE_WORDS:
         wrong.append(f"{words} words (at most {MAX_TABLE_WORDS})")
-    if wrong:
+    if wrong := wrong + shape.problems():
         raise UserError(f"no DRS table can be built: {'; '.join(wrong)}", mend="change the model, batch or target")
-    rounded = struct.unpack(f"<{layers}f", struct.pack(f"<{layers}f", *thresholds))
+    factors = [0.0 if scale is None else score_factor(scale, shape.heads) for scale in scales]
     programs = tuple(_program(layer, rows) for layer in range(layers))
-    return DrsTable(rows, cores, tokens_per_frame, rounded, programs)
+    return DrsTable(
+        *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
+        *(_float32(thresholds), tuple(factors), tuple(prefetch), programs),
+    )
 
 
 def _program(layer: int, rows: int) -> tuple[Instruction, ...]:
@@ -200,62 +298,3 @@ def _program(layer: int, rows: int) -> tuple[Instruction, ...]:
         Instruction(Opcode.BARRIER, layer),
         Instruction(Opcode.END, layer),
     )
-
-
-def words_of(data: bytes) -> tuple[int, ...]:
-    """The whole 32-bit words of a binary table."""
-    return struct.unpack_from(f"<{len(data) // 4}I", data)
-
-
-def check(data: bytes, max_cores: int = MAX_CORES) -> Status:
-    """Everything up to the header, in the order that the HLS controller checks; `max_cores`: cores of the hardware."""
-    if len(data) < 4 * HEADER_WORDS:
-        return Status.TOO_SHORT
-    words = words_of(data)
-    if words[0] != MAGIC:
-        return Status.BAD_MAGIC
-    if words[1] != VERSION:
-        return Status.BAD_VERSION
-    if len(data) % 4 or words[3] != len(words) or len(words) > MAX_TABLE_WORDS:
-        return Status.BAD_LENGTH
-    if zlib.crc32(data[12:]) != words[2]:
-        return Status.BAD_CRC
-    return Status.OK if _header_is_valid(words, max_cores) else Status.BAD_HEADER
-
-
-def _header_is_valid(words: tuple[int, ...], max_cores: int) -> bool:
-    total, layers, rows, cores, tokens, stride, thresholds, instructions, reserved = words[3:12]
-    return (
-        1 <= layers <= MAX_LAYERS
-        and 1 <= stride <= MAX_LAYER_WORDS
-        and 1 <= rows <= MAX_ROWS
-        and 1 <= cores <= max_cores
-        and tokens != 0
-        and reserved == 0
-        and thresholds == HEADER_WORDS
-        and instructions == HEADER_WORDS + layers
-        and total == HEADER_WORDS + layers + layers * stride
-    )
-
-
-def layer_program(words: tuple[int, ...], layer: int) -> list[Instruction] | None:
-    """The instructions of a layer of a checked table, END last; None when one is not valid or END is missing."""
-    rows, stride, first = words[5], words[8], words[10] + layer * words[8]
-    program: list[Instruction] = []
-    for word in words[first : first + stride]:
-        instruction = _decode(word, layer, rows)
-        if instruction is None:
-            return None
-        program.append(instruction)
-        if instruction.opcode is Opcode.END:
-            return program
-    return None
-
-
-def _decode(word: int, layer: int, rows: int) -> Instruction | None:
-    opcode, row = word >> 24, word >> 16 & 0xFF
-    if not Opcode.LOAD_WEIGHTS <= opcode <= Opcode.END or word & 0xFFFF != layer:
-        return None
-    if not (row < rows if opcode in ROW_OPCODES else row == NONE):
-        return None
-    return Instruction(Opcode(opcode), layer, row)

@@ -9,15 +9,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.drs.simulator import DispatchRecord
-from fastcar_compile.codegen.drs.table import Status
-from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY
+from fastcar_compile.codegen.hls.csim_drs import DrsLibrary, aligned
 from fastcar_compile.errors import BackendError, InputError, UserError
 
 Array = NDArray[Any]
@@ -34,7 +33,6 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-SOURCES = ("csim_entry.cpp", "fastcar_drs.cpp", "fastcar_mlp.cpp")
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
 
@@ -77,10 +75,21 @@ class CsimLibrary:
 
     Args:
         path: the shared library. prefix: what its entries' names begin with.
+
+    Attributes:
+        drs: its TAS unit and DRS controller; only of a library with the prefix `fastcar_csim`.
     """
+
+    SOURCES: ClassVar[tuple[str, ...]] = (
+        "csim_drs_entry.cpp",
+        "csim_entry.cpp",
+        "fastcar_drs.cpp",
+        "fastcar_mlp.cpp",
+    )
 
     def __init__(self, path: Path, prefix: str = "fastcar_csim") -> None:
         self._library, self._prefix = ctypes.CDLL(str(path)), prefix
+        self.drs = DrsLibrary(self._library)
         sizes = (ctypes.c_uint64 * 9)()
         self._entry("sizes")(sizes)
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes[:5])
@@ -90,18 +99,13 @@ class CsimLibrary:
         return getattr(self._library, f"{self._prefix}_{name}")
 
     @classmethod
-    def build(cls, hls_dir: Path, build_dir: Path) -> CsimLibrary:
+    def build(cls, hls_dir: Path, build_dir: Path) -> Self:
         """Compile `hls_dir` (as written by emit_hls) into `build_dir`, or take the library already built from it.
 
         Raises:
             BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         """
-        cxx, headers = compiler(), ap_types_folder()
-        path = build_dir / f"fastcar_csim_{_digest(hls_dir, cxx, headers)}.so"
-        if not path.is_file():
-            build_dir.mkdir(parents=True, exist_ok=True)
-            _compile(cxx, headers, hls_dir, path)
-        return cls(path)
+        return cls(build_library(hls_dir, build_dir, cls.SOURCES))
 
     def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
         """One kernel call.
@@ -137,17 +141,6 @@ class CsimLibrary:
         sums = (*(first[:, :, part] for part in range(parts)), down)
         return sums if self._weight_bits == 4 else tuple(s[..., 0] for s in sums)
 
-    def drs(
-        self, table: bytes, layer: int, index_register: int, capacity: int = RECORD_CAPACITY
-    ) -> tuple[list[DispatchRecord], Status]:
-        """The DRS controller on a binary table: dispatch records and status; `capacity` records at most."""
-        words = np.frombuffer(table + bytes(-len(table) % 4), np.uint32)
-        result = np.zeros(capacity + 2, np.uint32)
-        numbers = (ctypes.c_uint32(v & 0xFFFFFFFF) for v in (len(table), layer, index_register, capacity))
-        self._entry("drs")(_at(words), *numbers, _at(result))
-        records = [DispatchRecord.from_word(int(word)) for word in result[2 : 2 + int(result[1])]]
-        return records, Status(int(result[0]))
-
     def _rows(self, name: str, rows: Array) -> Array:
         if rows.shape != (self.batch, self.hidden) or rows.dtype != np.float32:
             raise InputError(
@@ -163,39 +156,45 @@ class CsimLibrary:
                 mend="pack the weights with pack_mlp and the design of these sources",
             )
         stream = np.ascontiguousarray(weights)
-        return stream if stream.ctypes.data % 16 == 0 else _aligned(stream)
+        return aligned(stream)
 
 
-def _aligned(stream: Array) -> Array:
-    buffer = np.empty(stream.size + 16, np.uint8)
-    start = -buffer.ctypes.data % 16
-    aligned = buffer[start : start + stream.size]
-    aligned[:] = stream
-    return aligned
+def build_library(hls_dir: Path, build_dir: Path, sources: Sequence[str]) -> Path:
+    """Compile these sources of `hls_dir` into `build_dir`, or find the library already built from them; its path.
+
+    Raises:
+        BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
+    """
+    cxx, headers = compiler(), ap_types_folder()
+    path = build_dir / f"fastcar_csim_{_digest(hls_dir, sources, cxx, headers)}.so"
+    if not path.is_file():
+        build_dir.mkdir(parents=True, exist_ok=True)
+        _compile(cxx, headers, hls_dir, sources, path)
+    return path
 
 
 def _at(array: Array) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _digest(hls_dir: Path, cxx: str, headers: Path) -> str:
-    missing = [name for name in SOURCES if not (hls_dir / name).is_file()]
+def _digest(hls_dir: Path, names: Sequence[str], cxx: str, headers: Path) -> str:
+    missing = [name for name in names if not (hls_dir / name).is_file()]
     if missing:
         raise BackendError(
             f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), mend="compile the model again"
         )
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([version, str(headers), *FLAGS]).encode())
-    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in SOURCES)]):
+    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in names)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _compile(cxx: str, headers: Path, hls_dir: Path, path: Path) -> None:
+def _compile(cxx: str, headers: Path, hls_dir: Path, names: Sequence[str], path: Path) -> None:
     """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        sources = [str(hls_dir / name) for name in SOURCES]
+        sources = [str(hls_dir / name) for name in names]
         command = [cxx, *FLAGS, f"-I{hls_dir}", "-isystem", str(headers), *sources, "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

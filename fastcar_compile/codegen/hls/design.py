@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from fastcar_compile.codegen.hls import resources
-from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram
+from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram, uram_blocks
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ops.quant import GROUP, group_count
@@ -29,6 +29,9 @@ ADD_LATENCY = 8
 PORT_CHOICES = (8, 4, 2, 1)
 TILE_WORD_CHOICES = (1024, 512, 256, 128, 64)
 """Words of one tile on one port: one or two BRAM depths, then smaller."""
+
+URAM_TILE_WORD_CHOICES = (2048, 1024)
+"""The same where tiles are in UltraRAM: half a block or less. Longer tiles only lengthen the first and the last."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class MlpDesign:
         gate_up: stage of gate and up; channel 2n is gate n, 2n + 1 is up n.
         down: stage of down.
         usage: estimated resources (not synthesised).
+        tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
     """
 
     spec: MlpSpec
@@ -122,6 +126,7 @@ class MlpDesign:
     gate_up: StageShape
     down: StageShape
     usage: Usage
+    tiles_in_uram: bool = False
 
     @property
     def rows_per_core(self) -> int:
@@ -132,6 +137,11 @@ class MlpDesign:
     def lanes(self) -> int:
         """int8 multiply-accumulates per clock, all cores together."""
         return self.ports * self.gate_up.lanes * self.rows_per_core * self.spec.cores
+
+    @property
+    def max_tile_words(self) -> int:
+        """Most 128-bit words of one tile's weights on one port."""
+        return max(self.gate_up.tile_words, self.down.tile_words)
 
     @property
     def port_words(self) -> int:
@@ -171,6 +181,7 @@ class MlpDesign:
             "ports": self.ports,
             "gate_up": asdict(self.gate_up),
             "down": asdict(self.down),
+            "tiles_in_uram": self.tiles_in_uram,
             "lanes": self.lanes,
             "rows_per_core": self.rows_per_core,
             "stream_bytes": self.stream_bytes,
@@ -188,6 +199,7 @@ class MlpDesign:
             gate_up=StageShape(**data["gate_up"]),
             down=StageShape(**data["down"]),
             usage=Usage(**data["usage_estimate"]),
+            tiles_in_uram=data["tiles_in_uram"],
         )
 
 
@@ -205,9 +217,9 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
             mend="choose a board with more or wider memory ports",
         )
     tried = list(designs(spec, budget))
-    fitting = [d for d in tried if not excess(d)]
-    if fitting:
-        return min((d for d in fitting if d.ports == fitting[0].ports), key=lambda d: d.cycles)
+    if fitting := [d for d in tried if not excess(d)]:
+        most = max(d.ports for d in fitting)
+        return min((d for d in fitting if d.ports == most), key=lambda d: d.cycles)
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
@@ -220,24 +232,26 @@ def designs(spec: MlpSpec, budget: BoardBudget) -> Iterator[MlpDesign]:
     """Every design that the board has ports for, most ports and longest tiles first, whether or not it fits."""
     for ports in PORT_CHOICES:
         if ports + ROW_PORTS <= budget.axi_ports:
+            if budget.uram:
+                yield from (_design(spec, budget, ports, words, uram=True) for words in URAM_TILE_WORD_CHOICES)
             yield from (_design(spec, budget, ports, words) for words in TILE_WORD_CHOICES)
 
 
 def excess(design: MlpDesign) -> list[str]:
     """One text per resource that the design needs more of than the budget has."""
     budget = design.budget
-    return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36)
+    return design.usage.over(budget.lut, budget.ff, budget.dsp, budget.bram36, budget.uram)
 
 
-def _design(spec: MlpSpec, budget: BoardBudget, ports: int, words: int) -> MlpDesign:
+def _design(spec: MlpSpec, budget: BoardBudget, ports: int, words: int, *, uram: bool = False) -> MlpDesign:
     parts = 2 if spec.gated else 1
     first = StageShape(spec.hidden, parts * spec.intermediate, ports, 1, 1, spec.weight_bits, spec.up_bias)
     second = StageShape(spec.intermediate, spec.hidden, ports, 1, 1, spec.weight_bits, spec.down_bias)
-    gate_up, down = _tiled(first, words, parts), _tiled(second, words, 1)
-    return MlpDesign(spec, budget, ports, gate_up, down, _usage(spec, ports, gate_up, down))
+    gate_up, down = cut_tiles(first, words, parts), cut_tiles(second, words, 1)
+    return MlpDesign(spec, budget, ports, gate_up, down, _usage(spec, ports, gate_up, down, uram), uram)
 
 
-def _tiled(stage: StageShape, words: int, parts: int) -> StageShape:
+def cut_tiles(stage: StageShape, words: int, parts: int) -> StageShape:
     """Tiles of about `words` words, all of one size, that hold whole sets of `parts` channels."""
     per_port = ceil(stage.channels / stage.ports)
     largest = max(1, words // stage.channel_words)
@@ -248,10 +262,13 @@ def _tiled(stage: StageShape, words: int, parts: int) -> StageShape:
     return replace(stage, tile=tile, tiles=ceil(per_port / tile))
 
 
-def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape) -> Usage:
+def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape, uram: bool) -> Usage:
     rows = ceil(spec.batch / spec.cores)
     lanes = ports * gate_up.lanes * rows * spec.cores
-    memories = [m for stage in (gate_up, down) for m in _stage_memories(stage, ports, rows)]
+    stages = (gate_up, down)
+    memories = [m for stage in stages for m in _stage_memories(stage, ports, rows)]
+    tiles = [(2 * ports, WORD_BITS, stage.tile_words) for stage in stages]
+    memories += [] if uram else tiles
     memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden)]
     memories += [] if spec.activation == "relu" else [FACTOR_ROM]
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
@@ -268,6 +285,7 @@ def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape) -> 
         ff=lanes * resources.LANE_FF + spec.cores * core_ff + axi * resources.PORT_FF + resources.BASE_FF,
         dsp=spec.cores * (gate_up.lanes * multipliers(rows, ports) + core_dsp),
         bram36=spec.cores * core_bram + axi * resources.PORT_BRAM + fifo_bram + resources.BASE_BRAM,
+        uram=spec.cores * sum(n * uram_blocks(bits, depth) for n, bits, depth in tiles) if uram else 0,
     )
 
 
@@ -288,11 +306,10 @@ def float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
 
 
 def _stage_memories(stage: StageShape, ports: int, rows: int) -> list[tuple[int, int, int]]:
-    """(copies, bits, depth) of one core's buffers for a stage: tiles, sums and values twice, heads three times, group
-    totals and inputs once."""
+    """(copies, bits, depth) of one core's buffers for a stage but its tiles: sums and values twice, heads three times,
+    group totals and inputs once."""
     totals = [] if stage.bits == 8 else [(ports * rows, 32, stage.tile)]
     return [
-        (2 * ports, WORD_BITS, stage.tile_words),
         (3 * ports, WORD_BITS, stage.head_words),
         (2 * ports * rows, 32, stage.tile * stage.sums),
         (2 * ports * rows, 32, stage.tile),

@@ -1,4 +1,4 @@
-"""The typed interface of a kernel: signature, pragmas, connections and host call all come from it."""
+"""The typed interface of a kernel: signature, pragmas, connections and what the host fills all come from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Literal
 from fastcar_compile.codegen.hls.design import MlpDesign
 
 RECORD_CAPACITY = 128
-"""Most dispatch records that one layer can have; `result` holds two words more."""
+"""Most dispatch records that one layer can have, of two words each."""
+
+RESULT_WORDS = 4 + 2 * 32
+"""Words of `result` before the records: status, count, Index Register, held layer, 32 scores, 32 chain counts."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,16 @@ class KernelInterface:
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
 
-    def host_parameters(self) -> str:
-        """Parameters of the host function that sets the arguments."""
-        types = (f"const Buffer& {p.name}" if p.mode == "m_axi" else f"{p.ctype} {p.name}" for p in self.ports)
-        return ", ".join(["Run& run", *types])
-
     def bundles(self) -> list[str]:
         """AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
 
 
 def mlp_interface(design: MlpDesign) -> KernelInterface:
-    """The MLP kernel. Every weights_* argument takes the same buffer; port p reads section p of it."""
+    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory."""
     rows = design.spec.batch * design.row_words
-    stream = design.ports * design.section_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", stream, streamed=True)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.section_words, streamed=True)
         for p in range(design.ports)
     ]
     return KernelInterface(
@@ -104,16 +101,22 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
     )
 
 
-def drs_interface(table_words: int) -> KernelInterface:
-    """The DRS controller; result = status, number of records, records."""
+def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) -> KernelInterface:
+    """TAS unit and DRS controller (docs/drs_table.md); `query_words`, `key_words`: 128-bit words of q and of the key."""
     return KernelInterface(
         "fastcar_drs",
         (
             KernelPort("table", "uint32_t", "m_axi", "gmem_table", table_words),
+            KernelPort("query", "fastcar::word_t", "m_axi", "gmem_query", query_words),
+            KernelPort("key", "fastcar::word_t", "m_axi", "gmem_query", key_words),
+            KernelPort("chain", "uint32_t", "m_axi", "gmem_result", 32),
+            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RESULT_WORDS + 2 * RECORD_CAPACITY, writable=True),
             KernelPort("table_bytes", "uint32_t"),
             KernelPort("layer", "uint32_t"),
-            KernelPort("index_register", "uint32_t"),
+            KernelPort("step", "uint32_t"),
+            KernelPort("query_words", "uint32_t"),
+            KernelPort("key_words", "uint32_t"),
+            KernelPort("held", "uint32_t"),
             KernelPort("capacity", "uint32_t"),
-            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RECORD_CAPACITY + 2, writable=True),
         ),
     )

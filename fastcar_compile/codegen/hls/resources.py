@@ -1,6 +1,6 @@
 """Resource estimates. All of them are estimates of this project, not synthesis results.
 
-A BRAM36 is counted by its simple dual port shapes (UG573): 512 x 72, 1024 x 36, 2048 x 18, 4096 x 9.
+A BRAM36 is counted by its simple dual port shapes (UG573): 512 x 72, 1024 x 36, 2048 x 18, 4096 x 9; an URAM as 4096 x 72.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of LUT, FF, DSP slices and BRAM36 blocks."""
+    """Counts of LUT, FF, DSP slices, BRAM36 and URAM blocks."""
 
     lut: int
     ff: int
     dsp: int
     bram36: int
+    uram: int = 0
 
-    def over(self, lut: int, ff: int, dsp: int, bram36: int) -> list[str]:
+    def over(self, lut: int, ff: int, dsp: int, bram36: int, uram: int) -> list[str]:
         """One text per resource whose use is above the limit given."""
-        pairs = {"LUT": (self.lut, lut), "FF": (self.ff, ff), "DSP": (self.dsp, dsp), "BRAM36": (self.bram36, bram36)}
-        return [f"{name} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
+        limits = {"lut": lut, "ff": ff, "dsp": dsp, "bram36": bram36, "uram": uram}
+        used = {name: getattr(self, name) for name in limits}
+        return [f"{name.upper()} {used[name]} of {limit}" for name, limit in limits.items() if used[name] > limit]
 
 
 def bram_blocks(bits: int, depth: int) -> int:
@@ -51,6 +53,11 @@ def bram_blocks(bits: int, depth: int) -> int:
     if depth <= LUT_RAM_DEPTH:
         return 0
     return min(ceil(bits / width) * ceil(depth / height) for width, height in BRAM_SHAPES)
+
+
+def uram_blocks(bits: int, depth: int) -> int:
+    """URAM blocks of a memory of `depth` words of `bits` bits."""
+    return ceil(bits / 72) * ceil(depth / 4096)
 
 
 def lut_ram(bits: int, depth: int) -> int:

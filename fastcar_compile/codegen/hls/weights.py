@@ -55,15 +55,16 @@ def pack_mlp(linears: Sequence[LinearWeights], design: MlpDesign) -> Array:
     *first, down = linears
     for name, linear in zip(names, linears, strict=True):
         channels = spec.hidden if name == "down" else spec.intermediate
-        _check(name, linear, channels, design.down if name == "down" else design.gate_up)
-    sections = [_pack_stage(_interleaved(first, design.gate_up), design.gate_up), _pack_stage(down, design.down)]
+        check_linear(name, linear, channels, design.down if name == "down" else design.gate_up)
+    sections = [pack_stage(_interleaved(first, design.gate_up), design.gate_up), pack_stage(down, design.down)]
     joined = np.concatenate(sections, axis=1)
     padded = np.zeros((design.ports, design.section_words * WORD_BYTES), np.uint8)
     padded[:, : joined.shape[1]] = joined
     return padded.reshape(-1)
 
 
-def _check(name: str, linear: LinearWeights, channels: int, stage: StageShape) -> None:
+def check_linear(name: str, linear: LinearWeights, channels: int, stage: StageShape) -> None:
+    """Raises UserError when an array of the linear `name` has another shape or dtype than the stage."""
     groups = stage.bits == 4
     wanted = {
         "values": ((channels, GROUP * stage.sums if groups else stage.inputs), np.dtype(np.int8), linear.values),
@@ -96,7 +97,7 @@ def _interleaved(linears: Sequence[LinearWeights], stage: StageShape) -> LinearW
     return LinearWeights(merge([n.values for n in linears]), merge([n.scales for n in linears]), bias)
 
 
-def _pack_stage(linear: LinearWeights, stage: StageShape) -> Array:
+def pack_stage(linear: LinearWeights, stage: StageShape) -> Array:
     """uint8 [ports, bytes of the stage on one port]."""
     parts = [_by_tile(linear.scales.astype(linear.scales.dtype.newbyteorder("<")), stage)]
     if stage.bias:

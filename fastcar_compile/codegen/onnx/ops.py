@@ -14,6 +14,7 @@ import torch
 from onnxscript import opset18 as op
 
 from fastcar_compile.ops import activations, quant
+from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 ZERO_POINT = 128
 """Of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are exact on
@@ -37,6 +38,10 @@ def _uint8(value: int) -> Value:
 
 def _float(value: float) -> Value:
     return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.float32)))
+
+
+def _double(value: float) -> Value:
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, np.float64)))
 
 
 def _shape(value: Value) -> list[int]:
@@ -64,14 +69,18 @@ def attention(query: Value, key_cache: Value, value_cache: Value, position: Valu
 
 
 def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: float) -> Value:
-    """Mean over query heads of scale * <query, key one frame earlier>."""
+    """Mean over query heads of scale * <query, key one frame earlier>, summed in integers."""
     batch, heads, _, dim = _shape(query)
     kv_heads = _shape(key_cache)[1]
     earlier = op.Max(op.Sub(position, _ints(stride)), _ints(0))
-    key = op.Gather(key_cache, earlier, axis=2)
-    grouped = op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
-    products = op.ReduceSum(op.Mul(grouped, key), _ints(-1), keepdims=0)
-    return op.Mul(op.ReduceMean(products, _ints(1, 2), keepdims=0), _float(scale))
+    key = op.Cast(op.Gather(key_cache, earlier, axis=2), to=onnx.TensorProto.DOUBLE)
+    grouped = op.Cast(op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim)), to=onnx.TensorProto.DOUBLE)
+    products = op.Mul(op.Mul(grouped, key), _double(1 << TAS_FRACTION_BITS))
+    rounded = op.Clip(op.Round(products), _double(-TAS_LIMIT), _double(TAS_LIMIT))
+    finite = op.Less(op.Abs(products), _double(float("inf")))
+    whole = op.Cast(op.Where(finite, rounded, _double(-TAS_LIMIT)), to=onnx.TensorProto.INT64)
+    total = op.Cast(op.ReduceSum(whole, _ints(1, 2, 3), keepdims=0), to=onnx.TensorProto.FLOAT)
+    return op.Mul(total, _float(score_factor(scale, heads)))
 
 
 def gate(

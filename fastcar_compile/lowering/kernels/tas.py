@@ -6,15 +6,17 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 Shape = tuple[int, int, int, int]
 
 
 def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
-    """Mean over heads of scale * <query, key at position - stride>: float32 [B]."""
+    """Mean over heads of scale * <query, key at position - stride>: float32 [B], bit for bit as the operator."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group = hq // hkv
+    factor, one, limit = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS), float(TAS_LIMIT)
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -28,11 +30,24 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((1,), "float32", scope="local")
+                acc = T.alloc_buffer((1,), "int64", scope="local")
+                product = T.alloc_buffer((1,), "float64", scope="local")
                 before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
-                acc[0] = T.float32(0)
+                acc[0] = T.int64(0)
                 for h, c in T.grid(hq, d):
-                    acc[0] += q[i, h, 0, c] * keys[i, h // group, before, c]
-                y[i] = acc[0] * T.float32(scale / hq)
+                    product[0] = (
+                        T.Cast("float64", q[i, h, 0, c])
+                        * T.Cast("float64", keys[i, h // group, before, c])
+                        * T.float64(one)
+                    )
+                    acc[0] += T.Cast(
+                        "int64",
+                        T.if_then_else(
+                            T.isfinite(product[0]),
+                            T.max(T.min(T.nearbyint(product[0]), T.float64(limit)), T.float64(-limit)),
+                            T.float64(-limit),
+                        ),
+                    )
+                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
     return temporal_score

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.errors import BackendError
@@ -10,8 +12,9 @@ from fastcar_compile.runtime.store import load_tensors
 
 if TYPE_CHECKING:
     from fastcar_compile.runtime.artifact import Artifact
+    from fastcar_compile.runtime.backends.board import BoardLibrary
 
-BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager")
+BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager", "board")
 
 
 def open_backend(artifact: Artifact, name: str, threads: int | None) -> Backend:
@@ -28,6 +31,8 @@ def open_backend(artifact: Artifact, name: str, threads: int | None) -> Backend:
         return _onnxruntime(artifact, threads)
     if name == "hls-csim":
         return _hls_csim(artifact, threads)
+    if name == "board":
+        return _board(artifact, threads)
     raise BackendError(f"unknown backend {name!r}", mend=f"use one of: {', '.join(BACKENDS)}")
 
 
@@ -49,7 +54,7 @@ def _cpu_options(artifact: Artifact, threads: int | None) -> dict[str, Any]:
     sections = artifact.manifest.sections
     return {
         "root": artifact.path,
-        "programs": sections["host"]["programs"],
+        "programs": programs_for(sections["host"], f"{platform.machine()}-linux-gnu"),
         "params": {name: tensor.numpy() for name, tensor in artifact.params.items()},
         "state": artifact.program.state,
         "config": artifact.config,
@@ -73,13 +78,60 @@ def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
     return OrtBackend(artifact.path / model, artifact.program.state, artifact.config, threads)
 
 
-def _hls_csim(artifact: Artifact, threads: int | None) -> Backend:
+def programs_for(host: Mapping[str, Any], machine: str) -> dict[str, Any]:
+    """The libraries that run on a machine: those of the build machine, or those of the board.
+
+    Args:
+        host: the manifest's section. machine: its triple.
+
+    Raises:
+        BackendError: there are none for it.
+    """
+    if host["triple"] == machine:
+        return host["programs"]
+    board = host.get("board")
+    if board is not None and board["triple"] == machine:
+        if not board["linked"]:
+            raise BackendError(
+                f"the libraries for {machine} are object files, not linked",
+                where=board["programs"]["decode"]["library"],
+                mend=f"compile again where {board['compiler']} is on PATH; docs/board.md",
+            )
+        return board["programs"]
+    known = ", ".join([host["triple"], *([board["triple"]] if board else [])])
+    raise BackendError(
+        f"this artifact has no library for {machine}, only for {known}", mend="compile it for this machine"
+    )
+
+
+def _accelerator(artifact: Artifact) -> dict[str, Any]:
     accelerator = artifact.manifest.sections["accelerator"]
     if accelerator is None:
         mend = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
         raise BackendError("this artifact has no accelerator kernels", mend=mend)
+    return accelerator
+
+
+def _board(artifact: Artifact, threads: int | None) -> Backend:
+    from fastcar_compile.runtime.backends.board import BoardLibrary
+
+    accelerator = _accelerator(artifact)
+    library = BoardLibrary(accelerator["kernels"], artifact.config.hidden_size, artifact.config.batch_size)
+    return _hls_csim(artifact, threads, library)
+
+
+def _hls_csim(artifact: Artifact, threads: int | None, library: BoardLibrary | None = None) -> Backend:
+    accelerator = _accelerator(artifact)
+    from fastcar_compile.codegen.hls.engine_design import LinearStage
     from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+    from fastcar_compile.runtime.backends.hls_csim_engine import HlsCsimEngineBackend
 
     weights = load_tensors(artifact.path / accelerator["weights"], "numpy")
+    if library is not None:
+        weights = {name: library.load(name, stream) for name, stream in weights.items()}
     table = (artifact.path / accelerator["table"]).read_bytes()
-    return HlsCsimBackend(weights=weights, table=table, **_cpu_options(artifact, threads))
+    options = {"weights": weights, "table": table, "library": library, **_cpu_options(artifact, threads)}
+    if accelerator["offload"] != "linears":
+        return HlsCsimBackend(**options)
+    stages = accelerator["design"]["linears"]
+    return HlsCsimEngineBackend(stages={name: LinearStage(**stage) for name, stage in stages.items()}, **options)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import tvm
 from torch import Tensor
 
-from fastcar_compile.codegen.drs.table import Opcode, Status
+from fastcar_compile.codegen.drs.table import Opcode
 from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.errors import BackendError
-from fastcar_compile.lowering.converters import OFFLOAD_FUNCTION
+from fastcar_compile.errors import InternalError
+from fastcar_compile.lowering.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
+from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
+from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
+from fastcar_compile.runtime.backends.board import BoardLibrary
+from fastcar_compile.runtime.backends.controller import GateController
 from fastcar_compile.runtime.backends.cpu import CpuBackend
 
 
@@ -33,36 +37,62 @@ def _offloaded(x: Any, replay: Any, cached: Any, layer: int, out: Any) -> None:
     out.copyfrom(current_accelerator()(int(layer), *arguments).numpy())
 
 
-class HlsCsimBackend(CpuBackend):
-    """CpuBackend whose offloaded MLPs run in the g++ build of the artifact's HLS sources.
+@tvm.register_global_func(GATE_FUNCTION, override=True)
+def _gated(*arguments: Any) -> None:
+    """The same for the gate. The key cache is not copied: the unit reads one row of it."""
+    query, keys, chain, position, step = (torch.from_dlpack(t) for t in arguments[:5])
+    stride, layer, *results = arguments[5:]
+    decision = offload_gate.decide(query, keys, chain, int(position), int(step), int(stride), int(layer))
+    for result, value in zip(results, (decision.replay, decision.score, decision.chain), strict=True):
+        result.copyfrom(value.numpy())
 
-    As on the board, the DRS controller reads the control table and decides which rows the MLP kernel computes. Prefill
-    stays on the host.
+
+class HlsCsimBackend(CpuBackend):
+    """CpuBackend whose gates and offloaded MLPs run in the g++ build of the artifact's HLS sources.
+
+    As on the board, the TAS unit gets q and the cached key and decides, the DRS controller says which rows the MLP
+    kernel computes, and the host follows. Prefill stays on the host.
 
     Args:
         root: the artifact's folder. weights: `layer_<i>` -> uint8 [stream bytes]. table: drs/table.bin.
+        library: what runs the kernels, with weights as it takes them; None: the C simulation.
         options: as for CpuBackend.
 
     Raises:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
+        UserError: the table is not valid.
     """
 
-    def __init__(self, root: Path, weights: Mapping[str, Array], table: bytes, **options: Any) -> None:
-        self._library = CsimLibrary.build(root / "hls", cache_folder())
-        self._weights, self._table = dict(weights), table
+    library_type: ClassVar[type[CsimLibrary]] = CsimLibrary
+
+    def __init__(
+        self,
+        root: Path,
+        weights: Mapping[str, Any],
+        table: bytes,
+        library: CsimLibrary | BoardLibrary | None = None,
+        **options: Any,
+    ) -> None:
+        self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
+        self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         super().__init__(root, decode="offload", **options)
+
+    def reset(self) -> None:
+        """Set every state to zero and empty the prefetch buffer."""
+        super().reset()
+        self._gate.reset()
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """One decode forward; see Backend.decode."""
-        with bound_accelerator(self._mlp):
+        self._gate.start(step, thresholds)
+        with bound_accelerator(self._mlp), bound_gate_unit(self._gate):
             return super().decode(inputs, position, step, thresholds)
 
     def _mlp(self, layer: int, x: Tensor, replay: Tensor, cached: Tensor) -> Tensor:
-        register = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
-        records, status = self._library.drs(self._table, layer, register)
-        if status is not Status.OK:
-            what = f"the DRS controller stopped with status {status.name}"
-            raise BackendError(what, where=f"layer {layer}", mend="compile the model again")
+        """The rows that the controller dispatched."""
+        records = self._gate.dispatched(layer).records
         computed = sum(1 << r.row for r in records if r.opcode is Opcode.COMPUTE_MLP and r.row is not None)
+        if computed != sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed):
+            raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
         y = self._library.mlp(x.numpy(), computed, cached.numpy(), self._weights[f"layer_{layer}"])
         return torch.from_numpy(y)

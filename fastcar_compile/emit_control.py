@@ -1,0 +1,55 @@
+"""The DRS control table of a program, and what the manifest says of the controller that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastcar_compile.codegen.drs.table import VERSION, AttentionShape, DrsTable, build_table
+from fastcar_compile.codegen.hls.drs_cost import controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.emit_drs import limits_of
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import DecoderProgram
+
+
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
+    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+        UserError: a size is out of the table's range.
+    """
+    sites, replay = program.sites, config.replay
+    shapes: dict[AttentionShape, int] = {}
+    for site in sites:
+        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
+    if len(shapes) > 1:
+        raise CompileError(
+            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
+            mend="compile for a CPU target; the TAS unit has one shape for all layers",
+        )
+    return build_table(
+        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
+        [float("inf") if s.threshold is None else s.threshold for s in sites],
+        attention=next(iter(shapes)),
+        scales=[s.scale if s.replay else None for s in sites],
+        max_chain=replay.max_chain if replay else None,
+        couple_cfg=replay.couple_cfg if replay else False,
+    )
+
+
+def controller_json(table: DrsTable) -> dict[str, Any]:
+    """What the manifest and the report say of the controller and its table."""
+    limits = limits_of(table)
+    return {
+        "table_version": VERSION,
+        "gate": "tas",
+        "gated_layers": [layer for layer, factor in enumerate(table.factors) if factor != 0],
+        "couple_cfg": table.couple_cfg,
+        "max_chain": table.max_chain,
+        "prefetch_bytes": sum(table.prefetch),
+        "limits": asdict(limits),
+        "usage_estimate": asdict(controller_usage(limits)),
+        "cycles_estimate": controller_cycles(table),
+    }

@@ -1,0 +1,60 @@
+"""The call from a host graph to the accelerator that computes the linears outside of the MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+from torch.library import custom_op
+
+from fastcar_compile.errors import BackendError
+
+LinearAccelerator = Callable[[str, Tensor], Tensor]
+"""(name of the call, x float32 [B, K]) -> float32 [B, N]."""
+
+_accelerator: ContextVar[LinearAccelerator | None] = ContextVar("fastcar_linear_accelerator", default=None)
+
+
+@contextmanager
+def bound_linears(accelerator: LinearAccelerator) -> Iterator[None]:
+    """Within this context, offloaded linears run on `accelerator`."""
+    token = _accelerator.set(accelerator)
+    try:
+        yield
+    finally:
+        _accelerator.reset(token)
+
+
+def current_linears() -> LinearAccelerator:
+    """The bound accelerator.
+
+    Raises:
+        BackendError: none is bound.
+    """
+    accelerator = _accelerator.get()
+    if accelerator is None:
+        raise BackendError(
+            "an offloaded linear was reached, but no accelerator is bound",
+            mend="run the host graph through session(backend='hls-csim')",
+        )
+    return accelerator
+
+
+@custom_op("fastcar::offloaded_linear", mutates_args=())
+def offloaded_linear(x: Tensor, name: str, channels: int) -> Tensor:
+    """One linear, or several that share their input side by side, from the accelerator.
+
+    Args:
+        x: float32 [B, K]. name: of the call, such as `layer_0.qkv`. channels: N, of all of them.
+
+    Returns:
+        float32 [B, N].
+    """
+    return current_linears()(name, x)
+
+
+@offloaded_linear.register_fake
+def _(x: Tensor, name: str, channels: int) -> Tensor:
+    return x.new_empty((x.shape[0], channels))

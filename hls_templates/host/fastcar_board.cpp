@@ -1,0 +1,31 @@
+// Decodes greedily with the MLPs on the accelerator: tokens of every row on stdout, a line each.
+#include <cstdio>
+
+#include "fastcar_arguments.hpp"
+#include "fastcar_offload.hpp"
+
+int main(int count, char** words) {
+    using namespace fastcar_host;
+    try {
+        const std::string usage = "fastcar_board ARTIFACT --xclbin FILE --prompt 16,3 [--prompt IDS ...] [--num-tokens 256] "
+                                  "[--device 0]";
+        Arguments arguments = parse_arguments(count, words, {"--xclbin", "--device"}, usage);
+        if (arguments.options.count("--xclbin") == 0) {
+            throw Error("no --xclbin is given", "", usage);
+        }
+        const int64_t device = arguments.options.count("--device") == 0
+                                   ? 0
+                                   : parse_integer("--device", arguments.options["--device"]);
+        const DecoderSpec spec = decoder_spec();
+        Accelerator accelerator(arguments.artifact, arguments.options["--xclbin"], static_cast<unsigned>(device));
+        register_accelerator(accelerator);
+        Decoder decoder(arguments.artifact, spec, true);
+        accelerator.reset();
+        print_tokens(decoder.generate(prompt_rows(arguments, spec.batch), arguments.num_tokens));
+        std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "error: %s\n", error.what());
+        return 2;
+    }
+}

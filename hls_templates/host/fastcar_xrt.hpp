@@ -1,0 +1,219 @@
+// A device, and a kernel on it whose arguments are filled by name. Needs XRT (https://xilinx.github.io/XRT).
+#ifndef FASTCAR_XRT_HPP
+#define FASTCAR_XRT_HPP
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <xrt/xrt_bo.h>
+#include <xrt/xrt_device.h>
+#include <xrt/xrt_kernel.h>
+#if __has_include(<xrt/experimental/xrt_xclbin.h>)
+#include <xrt/experimental/xrt_xclbin.h>
+#else
+#include <experimental/xrt_xclbin.h>
+#endif
+
+#include "fastcar_error.hpp"
+#include "fastcar_kernels.hpp"
+
+namespace fastcar_host {
+
+// An open device with an xclbin in it that is known to hold the kernels of this design.
+class Device {
+public:
+    // Throws Error: no such device, the xclbin cannot be read or loaded, or it is of another design.
+    Device(unsigned index, const std::string& xclbin, const std::vector<KernelSpec>& kernels) : where_(xclbin) {
+        const std::string name = "device " + std::to_string(index);
+        const xrt::xclbin image = attempt("the xclbin cannot be read", xclbin, "give the file that `make link` wrote",
+                                          [&] { return xrt::xclbin(xclbin); });
+        for (const KernelSpec& kernel : kernels) {
+            check(image, kernel);
+        }
+        device_ = attempt("the device cannot be opened", name, "load the XRT driver; `xbutil examine` lists the devices",
+                          [&] { return xrt::device(index); });
+        uuid_ = attempt("the xclbin cannot be loaded", xclbin + " on " + name, "build it for this board's platform",
+                        [&] { return device_.load_xclbin(image); });
+        const xrt::uuid loaded = device_.get_xclbin_uuid();
+        if (uuid_ != image.get_uuid() || loaded != image.get_uuid()) {
+            throw Error("the device holds the xclbin " + loaded.to_string() + ", not " + image.get_uuid().to_string(),
+                        name, "another program has loaded its own: end it");
+        }
+    }
+
+    const xrt::device& device() const { return device_; }
+    const xrt::uuid& uuid() const { return uuid_; }
+
+    // What `work` returns; whatever it throws becomes an Error.
+    template <class Work>
+    static auto attempt(const std::string& what, const std::string& where, const std::string& mend, Work work)
+        -> decltype(work()) {
+        try {
+            return work();
+        } catch (const std::exception& error) {
+            throw Error(what + ": " + error.what(), where, mend);
+        }
+    }
+
+private:
+    void check(const xrt::xclbin& image, const KernelSpec& kernel) const {
+        const std::string mend = "link the kernels of this artifact again";
+        const xrt::xclbin::kernel found = image.get_kernel(kernel.name);
+        if (!found) {
+            throw Error("the xclbin has no kernel " + kernel.name, where_, mend);
+        }
+        std::string names, expected;
+        for (const xrt::xclbin::arg& argument : found.get_args()) {
+            names += " " + argument.get_name();
+        }
+        for (const ArgumentSpec& argument : kernel.arguments) {
+            expected += " " + argument.name;
+        }
+        if (names != expected) {
+            throw Error("the xclbin is of another design: " + kernel.name + " takes" + names + "; expected are" + expected,
+                        where_, mend);
+        }
+    }
+
+    std::string where_;
+    xrt::device device_;
+    xrt::uuid uuid_;
+};
+
+// One compute unit. Every argument has to be filled before the first run; it keeps its value after a run.
+class ComputeUnit {
+public:
+    ComputeUnit(const Device& device, const KernelSpec& spec)
+        : device_(device), spec_(spec),
+          kernel_(Device::attempt("the kernel cannot be opened", spec.name, "end other programs that use the board",
+                                  [&] { return xrt::kernel(device.device(), device.uuid(), spec.name); })),
+          run_(kernel_), filled_(spec.arguments.size(), false) {}
+
+    // A buffer of `bytes` bytes for an argument, in the memory that it is connected to.
+    xrt::bo make_buffer(const std::string& argument, uint64_t bytes) {
+        const size_t i = index(argument);
+        if (spec_.arguments[i].kind == Kind::SCALAR) {
+            throw Error(argument + " is a scalar", spec_.name, "");
+        }
+        return Device::attempt("no memory for " + std::to_string(bytes) + " bytes", place(argument),
+                               "free device memory, or compile for fewer layers, rows or bits",
+                               [&] { return xrt::bo(device_.device(), bytes, kernel_.group_id(static_cast<int>(i))); });
+    }
+
+    // The argument reads from or writes to this buffer from now on.
+    void bind(const std::string& argument, const xrt::bo& buffer) {
+        const size_t i = index(argument);
+        run_.set_arg(static_cast<int>(i), buffer);
+        filled_[i] = true;
+    }
+
+    // Copies into the argument's own buffer and to the device. Throws Error: more bytes than the argument has.
+    void write(const std::string& argument, const void* data, uint64_t bytes) {
+        xrt::bo& buffer = own(argument, bytes);
+        buffer.write(data, bytes, 0);
+        buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE, bytes, 0);
+    }
+
+    // Copies from the argument's own buffer, after a run.
+    void read(const std::string& argument, void* data, uint64_t bytes) {
+        xrt::bo& buffer = own(argument, bytes);
+        buffer.sync(XCL_BO_SYNC_BO_FROM_DEVICE, bytes, 0);
+        buffer.read(data, bytes, 0);
+    }
+
+    // The argument is given its own buffer if it has none yet, whatever is in it: the kernel will not read it.
+    void fill(const std::string& argument) { own(argument, 0); }
+
+    template <class T>
+    void set(const std::string& argument, T value) {
+        const size_t i = index(argument);
+        if (spec_.arguments[i].kind != Kind::SCALAR || spec_.arguments[i].bytes != sizeof(T)) {
+            throw Error(argument + " is no scalar of " + std::to_string(sizeof(T)) + " bytes", spec_.name, "");
+        }
+        run_.set_arg(static_cast<int>(i), value);
+        filled_[i] = true;
+    }
+
+    // One execution, waited for. Throws Error: an argument was never filled, or the kernel did not complete.
+    void run() {
+        for (size_t i = 0; i < filled_.size(); ++i) {
+            if (spec_.arguments[i].kind == Kind::OUTPUT) {
+                fill(spec_.arguments[i].name);
+            }
+            if (!filled_[i]) {
+                throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
+            }
+        }
+        run_.start();
+        const ert_cmd_state state = run_.wait(std::chrono::milliseconds(TIMEOUT_MS));
+        if (state != ERT_CMD_STATE_COMPLETED) {
+            throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
+                        "see `dmesg` and `xbutil examine`; load the xclbin again");
+        }
+    }
+
+    bool has(const std::string& argument) const {
+        for (const ArgumentSpec& known : spec_.arguments) {
+            if (known.name == argument) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
+
+    // Arguments that take one section of a weight stream each, in the order of the sections.
+    std::vector<std::string> weights() const {
+        std::vector<std::string> names;
+        for (const ArgumentSpec& argument : spec_.arguments) {
+            if (argument.name.rfind("weights_", 0) == 0) {
+                names.push_back(argument.name);
+            }
+        }
+        return names;
+    }
+
+private:
+    static constexpr int TIMEOUT_MS = 10000;
+
+    std::string place(const std::string& argument) const { return spec_.name + ", argument " + argument; }
+
+    size_t index(const std::string& argument) const {
+        for (size_t i = 0; i < spec_.arguments.size(); ++i) {
+            if (spec_.arguments[i].name == argument) {
+                return i;
+            }
+        }
+        throw Error("there is no argument " + argument, spec_.name, "");
+    }
+
+    xrt::bo& own(const std::string& argument, uint64_t bytes) {
+        if (bytes > bytes_of(argument)) {
+            throw Error(std::to_string(bytes) + " bytes for a buffer of " + std::to_string(bytes_of(argument)),
+                        place(argument), "use the files of one artifact together");
+        }
+        const auto found = buffers_.find(argument);
+        if (found != buffers_.end()) {
+            return found->second;
+        }
+        xrt::bo& made = buffers_.emplace(argument, make_buffer(argument, bytes_of(argument))).first->second;
+        bind(argument, made);
+        return made;
+    }
+
+    const Device& device_;
+    KernelSpec spec_;
+    xrt::kernel kernel_;
+    xrt::run run_;
+    std::vector<bool> filled_;
+    std::map<std::string, xrt::bo> buffers_;
+};
+
+}  // namespace fastcar_host
+
+#endif

@@ -1,0 +1,162 @@
+"""One artifact for zcu102, the host program built for its CPU, and the TVM runtime of that CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tvm
+import tvm_ffi
+from conftest import check_module, check_tool, missing
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.codegen.hls.csim import ap_types_folder
+from fastcar_compile.runtime.backends.hls_csim import cache_folder
+
+FRAME, LENGTH, CHUNK = 8, 65, 16
+XRT_HEADERS = Path("/usr/include/xrt")
+PACKAGES = ("apache-tvm", "apache-tvm-ffi")
+LIBRARIES = ("libtvm_runtime.so", "libtvm_ffi.so")
+FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).parent}
+"""Where the Makefile of the host program finds headers and this machine's libraries."""
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """A small Llama, batch 2, w8a8, MLPs on the accelerator; layer 0 replays in part, layer 1 never."""
+    return compiled(tmp_path_factory, threshold=(0.0, None))
+
+
+@pytest.fixture(scope="session")
+def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer of it in w4a8, with the projections and the head on the accelerator too."""
+    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", num_hidden_layers=1)
+
+
+def compiled(
+    folders: pytest.TempPathFactory,
+    threshold: tuple[float | None, ...],
+    quant: str = "w8a8",
+    offload: str = "mlp",
+    **changes: int,
+) -> fc.Artifact:
+    """For zcu102, with the library for its CPU linked."""
+    check_tool("aarch64-linux-gnu-g++")
+    return fc.compile(
+        llama(initializer_range=0.2, **changes),  # type: ignore[arg-type]
+        target="zcu102",
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=2,
+        quant=quant,
+        replay=fc.ReplayConfig(threshold=threshold),
+        prefill_chunk=CHUNK,
+        offload=offload,
+        output=folders.mktemp("board") / "artifact",
+    )
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artifact], Path]:
+    """`fake_library(artifact)`: fake_xrt.cpp as libxrt_coreutil.so.2, with the artifact's kernels in C simulation."""
+    check_module("hls4ml")
+    if not (XRT_HEADERS / "xrt" / "xrt_kernel.h").is_file():
+        missing("package missing: libxrt-dev")
+    compiler = check_tool("g++")
+
+    @cache
+    def build(sources: Path, kernels: str) -> Path:
+        folder = tmp_path_factory.mktemp("fake_xrt")
+        (folder / "fake_names.hpp").write_text(argument_names(json.loads(kernels)))
+        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+        include = [f"-I{folder}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(XRT_HEADERS)]
+        library = folder / "libxrt_coreutil.so.2"
+        source = Path(__file__).parent / "fake_xrt.cpp"
+        command = [compiler, *options, *include, str(source), "-o", str(library), "-luuid"]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert built.returncode == 0, built.stderr
+        return library
+
+    return lambda a: build(a.path / "hls", json.dumps(a.manifest.sections["accelerator"]["kernels"]))
+
+
+def argument_names(kernels: list[dict[str, Any]]) -> str:
+    """The header fake_names.hpp."""
+    names = (f'{{"{k["name"]}", {{{", ".join(json.dumps(a["name"]) for a in k["arguments"])}}}}}' for k in kernels)
+    table = f"const std::map<std::string, std::vector<std::string>> ARGUMENT_NAMES = {{{', '.join(names)}}};"
+    return f"#include <map>\n#include <string>\n#include <vector>\n{table}\n"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How to build and run programs for one CPU: compiler, its libraries of TVM, and what runs them."""
+
+    compiler: str
+    libraries: dict[str, Path]
+    emulator: tuple[str, ...]
+
+    def build(self, artifact: Path, folder: Path, target: str, **options: str) -> subprocess.CompletedProcess[str]:
+        """`make target` of the host program into `folder`."""
+        values = {"CXX": self.compiler, "CXXFLAGS": "-O1", "BUILD": str(folder)}
+        values |= {k: str(v) for k, v in (FOLDERS | self.libraries).items()} | options
+        command = ["make", "-C", str(artifact / "host" / "src"), target, *(f"{k}={v}" for k, v in values.items())]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        """A finished program with its texts."""
+        words = [*self.emulator, *map(str, command)]
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def aarch64() -> Machine:
+    """The board's CPU: cross compiler, the aarch64 packages of TVM, qemu-user."""
+    compiler, emulator = check_tool("aarch64-linux-gnu-g++"), check_tool("qemu-aarch64")
+    check_tool("make")
+    folder = aarch64_runtime()
+    return Machine(compiler, {"TVM_LIB": folder, "FFI_LIB": folder}, (emulator, "-L", "/usr/aarch64-linux-gnu"))
+
+
+@pytest.fixture(scope="session")
+def native() -> Machine:
+    """This machine."""
+    check_tool("make")
+    return Machine(check_tool("g++"), {}, ())
+
+
+def aarch64_runtime() -> Path:
+    """Folder with TVM's runtime libraries for aarch64, of the versions installed here; fetched by pip once."""
+    check_module("pip")
+    wanted = {name: importlib.metadata.version(name) for name in PACKAGES}
+    folder = cache_folder().parent / "aarch64" / "-".join(wanted.values())
+    if all((folder / name).is_file() for name in LIBRARIES):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    platforms = [w for p in ("manylinux_2_28", "manylinux2014") for w in ("--platform", f"{p}_aarch64")]
+    packages = [f"{name}=={version}" for name, version in wanted.items()]
+    options = [*platforms, "--only-binary=:all:", "--no-deps", "--dest", str(folder), *packages]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        missing(f"package missing: {' '.join(packages)} for aarch64, {done.stderr.strip().splitlines()[-1]}")
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if Path(member).name in LIBRARIES:
+                    partial = folder / f".{Path(member).name}.{os.getpid()}"
+                    partial.write_bytes(archive.read(member))
+                    partial.replace(folder / Path(member).name)
+        wheel.unlink()
+    return folder

@@ -1,0 +1,202 @@
+"""session(backend="board") on a stand-in for pyxrt, and what it says where there is no board."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastcar_compile as fc
+from board.fake_pyxrt import FakeXrt
+from fastcar_compile.codegen.board.kernels import Argument, Kernel
+from fastcar_compile.codegen.hls.interface import KernelPort
+from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.runtime.backends import programs_for
+from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
+
+Faulty = Callable[..., FakeXrt]
+
+
+@pytest.fixture
+def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    """`pyxrt(artifact, fault="")` puts a stand-in with the artifact's kernels in place of pyxrt."""
+
+    def install(artifact: fc.Artifact, fault: str = "") -> FakeXrt:
+        library = ctypes.CDLL(str(fake_library(artifact)))
+        kernels = {}
+        for data in artifact.manifest.sections["accelerator"]["kernels"]:
+            kinds = ["scalar" if a["kind"] == "scalar" else "memory" for a in data["arguments"]]
+            kernels[data["name"]] = (kinds, getattr(library, data["name"]))
+        fake = FakeXrt(kernels, fault)
+        monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
+        monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
+        monkeypatch.delenv("FASTCAR_DEVICE", raising=False)
+        return fake
+
+    return install
+
+
+def assert_same_logits(artifact: fc.Artifact) -> np.ndarray:
+    """The decisions bool [forwards, L, B] of 39 steps that `board` and `cpu` take alike."""
+    tokens = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(1))
+    board, cpu = (artifact.session(b, record=True) for b in ("board", "cpu"))
+    for session in (board, cpu):
+        session.prefill(tokens[:, :1])
+    for i in range(1, 40):
+        assert torch.equal(board.step(tokens[:, i]), cpu.step(tokens[:, i]))
+    assert (board.stats.decisions == cpu.stats.decisions).all()
+    assert 0.0 < board.stats.replay_ratio < 1.0
+    return cpu.stats.decisions
+
+
+def starts(fake: FakeXrt) -> Counter[str]:
+    """How often each kernel was started."""
+    return Counter(call[1] for call in fake.calls if call[0] == "start")
+
+
+def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(artifact)
+    decisions = assert_same_logits(artifact)
+    launched = int((~decisions.all(2)).sum())
+    assert starts(fake) == {"fastcar_drs": decisions.shape[0] * decisions.shape[1], "fastcar_mlp": launched}
+
+
+def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(engine_artifact)
+    decisions = assert_same_logits(engine_artifact)
+    linears = len(engine_artifact.manifest.sections["accelerator"]["linears"])
+    assert linears == 3  # q, k and v; o; the head
+    launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
+    assert starts(fake) == {"fastcar_drs": decisions.shape[0], "fastcar_engine": launched}
+
+
+def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(artifact)
+    session = artifact.session("board")
+    accelerator = artifact.manifest.sections["accelerator"]
+    compute, controller = (Kernel.from_json(k) for k in accelerator["kernels"])
+    assert fake.calls[0] == ("xclbin", str(artifact.path / "drs" / "table.bin"))
+    assert fake.calls[1:4] == [("device", 0), ("kernel", compute.name), ("kernel", controller.name)]
+    loaded = [c[1:] for c in fake.calls if c[0] == "bo"]
+    section = accelerator["design"]["stream_bytes"] // len(compute.weights())
+    groups = [100 * len(compute.name) + compute.index(name) for name in compute.weights()]
+    assert loaded == [(section, group) for group in groups] * 2
+    fake.calls.clear()
+    session.prefill(torch.tensor([[1], [2]]))
+    session.step(torch.tensor([3, 4]))
+    made = {c[1:] for c in fake.calls if c[0] == "bo"}
+    expected = {
+        (a.bytes, 100 * len(kernel.name) + kernel.index(a.name))
+        for kernel in (compute, controller)
+        for a in kernel.arguments
+        if a.kind != "scalar" and a.name not in kernel.weights()
+    }
+    assert made == expected
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("no kernel", r"the xclbin has no kernel fastcar_mlp\n  where: .*table.bin\n  mend:  link the kernels"),
+        ("other design", r"of another design: fastcar_mlp has 7 arguments, expected are 8\n  where: .*table.bin"),
+        ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  mend:  another program"),
+        (
+            "no memory",
+            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0\n  mend:  free",
+        ),
+    ],
+)
+def test_faults_are_told_when_the_session_opens(artifact: fc.Artifact, pyxrt: Faulty, fault: str, text: str) -> None:
+    pyxrt(artifact, fault)
+    with pytest.raises(BackendError, match=text):
+        artifact.session("board")
+
+
+def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    pyxrt(artifact, "hang")
+    session = artifact.session("board")
+    session.prefill(torch.tensor([[1], [2]]))
+    with pytest.raises(
+        Exception, match=r"the kernel did not complete: timeout\n  where: fastcar_drs\n  mend:  see `dmesg`"
+    ):
+        session.step(torch.tensor([3, 4]))
+
+
+def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyxrt(artifact)
+    monkeypatch.setenv("FASTCAR_DEVICE", "first")
+    with pytest.raises(
+        BackendError, match=r"'first' is no device index\n  where: \$FASTCAR_DEVICE\n  mend:  give 0, 1"
+    ):
+        artifact.session("board")
+    monkeypatch.setenv("FASTCAR_DEVICE", "3")
+    with pytest.raises(
+        BackendError, match=r"cannot be opened: No such device with index '3'\n  where: device 3\n  mend"
+    ):
+        artifact.session("board")
+    monkeypatch.setenv("FASTCAR_XCLBIN", "/nowhere/fastcar.xclbin")
+    with pytest.raises(
+        BackendError, match=r"the xclbin does not exist\n  where: /nowhere/fastcar.xclbin\n  mend:  corr"
+    ):
+        artifact.session("board")
+    monkeypatch.delenv("FASTCAR_XCLBIN")
+    with pytest.raises(
+        BackendError, match=r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  mend:  set"
+    ):
+        artifact.session("board")
+
+
+def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real absence: nothing stands in for pyxrt."""
+    monkeypatch.delitem(sys.modules, "pyxrt", raising=False)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "xilinx" not in p])
+    text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  mend:  run on the board"
+    with pytest.raises(BackendError, match=re.escape(text)):
+        artifact.session("board")
+
+
+def test_arguments_know_their_bytes() -> None:
+    port = KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", 3)
+    assert Argument.of(port) == Argument("x", "in", 48)
+    assert Argument.of(KernelPort("y", "float", "m_axi", "g", 5, writable=True)) == Argument("y", "out", 20)
+    assert Argument.of(KernelPort("n", "uint64_t")) == Argument("n", "scalar", 8)
+    with pytest.raises(InternalError, match="argument z has the type wide_t, whose size is not known"):
+        Argument.of(KernelPort("z", "wide_t"))
+    kernel = Kernel("k", (Argument.of(port),))
+    assert Kernel.from_json(kernel.to_json()) == kernel
+    with pytest.raises(InternalError, match="kernel k has no argument cached, only x"):
+        kernel.index("cached")
+
+
+def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    pyxrt(artifact)
+    _, controller = (Kernel.from_json(k) for k in artifact.manifest.sections["accelerator"]["kernels"])
+    unit = ComputeUnit(Device([controller]), controller)
+    with pytest.raises(
+        InternalError, match=r"fastcar_drs: arguments that were never filled: table, query, .*, capacity"
+    ):
+        unit.run()
+    with pytest.raises(InternalError, match=r"fastcar_drs: \d+ bytes for table, which has \d+"):
+        unit.read("table", unit.argument("table").bytes + 1)
+    with pytest.raises(InternalError, match="fastcar_drs: table is no scalar of 4 bytes"):
+        unit.set("table", 1)
+
+
+def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
+    host = artifact.manifest.sections["host"]
+    assert programs_for(host, host["triple"]) == host["programs"]
+    assert programs_for(host, "aarch64-linux-gnu")["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
+    with pytest.raises(
+        BackendError, match=f"no library for riscv64-linux-gnu, only for {host['triple']}, aarch64-linux"
+    ):
+        programs_for(host, "riscv64-linux-gnu")
+    unlinked = host | {"board": host["board"] | {"linked": False}}
+    with pytest.raises(BackendError, match=r"the libraries for aarch64-linux-gnu are object files, not linked"):
+        programs_for(unlinked, "aarch64-linux-gnu")

@@ -1,0 +1,83 @@
+"""Libraries for the board's CPU where the cross compiler is there, and where it is not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+from fastcar_compile.emit_host import cross_compiler, emit_board
+from fastcar_compile.lowering.build import LoweredModule
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.targets import load_target
+
+
+@pytest.fixture(scope="module")
+def lowered() -> LoweredModule:
+    """x + x as a program."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    with builder.function("run", [x]):
+        builder.emit_func_output(relax.Tuple([builder.emit(relax.op.add(x, x))]))
+    module = builder.finalize()
+    return LoweredModule(None, ("x",), (), ("y",), 0, module).retarget(host_target())
+
+
+def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> dict[str, Any]:
+    with ArtifactWriter(folder) as writer:
+        return emit_board(writer, {"decode": lowered}, load_target(target), machine)
+
+
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`name` is not on PATH."""
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == name else which(tool))
+
+
+def test_names_of_compilers() -> None:
+    assert cross_compiler("aarch64-linux-gnu", "x86_64-linux-gnu") == "aarch64-linux-gnu-g++"
+    assert cross_compiler("aarch64-linux-gnu", "aarch64-linux-gnu") == "g++"
+
+
+def test_without_the_cross_compiler_object_files_are_written(
+    lowered: LoweredModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require_tool: Callable[[str], str]
+) -> None:
+    without("aarch64-linux-gnu-g++", monkeypatch)
+    text = (
+        r"aarch64-linux-gnu-g\+\+ is not on PATH: the host programs for aarch64-linux-gnu are written as object files "
+        r"\(.tar\), not as libraries. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again, or link them"
+    )
+    with pytest.warns(UserWarning, match=text):
+        section = emit(lowered, tmp_path / "a", "zcu102")
+    assert (section["linked"], section["compiler"]) == (False, "aarch64-linux-gnu-g++")
+    assert section["programs"]["decode"]["library"] == "host/aarch64-linux-gnu/decode.tar"
+    with pytest.warns(UserWarning, match="not on PATH"):
+        emit(lowered, tmp_path / "b", "zcu102")
+    name = "host/aarch64-linux-gnu/decode.tar"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    monkeypatch.undo()
+    compiler = require_tool("aarch64-linux-gnu-g++")
+    with tarfile.open(tmp_path / "a" / name) as archive:
+        assert [m.mtime for m in archive] == [0] * len(archive.getmembers())
+        archive.extractall(tmp_path / "objects", filter="data")
+    objects = sorted((tmp_path / "objects").glob("*.o"))
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "decode.so", *objects], check=True)  # as docs/board.md says
+
+
+def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: LoweredModule, tmp_path: Path) -> None:
+    section = emit(lowered, tmp_path / "a", "u280")
+    assert (section["compiler"], section["linked"]) == ("g++", True)
+    library = section["programs"]["decode"]["library"]
+    assert library == "host/x86_64-linux-gnu-x86-64-v3/decode.so"
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "a" / library)), tvm.cpu())
+    (doubled,) = machine["run"](tvm.runtime.tensor(np.float32([1, 2, 3, 4])))
+    assert doubled.numpy().tolist() == [2, 4, 6, 8]

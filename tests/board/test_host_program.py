@@ -1,0 +1,119 @@
+"""The C++ host program for the board's CPU, under qemu-user, against the session on this machine."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastcar_compile as fc
+from board.conftest import CHUNK, LENGTH, Machine
+
+EM_AARCH64 = 183
+
+
+@pytest.fixture(scope="module")
+def program(artifact: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fastcar_decode for aarch64."""
+    folder = tmp_path_factory.mktemp("decode")
+    built = aarch64.build(artifact.path, folder, "decode")
+    assert built.returncode == 0, built.stderr
+    return folder / "fastcar_decode"
+
+
+def elf_machine(path: Path) -> int:
+    """e_machine of an ELF file."""
+    head = path.read_bytes()[:20]
+    assert head[:4] == b"\x7fELF"
+    return struct.unpack_from("<H", head, 18)[0]
+
+
+def test_the_artifact_has_libraries_for_the_board(artifact: fc.Artifact) -> None:
+    board = artifact.manifest.sections["host"]["board"]
+    assert (board["triple"], board["cpu"], board["linked"]) == ("aarch64-linux-gnu", "cortex-a53", True)
+    assert board["compiler"] == "aarch64-linux-gnu-g++"
+    here = artifact.manifest.sections["host"]["programs"]
+    assert sorted(board["programs"]) == ["decode", "offload", "prefill"]
+    for name, spec in board["programs"].items():
+        assert spec["library"] == f"host/aarch64-linux-gnu/{name}.so"
+        assert elf_machine(artifact.path / spec["library"]) == EM_AARCH64
+        assert {k: v for k, v in spec.items() if k != "library"} == {
+            k: v for k, v in here[name].items() if k != "library"
+        }
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 50), (CHUNK + 5, 40)], ids=["one token", "longer than a chunk"])
+def test_tokens_equal_those_of_the_session_here(
+    artifact: fc.Artifact, aarch64: Machine, program: Path, length: int, count: int
+) -> None:
+    prompt = torch.randint(0, 17, (2, length), generator=torch.Generator().manual_seed(length))
+    session = artifact.session("cpu")
+    expected = session.generate(prompt, count)
+    assert len(set(expected.flatten().tolist())) > 4
+    assert 0.0 < session.stats.replay_ratio < 1.0
+    rows = [w for row in prompt.tolist() for w in ("--prompt", ",".join(map(str, row)))]
+    done = aarch64.run(program, artifact.path, *rows, "--num-tokens", count)
+    assert done.returncode == 0, done.stderr
+    assert [list(map(int, line.split())) for line in done.stdout.splitlines()] == expected.tolist()
+    assert done.stderr == f"replay ratio {session.stats.replay_ratio:.4f}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--prompt", "16,x"), "--prompt is `x`"),
+        (("--prompt", "17"), "token 17 is outside the vocabulary of 17\n  mend:  use ids 0 .. 16"),
+        (("--prompt", "1", "--prompt", "2,3"), "the rows of the prompt have different lengths"),
+        (("--prompt", "1", "--prompt", "2", "--prompt", "3"), "the prompt has 3 row(s)\n  mend:  give 2 of one length"),
+        (("--prompt", "1", "--num-tokens", LENGTH + 1), "1 prompt tokens and 66 new ones do not fit max_seq_len 65"),
+        (("--prompt", "1", "--speed", "2"), "`--speed` is not understood\n  mend:  fastcar_decode ARTIFACT --prompt"),
+        (("--num-tokens", "2"), "an artifact and a prompt are needed"),
+    ],
+)
+def test_bad_input_is_told(
+    artifact: fc.Artifact, aarch64: Machine, program: Path, words: tuple[object, ...], text: str
+) -> None:
+    done = aarch64.run(program, artifact.path, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {text}")
+    assert done.stdout == ""
+
+
+def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, program: Path, tmp_path: Path) -> None:
+    done = aarch64.run(program, tmp_path, "--prompt", "1")
+    assert done.returncode == 2
+    assert f"the weights cannot be opened\n  where: {tmp_path}/weights/model.safetensors\n  mend:  give" in done.stderr
+    (tmp_path / "weights").symlink_to(artifact.path / "weights")
+    done = aarch64.run(program, tmp_path, "--prompt", "1")
+    assert done.returncode == 2
+    assert "error: the library cannot be loaded: " in done.stderr
+    assert f"where: {tmp_path}/host/aarch64-linux-gnu/decode.so" in done.stderr
+
+
+def test_make_asks_for_tvm(artifact: fc.Artifact, tmp_path: Path, native: Machine) -> None:
+    done = native.build(artifact.path, tmp_path / "build", "decode", FFI=str(tmp_path))
+    assert done.returncode == 2
+    assert "set TVM and FFI to the folders of the Python packages tvm and tvm_ffi" in done.stderr
+    assert not (tmp_path / "build").exists()
+
+
+def test_the_sources_are_the_same_without_an_absolute_path(artifact: fc.Artifact) -> None:
+    for path in sorted((artifact.path / "host" / "src").iterdir()):
+        assert "/home/" not in path.read_text()
+        assert str(artifact.path.parent) not in path.read_text(), path.name
+
+
+def test_libraries_use_no_instruction_beyond_the_cpu(artifact: fc.Artifact) -> None:
+    """Cortex-A53 is Armv8.0-A: no dot product, no half-precision arithmetic, no SVE, no LSE atomics."""
+    text = subprocess.run(
+        ["aarch64-linux-gnu-objdump", "-d", artifact.path / "host/aarch64-linux-gnu/offload.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    used = {fields[2].split()[0] for line in text.splitlines() if len(fields := line.split("\t")) > 2}
+    assert {"fmla", "smull", "ldr"} <= used
+    assert used.isdisjoint({"sdot", "udot", "ldadd", "cas", "whilelo", "ptrue", "fcvtzs.h"})

@@ -1,0 +1,121 @@
+"""The C++ reader of safetensors files, under address and UB sanitizers: what Python writes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import check_tool
+
+from fastcar_compile.runtime.store import save_tensors
+
+NAMES = ("a", 'b "x"')
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of read_tensors.cpp."""
+    program = tmp_path_factory.mktemp("reader") / "read_tensors"
+    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
+    source = Path(__file__).parent / "read_tensors.cpp"
+    command = [check_tool("g++"), *options, f"-I{files('hls_templates') / 'host'}", str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+def read(reader: Path, *paths: Path) -> list[str]:
+    """A line per file."""
+    done = subprocess.run([reader, *paths], capture_output=True, text=True, errors="replace", check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def good(folder: Path) -> bytes:
+    """A file as the artifact's are."""
+    save_tensors(folder / "good", {NAMES[0]: np.arange(6, dtype=np.int8).reshape(2, 3), NAMES[1]: np.float32([1.5])})
+    return (folder / "good").read_bytes()
+
+
+def with_header(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(dtype: str = "I8", shape: tuple[int, ...] = (2,), offsets: tuple[int, ...] = (0, 2)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def test_what_python_writes_is_read(reader: Path, tmp_path: Path) -> None:
+    good(tmp_path)
+    other = {"a": tensor(shape=(), offsets=(0, 1)), NAMES[1]: tensor("F32", (0, 4), (1, 1)), "__metadata__": {"k": "v"}}
+    (tmp_path / "other").write_bytes(with_header(other, b"\7"))
+    byte_sum = sum(np.float32([1.5]).tobytes())
+    lines = read(reader, tmp_path / "good", tmp_path / "other")
+    assert lines == [f"ok I8[2] 15 F32[1] {byte_sum}", "ok I8[0] 7 F32[2] 0"]
+
+
+BAD = "refused the file is no valid safetensors file: "
+REFUSED = {
+    "short": (b"\1\2\3", BAD + "it has no header"),
+    "long header": (struct.pack("<Q", 2**63) + b"{}", BAD + "its header is longer than the file"),
+    "header by one": (struct.pack("<Q", 3) + b"{}", BAD + "its header is longer than the file"),
+    "no object": (with_header(b"[]"), BAD + "the header has no `{` at byte 0"),
+    "text after": (with_header(b"{} x"), BAD + "the header has text after the header at byte 3"),
+    "open string": (with_header(b'{"a'), BAD + "the header has a string without end at byte 3"),
+    "escape": (with_header(rb'{"\u0061": 1}'), BAD + "the header has an escape that tensor names do not need"),
+    "key": (with_header({"a": {"kind": 1}}), BAD + "the header has the unknown key `kind` at byte 14"),
+    "twice": (
+        with_header(b'{"a":{"dtype":"I8","shape":[],"data_offsets":[0,0]},"a":{"data_offsets":[0,0]}}'),
+        BAD + "the header has the tensor `a` twice at byte 78",
+    ),
+    "negative": (with_header({"a": tensor(offsets=(-1, 2))}), BAD + "the header has no number at byte 53"),
+    "huge": (with_header({"a": tensor(offsets=(0, 10**30))}), BAD + "the header has a number that is too large"),
+    "backwards": (with_header({"a": tensor(offsets=(2, 0))}, b"12"), BAD + "the header has no valid data_offsets"),
+    "no offsets": (with_header({"a": {"dtype": "I8", "shape": []}}), BAD + "the header has no valid data_offsets"),
+    "type": (with_header({"a": tensor("F8")}, b"12"), BAD + "`a` has the unknown type F8"),
+    "beyond": (with_header({"a": tensor(shape=(3,), offsets=(0, 3))}, b"12"), BAD + "`a` does not fit its place"),
+    "size": (with_header({"a": tensor(shape=(1,))}, b"12"), BAD + "`a` does not fit its place"),
+    "overflow": (with_header({"a": tensor(shape=(2**33, 2**33))}, b"12"), BAD + "`a` is larger than the file"),
+    "lacking": (with_header({"a": tensor()}, b"12"), 'refused there is no tensor `b "x"`'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(reader: Path, tmp_path: Path, case: str) -> None:
+    data, text = REFUSED[case]
+    (tmp_path / "file").write_bytes(data)
+    (line,) = read(reader, tmp_path / "file")
+    assert line.startswith(text), line
+
+
+def test_a_missing_file_is_told(reader: Path, tmp_path: Path) -> None:
+    assert read(reader, tmp_path / "nothing") == ["refused the weights cannot be opened"]
+
+
+def test_no_damage_is_read_beyond_the_file(reader: Path, tmp_path: Path) -> None:
+    """Bytes changed, removed and inserted anywhere: each file is read or refused, and no sanitizer speaks."""
+    whole, source = good(tmp_path), random.Random(5)
+    paths = []
+    for i in range(400):
+        data = bytearray(whole)
+        at = source.randrange(len(data))
+        change = source.choice(["change", "cut", "insert"])
+        if change == "change":
+            data[at] ^= 1 << source.randrange(8)
+        elif change == "cut":
+            del data[at : at + source.choice([1, len(data)])]
+        else:
+            data.insert(at, source.randrange(256))
+        paths.append(tmp_path / str(i))
+        paths[-1].write_bytes(bytes(data))
+    lines = read(reader, *paths)
+    assert len(lines) == len(paths)
+    assert {line.split()[0] for line in lines} == {"ok", "refused"}

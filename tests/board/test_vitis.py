@@ -1,0 +1,188 @@
+"""The Vitis project: configurations, memory connections and the exact commands of the Makefile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hls.library import DESIGNS
+
+from fastcar_compile.codegen.board.vitis import Bench, connections, vitis_files
+from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
+from fastcar_compile.codegen.hls.emit_drs import table_of_sizes
+from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+
+KERNELS = ("fastcar_mlp", "fastcar_drs")
+FAKE_VPP = """#!/bin/sh
+echo "v++ $*" >> "$LOG"
+case "$*" in
+    *--work_dir*) for last; do :; done; mkdir -p "$last"; test -n "$EMPTY" || touch "$last/$(basename "$last").xo" ;;
+    *fastcar.xclbin*) mkdir -p build; touch build/fastcar.xclbin ;;
+esac
+"""
+"""Writes its command to $LOG and the file that Vitis would write; with $EMPTY no kernel."""
+
+
+@pytest.fixture
+def project(require_tool: Callable[[str], str], tmp_path: Path) -> Path:
+    """The project of the example design on zcu102."""
+    require_tool("make")
+    emit_hls(DESIGNS["example"], tmp_path / "project")
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def vpp(tmp_path: Path) -> dict[str, str]:
+    """Environment with the stand-in for v++."""
+    tool = tmp_path / "bin" / "v++"
+    tool.parent.mkdir()
+    tool.write_text(FAKE_VPP)
+    tool.chmod(0o755)
+    return {"PATH": f"{tool.parent}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+
+
+def make(project: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", *words], cwd=project, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def commands(
+    platform: str = "zcu102.xpfm", rootfs: str = "rootfs.ext4", image: str = "Image", sd: str = ""
+) -> list[str]:
+    """What Vitis has to run for csynth, link and package of the example design."""
+    objects = " ".join(f"build/{k}/{k}.xo" for k in KERNELS)
+    return [
+        *(f"v++ -c --mode hls --config {k}_hls_config.cfg --work_dir build/{k}" for k in KERNELS),
+        f"v++ -l -t hw --platform {platform} --config link.cfg --temp_dir build/_x -o build/fastcar.xclbin {objects}",
+        f"v++ -p -t hw --platform {platform} build/fastcar.xclbin --package.out_dir build/package "
+        f"--package.boot_mode sd --package.image_format ext4 --package.rootfs {rootfs} --package.kernel_image {image} "
+        f"{sd}--package.sd_file build/fastcar.xclbin -o build/packaged.xclbin",
+    ]
+
+
+def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
+    for kernel, bench in zip(KERNELS, ("testbench.cpp", "drs_testbench.cpp"), strict=True):
+        lines = (project / f"{kernel}_hls_config.cfg").read_text().splitlines()
+        assert lines[:2] == ["part=xczu9eg-ffvb1156-2-e", ""]
+        assert lines[2:] == [
+            "[hls]",
+            "flow_target=vitis",
+            "clock=250MHz",
+            f"syn.top={kernel}",
+            f"syn.file={kernel}.cpp",
+            "syn.cflags=-I. -std=c++14",
+            f"tb.file={bench}",
+            "tb.cflags=-I. -std=c++14",
+            "package.output.format=xo",
+            "package.output.syn=true",
+        ]
+        assert (project / f"{kernel}.cpp").is_file()
+        assert (project / bench).is_file()
+
+
+def test_link_configuration(project: Path) -> None:
+    lines = (project / "link.cfg").read_text().splitlines()
+    assert lines[:3] == ["[connectivity]", "nk=fastcar_mlp:1:fastcar_mlp_1", "nk=fastcar_drs:1:fastcar_drs_1"]
+    assert lines[3:10] == [
+        "sp=fastcar_mlp_1.weights_0:HP0",
+        "sp=fastcar_mlp_1.weights_1:HP1",
+        "sp=fastcar_mlp_1.weights_2:HP2",
+        "sp=fastcar_mlp_1.weights_3:HP3",
+        "sp=fastcar_mlp_1.x:HPC0",
+        "sp=fastcar_mlp_1.cached:HPC1",
+        "sp=fastcar_mlp_1.y:HPC1",
+    ]
+    assert lines[-4:] == ["", "[clock]", "freqHz=250000000:fastcar_mlp_1", "freqHz=250000000:fastcar_drs_1"]
+    design = DESIGNS["example"]
+    _, controller = kernel_interfaces(design, table_of_sizes(design))
+    memories = [p.name for p in controller.ports if p.mode == "m_axi"]
+    assert [line.partition(":")[0] for line in lines[10:-4]] == [f"sp=fastcar_drs_1.{name}" for name in memories]
+
+
+def kernel(name: str, weights: int, *others: str) -> KernelInterface:
+    ports = [KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", 8) for p in range(weights)]
+    return KernelInterface(name, (*ports, *(KernelPort(o, "float", "m_axi", f"gmem_{o}", 8) for o in others)))
+
+
+def test_weight_ports_of_all_kernels_share_the_first_memories() -> None:
+    kernels = [kernel("a", 2, "x"), kernel("b", 3, "x", "y")]
+    assert connections("xcu280-fsvh2892-2L-e", kernels) == [
+        "sp=a_1.weights_0:HBM[0]",
+        "sp=a_1.weights_1:HBM[1]",
+        "sp=a_1.x:HBM[3]",
+        "sp=b_1.weights_0:HBM[0]",
+        "sp=b_1.weights_1:HBM[1]",
+        "sp=b_1.weights_2:HBM[2]",
+        "sp=b_1.x:HBM[4]",
+        "sp=b_1.y:HBM[5]",
+    ]
+    assert [line[-4:] for line in connections("xck26-sfvc784-2LV-c", [kernel("a", 6, "x")])][-2:] == ["HPC1", "HPC1"]
+    assert connections("xc7z020", kernels) == []
+
+
+def test_make_would_run_exactly_these_commands(project: Path) -> None:
+    options = ("PLATFORM=zcu102.xpfm", "ROOTFS=rootfs.ext4", "KERNEL_IMAGE=Image")
+    done = make(project, "-n", "csynth", "link", "package", *options)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("v++")] == commands()
+    assert not (project / "build").exists()
+
+
+def test_make_package_builds_all_of_it_in_order_and_once(project: Path, vpp: dict[str, str], tmp_path: Path) -> None:
+    for name in ("rootfs.ext4", "Image"):
+        (tmp_path / name).write_text("")
+    options = (f"ROOTFS={tmp_path}/rootfs.ext4", f"KERNEL_IMAGE={tmp_path}/Image", "SD_DIR=../artifact", "PLATFORM=p")
+    done = make(project, "package", *options, **vpp)
+    assert done.returncode == 0, done.stderr
+    wanted = commands("p", f"{tmp_path}/rootfs.ext4", f"{tmp_path}/Image", "--package.sd_dir ../artifact ")
+    assert Path(vpp["LOG"]).read_text().splitlines() == wanted
+    assert make(project, "link", "PLATFORM=p", **vpp).returncode == 0
+    assert len(Path(vpp["LOG"]).read_text().splitlines()) == len(wanted)
+    (project / "fastcar_config.hpp").touch()
+    assert make(project, "csynth", **vpp).returncode == 0
+    assert Path(vpp["LOG"]).read_text().splitlines()[len(wanted) :] == wanted[:2]
+
+
+def test_missing_vitis_is_told(project: Path) -> None:
+    for target in ("csynth", "link", "package"):
+        done = make(project, target, "VPP=no-such-v++", "PLATFORM=p")
+        assert done.returncode == 2
+        assert "no-such-v++ is not on PATH: source settings64.sh of Vitis 2023.2 or newer" in done.stderr
+    assert not (project / "build").exists()
+
+
+def test_what_the_user_has_to_give_is_asked_for(project: Path, vpp: dict[str, str]) -> None:
+    done = make(project, "link", **vpp)
+    assert done.returncode == 2
+    assert "set PLATFORM to the name or the .xpfm file of the board's platform" in done.stderr
+    done = make(project, "package", "PLATFORM=p", "ROOTFS=/nowhere/rootfs.ext4", **vpp)
+    assert done.returncode == 2
+    assert "set ROOTFS and KERNEL_IMAGE to rootfs.ext4 and Image of AMD's common image" in done.stderr
+
+
+def test_a_kernel_that_was_not_written_is_told(project: Path, vpp: dict[str, str]) -> None:
+    done = make(project, "csynth", **vpp, EMPTY="1")
+    assert done.returncode == 2
+    assert "v++ has not written build/fastcar_mlp/fastcar_mlp.xo: see its log below build/fastcar_mlp" in done.stderr
+
+
+def test_an_artifact_is_not_built_in(project: Path) -> None:
+    (project.parent / "manifest.json").write_text("{}")
+    done = make(project, "csim")
+    assert done.returncode == 2
+    assert "this folder is part of an artifact, whose files are checked when it is loaded: copy it first" in done.stderr
+
+
+def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
+    require_tool("make")
+    files = vitis_files("xcu280-fsvh2892-2L-e", 225.0, [Bench(kernel("a", 1), "bench.cpp")])
+    assert "freqHz=225000000:a_1" in files["link.cfg"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = make(tmp_path, "package")
+    assert done.returncode == 2
+    assert "a PCIe card boots nothing: load build/fastcar.xclbin, which `make link` writes, with XRT" in done.stderr

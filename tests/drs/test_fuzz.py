@@ -1,0 +1,37 @@
+"""The controller on damaged tables under the address and undefined-behaviour sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from drs.tables import LIMITS, table_for
+from fastcar_compile.codegen.drs.table import AttentionShape, Status
+from fastcar_compile.codegen.hls.csim import ap_types_folder, compiler
+from fastcar_compile.codegen.hls.emit_drs import emit_drs
+
+ROUNDS = 20_000
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+
+
+@pytest.mark.timeout(120)
+def test_damaged_tables_end_within_their_buffers(csim_tools: None, tmp_path: Path) -> None:
+    table = table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3)
+    (tmp_path / "table.bin").write_bytes(table.to_bytes())
+    for name, text in emit_drs(table, LIMITS).texts.items():
+        (tmp_path / name).write_text(text)
+    sources = [tmp_path / "fastcar_drs.cpp", Path(__file__).with_name("fuzz.cpp")]
+    include = [f"-I{tmp_path}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
+    command = [compiler(), "-std=c++14", *SANITIZE, *WARNINGS, *include, *map(str, sources), "-o", "fuzz"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    program = [tmp_path / "fuzz", tmp_path / "table.bin", str(ROUNDS)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = dict(zip(Status, map(int, done.stdout.split()), strict=True))
+    assert sum(counts.values()) == ROUNDS
+    assert not [status.name for status, count in counts.items() if count < 20], counts

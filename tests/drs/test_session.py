@@ -1,0 +1,150 @@
+"""The controller decides a whole decode: the rewritten graph against the host graph with the gate in C simulation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from lowering.programs import FRAME, LAYERS, Case, program, tokens
+
+from drs.tables import Controller, table_for
+from fastcar_compile.codegen.drs.reader import read_table
+from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, Opcode, build_table
+from fastcar_compile.codegen.hls.drs_cost import controller_cycles
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.emit_control import control_table, controller_json
+from fastcar_compile.errors import BackendError, CompileError, UserError
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.attention import score_factor
+from fastcar_compile.ops.offload_gate import bound_gate_unit
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.runtime.backends.controller import GateController
+from fastcar_compile.runtime.backends.eager import EagerBackend
+
+FORWARDS = 3 * FRAME
+CASES = [
+    Case(batch=3, thresholds=(0.0, None, 0.5)),
+    Case(batch=4, thresholds=(0.1, -0.2, 0.0), max_chain=2, couple_cfg=True),
+]
+
+
+def options_of(case: Case) -> CompileConfig:
+    """What the case was compiled with, for a board."""
+    replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": case.length, "batch_size": case.batch}
+    return CompileConfig(target="zcu102", quant="w8a8", replay=replay, **sizes)
+
+
+def table_of(case: Case) -> DrsTable:
+    """The control table that an artifact of the case holds."""
+    return control_table(program(case), options_of(case), 2)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These graphs are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def eager(source: DecoderProgram) -> EagerBackend:
+    return EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+
+
+def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
+    return np.array([np.inf if t is None else t + shift for t in case.thresholds], np.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_table_is_that_of_the_program(case: Case) -> None:
+    table, site = table_of(case), program(case).sites[0]
+    assert (table.rows, table.cores, table.tokens_per_frame) == (case.batch, 2, FRAME)
+    assert table.attention == AttentionShape(4, 2, 16)
+    assert (table.max_chain, table.couple_cfg) == (case.max_chain, case.couple_cfg)
+    assert table.thresholds == tuple(thresholds_of(case).tolist())
+    factor = score_factor(site.scale, 4)
+    assert table.factors == tuple(0.0 if t is None else factor for t in case.thresholds)
+    assert table.prefetch == (0,) * LAYERS
+    assert read_table(table.to_bytes()) == table
+    summary = controller_json(table)
+    assert summary["gated_layers"] == [i for i, t in enumerate(case.thresholds) if t is not None]
+    assert summary["limits"] == {"cores": 2, "key_words": 8}
+    assert (summary["couple_cfg"], summary["max_chain"]) == (case.couple_cfg, case.max_chain)
+    assert summary["usage_estimate"]["dsp"] == 4 * 2 + 3
+
+
+def test_clocks_of_a_call() -> None:
+    """The figures of docs/accelerator.md: the example, and LLaMA-2-7B with one row."""
+    example = build_table(4, 2, 2, 256, [0.0] * 4, attention=AttentionShape(4, 4, 32), scales=[1.0] * 4)
+    words = 20 + 4 * (3 + 8)
+    assert controller_cycles(example) == 20 + words - 3 + 8 + 6 + 2 * 64 + 32 + 8 < 400
+    llama = build_table(32, 1, 1, 256, [0.0] * 32, attention=AttentionShape(32, 32, 128), scales=[1.0] * 32)
+    assert 2350 < controller_cycles(llama) < 2450
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller: Controller, case: Case) -> None:
+    """Bit for bit; in the second half with other thresholds."""
+    host = run_pipeline(copy.deepcopy(program(case)), [OffloadGate()])
+    reference, backend = eager(program(case)), eager(host)
+    unit = GateController(controller.library, table_of(case).to_bytes())
+    replayed = 0
+    for t, token in enumerate(tokens(case, FORWARDS)):
+        thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
+        expected = reference.decode(token, t, t, thresholds)
+        unit.start(t, thresholds)
+        with bound_gate_unit(unit):
+            actual = backend.decode(token, t, t, thresholds)
+        for name in ("logits", "decisions", "scores"):
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+        for layer in range(LAYERS):
+            records = unit.dispatched(layer).records
+            computing = [r.row for r in records if r.opcode is Opcode.COMPUTE_MLP]
+            assert computing == [row for row in range(case.batch) if not expected.decisions[layer][row]]
+        replayed += int(expected.decisions.sum())
+    assert 0 < replayed < (FORWARDS - FRAME) * LAYERS * case.batch
+
+
+def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) -> None:
+    unit = GateController(controller.library, table_for(1, prefetch=[8] * 3).to_bytes())
+    one, none = torch.ones(1, 1, 1), torch.zeros(1, dtype=torch.int32)
+    zeros = np.zeros(3, np.float32)
+    arguments = []
+    for sign in (1.0, -1.0, 1.0):
+        unit.start(64, zeros)
+        unit(0, sign * one, one, none, 64)
+        arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(0).records if r.argument])
+        unit(1, -one, one, none, 64)
+        arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(1).records if r.argument])
+    both = [[("PREFETCH_NEXT", 8)], [("LOAD_WEIGHTS", 8)]]
+    assert arguments == [*both, [], [], *both]
+    unit.start(64, zeros)
+    unit(0, one, one, none, 64)
+    unit.reset()
+    unit.start(64, zeros)
+    unit(1, -one, one, none, 64)
+    assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
+
+
+def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
+    unit = GateController(controller.library, table_for(2).to_bytes())
+    unit.start(64, np.zeros(3, np.float32))
+    with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
+        unit(1, torch.ones(2, 8, 1), torch.ones(2, 1, 1), torch.zeros(2, dtype=torch.int32), 64)
+    with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
+        GateController(controller.library, table_for(2).to_bytes()[:-1] + b"\x07")
+
+
+def test_layers_of_different_attention_are_refused() -> None:
+    case = CASES[0]
+    source = copy.deepcopy(program(case))
+    source.sites[2] = dataclasses.replace(source.sites[2], num_heads=8)
+    with pytest.raises(CompileError, match=r"the layers have different attention shapes: layer 0.*heads=4.*layer 2"):
+        control_table(source, options_of(case), 2)

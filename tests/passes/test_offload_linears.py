@@ -1,0 +1,162 @@
+"""offload-linears: q, k and v become one call, o and the head one each; what stays on the host says why."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.errors import BackendError
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.offload_linear import bound_linears
+from fastcar_compile.passes.edit import is_op
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
+from fastcar_compile.passes.offload_linears import OffloadLinears
+from fastcar_compile.passes.offload_mlp import OffloadMlp
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+
+from .golden import check_golden, check_origins, check_truthful, everything, module_text, nodes_of, program_text
+from .tiny import BATCH, WIDTH, TinyBlock, after, decode, logits
+
+fastcar = torch.ops.fastcar
+W8A8 = (*analysis_pipeline(), QuantizeW8A8())
+W4A8 = (*analysis_pipeline(), QuantizeW4A8())
+REPLAY = (*W8A8, InsertReplay((1.5,)))
+
+
+class SplitBlock(TinyBlock):
+    """q, k and v as three linears, two of them with a bias; one more linear sees a transposed weight."""
+
+    def __init__(self, batch: int = BATCH) -> None:
+        super().__init__(batch)
+        self.qkv = Split()
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x) + nn.functional.linear(x, self.mix.T)
+        return torch.cat([q, self.k(x), self.v(x)], -1)
+
+
+class Accelerator:
+    """Every call from the stored weights; keeps the names of the calls."""
+
+    def __init__(self, program: DecoderProgram) -> None:
+        self.calls = {c.name: c for c in linear_calls(program)[0]}
+        self.params, self.names = program.params, []
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        self.names.append(name)
+        call = self.calls[name]
+        return torch.cat([self.linear(x, *names) for names in zip(call.weights, call.biases, strict=True)], -1)
+
+    def linear(self, x: Tensor, weight: str, bias: str | None) -> Tensor:
+        own = None if bias is None else self.params[bias]
+        if f"{weight}_int4" in self.params:
+            return fastcar.linear_w4a8(x, self.params[f"{weight}_int4"], self.params[f"{weight}_scale"], own)
+        return fastcar.linear_w8a8(x, self.params[f"{weight}_int8"], self.params[f"{weight}_scale"], own)
+
+
+def calls_of(program: DecoderProgram) -> list[LinearCall]:
+    return linear_calls(program)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "blocks"),
+    [("offload-linears", W8A8, (SplitBlock,)), ("offload-linears-replay", (*REPLAY, OffloadMlp()), ())],
+)
+def test_golden(name: str, passes: tuple, blocks: tuple) -> None:
+    program = after(*passes, blocks=blocks)
+    before = program_text(program)
+    OffloadLinears().apply(program)
+    check_golden(name, before, program_text(program))
+
+
+@pytest.mark.parametrize("passes", [REPLAY, W8A8])
+def test_second_application_changes_nothing(passes: tuple) -> None:
+    check_truthful(after(*passes), OffloadLinears())
+
+
+def test_inserted_nodes_keep_their_source() -> None:
+    assert check_origins(after(*REPLAY, OffloadLinears()), "offload-linears") == 3 * 3
+
+
+def test_calls_are_named_by_layer_and_role() -> None:
+    program = after(*W8A8, blocks=(TinyBlock, TinyBlock))
+    calls, kept = linear_calls(program)
+    assert [c.name for c in calls] == ["layer_0.qkv", "layer_0.o", "layer_1.qkv", "layer_1.o", "head"]
+    assert [(c.layer, c.inputs, c.channels) for c in calls[:2]] == [(0, 8, (16,)), (0, 8, (8,))]
+    assert calls[4].weights == ("head.weight",)
+    assert kept == []
+    data = json.loads(json.dumps(calls[0].to_json()))
+    assert data == {"name": "layer_0.qkv", "layer": 0, "paths": ["blocks.0.qkv"], "inputs": 8, "channels": [16]}
+
+
+def test_linears_of_one_input_are_one_call_where_biases_agree() -> None:
+    program = after(*W8A8, blocks=(SplitBlock,))
+    calls, kept = linear_calls(program)
+    assert [(c.name, c.channels, c.biased) for c in calls] == [
+        ("layer_0.qkv", (8,), False), ("layer_0.qkv+1", (4, 4), True), ("layer_0.o", (8,), False), ("head", (5,), False)
+    ]  # fmt: skip
+    assert calls[1].paths == ("blocks.0.qkv.k", "blocks.0.qkv.v")
+    assert [(k.path, k.layer, k.reason) for k in kept] == [("blocks.0.qkv", 0, "its weights are not quantised")]
+
+
+def test_the_mlp_is_not_touched() -> None:
+    program = after(*W8A8, OffloadLinears())
+    left = [
+        n.name for n in nodes_of(program) if is_op(n, fastcar.linear_w8a8) and n in program.graph_module.graph.nodes
+    ]
+    assert left == list(program.sites[0].linears)
+
+
+def test_float_linears_stay_on_the_host_and_say_why() -> None:
+    program = after(*analysis_pipeline())
+    before = everything(program)
+    assert OffloadLinears().apply(program) is False
+    assert everything(program) == before
+    _, kept = linear_calls(program)
+    assert [k.path for k in kept] == ["blocks.0.qkv", "blocks.0.out", "head"]
+    assert {k.reason for k in kept} == {"its weights are not quantised"}
+
+
+def test_linears_of_other_rows_than_the_batch_stay_on_the_host() -> None:
+    """As in a prefill chunk, whose linears have a row for every token."""
+    program = after(*W8A8)
+    program.graph_module, program.prefill = program.prefill, program.graph_module  # type: ignore[assignment]
+    program.sites = []
+    calls, kept = linear_calls(program)
+    assert calls == []
+    assert {k.reason for k in kept} == {"it has 4 row(s), and a call has one for each of the 2 batch row(s)"}
+
+
+def test_prefill_stays_on_the_host() -> None:
+    before, program = after(*REPLAY), after(*REPLAY, OffloadLinears())
+    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("passes", "blocks"), [(REPLAY, ()), (REPLAY, (SplitBlock,)), (W4A8, (SplitBlock,))])
+def test_outputs_stay_the_same_bit_for_bit(passes: tuple, blocks: tuple) -> None:
+    expected = logits(after(*passes, blocks=blocks), 0.0)
+    program = after(*passes, blocks=blocks)
+    accelerator = Accelerator(program)
+    OffloadLinears().apply(program)
+    program.graph_module.recompile()
+    with bound_linears(accelerator):
+        np.testing.assert_array_equal(logits(program, 0.0), expected)
+    assert accelerator.names == [name for _ in expected for name in accelerator.calls]
+
+
+def test_without_an_accelerator_the_error_says_so() -> None:
+    with pytest.raises(BackendError, match="an offloaded linear was reached, but no accelerator is bound"):
+        decode(after(*REPLAY, OffloadLinears()))

@@ -1,0 +1,123 @@
+"""offload="linears" end to end: the shipped decoder through the engine in C simulation, and what users are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module, check_tool
+from decoders import PlainDecoder, llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import fastcar_compile as fc
+from fastcar_compile.errors import CompileError
+from fastcar_compile.runtime.session import Session
+from fastcar_compile.runtime.store import load_tensors
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
+FRAME, TOKENS, LAYERS = 256, 300, 2
+CALLS = [*(f"layer_{i}.{role}" for i in range(LAYERS) for role in ("qkv", "o")), "head"]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The artifact of the shipped decoder's first two layers for zcu102, two videos at once, and ids [2, TOKENS]."""
+    check_tool("g++")
+    check_module("hls4ml")
+    model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:LAYERS], LAYERS
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from video import make_videos, tokenize, with_bos
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        sys.modules.pop("video", None)
+    ids = torch.from_numpy(with_bos(tokenize(make_videos(2, seed=1))))[:, :TOKENS]
+    artifact = fc.compile(
+        model,
+        "zcu102",
+        tokens_per_frame=FRAME,
+        batch_size=2,
+        replay=fc.ReplayConfig(threshold=(0.0, -25.0)),
+        offload="linears",
+        output=tmp_path_factory.mktemp("linears") / "artifact",
+    )
+    return SimpleNamespace(artifact=artifact, ids=ids)
+
+
+def decode(session: Session, ids: Tensor) -> Tensor:
+    """Logits [B, T, V]; the first token is the prompt."""
+    out = [session.prefill(ids[:, :1])]
+    out += [session.step(ids[:, i]) for i in range(1, ids.shape[1])]
+    return torch.stack(out, 1)
+
+
+def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
+    cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
+    counts = dict.fromkeys(CALLS, 0)
+    run = hls._backend._library.linear
+
+    def counted(x: np.ndarray, stage: object, weights: np.ndarray) -> np.ndarray:
+        counts[next(n for n, w in hls._backend._weights.items() if w is weights)] += 1
+        return run(x, stage, weights)
+
+    hls._backend._library.linear = counted
+    expected, actual = decode(cpu, example.ids), decode(hls, example.ids)
+    assert torch.equal(actual, expected)
+    assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
+    assert 0.02 < cpu.stats.replay_ratio < 0.36
+    assert counts == dict.fromkeys(CALLS, TOKENS - 1)  # every linear of every forward; prefill stays on the host
+
+
+def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
+    artifact = example.artifact
+    section = artifact.manifest.sections["accelerator"]
+    assert artifact.manifest.sections["config"]["offload"] == section["offload"] == "linears"
+    assert [c["name"] for c in section["linears"]] == CALLS
+    streams = load_tensors(artifact.path / section["weights"], "numpy")
+    sizes = {name: len(stream) for name, stream in streams.items()}
+    assert sizes == section["design"]["linear_stream_bytes"] | {
+        f"layer_{i}": section["design"]["stream_bytes"] for i in range(LAYERS)
+    }
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert report["accelerator"]["linears"] == section["linears"]
+    html = (artifact.path / "report.html").read_text()
+    assert "<td>128 → 128 + 128 + 128</td>" in html
+    text = artifact.explain()
+    q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
+    assert f"offload  layer_1.qkv: {q}, {k}, {v}; 128 -> 128 + 128 + 128, one call, all rows" in text
+    assert "offload  layer_1: the MLP, one call, rows by the DRS table" in text
+    assert "offload  gate: the TAS unit decides from q and the cached key" in text
+    assert "outside of the layers:\n  offload  head: lm_head; 128 -> 17" in text
+    assert "lm_head" not in artifact.explain(layer=1)
+    assert (artifact.path / "hls" / "fastcar_engine.cpp").is_file()
+    assert not (artifact.path / "hls" / "fastcar_mlp.cpp").exists()
+
+
+def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
+    """PlainDecoder: one qkv linear, GELU, biases everywhere."""
+    check_tool("g++")
+    check_module("hls4ml")
+    replay = fc.ReplayConfig(threshold=0.0)
+    options = {"tokens_per_frame": 8, "quant": "w4a8", "replay": replay, "prefill_chunk": 1, "offload": "linears"}
+    artifact = fc.compile(PlainDecoder(batch=2), "zcu102", batch_size=2, output=tmp_path / "a", **options)
+    assert {s["bits"] for s in artifact.manifest.sections["accelerator"]["design"]["linears"].values()} == {4}
+    ids = torch.randint(0, 11, (2, 33), generator=torch.Generator().manual_seed(4))
+    cpu, hls = (artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
+    assert torch.equal(decode(cpu, ids), decode(hls, ids))
+    assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
+    assert 0.0 < cpu.stats.replay_ratio < 0.8
+
+
+def test_a_target_without_an_accelerator_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="offload='linears' needs an accelerator, and target cpu has none"):
+        fc.compile(llama(), "cpu", tokens_per_frame=8, offload="linears", output=tmp_path / "a")
+    with pytest.raises(CompileError, match="offload: Input should be 'mlp' or 'linears'"):
+        fc.compile(llama(), "zcu102", tokens_per_frame=8, offload="head", output=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
