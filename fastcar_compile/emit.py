@@ -69,7 +69,7 @@ def emit_artifact(
 
 
 def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
-    """The weight files, or one file, which is what the host program of a board reads; returns where each parameter is."""
+    """The weight files, or one file, as the host program of a board reads it; returns where each parameter is."""
     places: dict[str, Placement] = {}
     params = program.params
     for file, names in plan_shards(params, WEIGHTS, one_file=one_file).items():
