@@ -1,5 +1,6 @@
 """fastcar_compile: an ahead-of-time compiler for autoregressive video decoders (FastCar, arXiv 2505.14709)."""
 
+from fastcar_compile.calibrate import Thresholds, calibrate
 from fastcar_compile.compiler import compile
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import (
@@ -31,8 +32,10 @@ __all__ = [
     "Session",
     "Target",
     "TargetError",
+    "Thresholds",
     "UserError",
     "available_targets",
+    "calibrate",
     "compile",
     "load",
     "load_target",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.gates import GATES, gate_named
 
-KNOWN_GATES: tuple[str, ...] = ("tas",)
 QUANT_MODES: tuple[str, ...] = ("none", "w8a8", "w4a8")
 OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
 
@@ -43,6 +43,27 @@ def _dump_float(value: float) -> float | str:
 
 
 Threshold = Annotated[float, BeforeValidator(_parse_float), PlainSerializer(_dump_float, when_used="json")]
+
+Heads = tuple[tuple[int, float], ...]
+"""(query head, weight) pairs."""
+
+
+def _parse_heads(value: Any) -> Heads | None:
+    """One layer's heads: None, {head: weight}, [head, …] (alike) or [(head, weight), …]."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        pairs = sorted(value.items())
+    elif isinstance(value, (list, tuple)):
+        pairs = [(v, 1 / len(value)) if isinstance(v, int) else tuple(v) for v in value]
+    else:
+        raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
+    for pair in pairs:
+        if len(pair) != 2 or type(pair[0]) is not int or not math.isfinite(pair[1]):
+            raise ValueError(f"{pair!r} is not a query head with a finite weight")
+    if not pairs or len({head for head, _ in pairs}) != len(pairs):
+        raise ValueError(f"heads are named once each, and at least one, not {value!r}")
+    return tuple((head, float(weight)) for head, weight in pairs)
 
 
 def describe_validation(error: ValidationError) -> list[str]:
@@ -88,27 +109,57 @@ class ReplayConfig(_Config):
     """When an MLP output of the previous frame is replayed instead of computed.
 
     Args:
-        gate: name of the gate; one of `KNOWN_GATES`.
-        threshold: replay iff the gate's score is at least this. One number for all layers, or one per layer;
-            None means "never replay" (here, or in that layer). `inf` never passes, `-inf` always does.
+        gate: name of the gate; one of `fastcar_compile.gates.GATES`.
+        threshold: what the gate compares its score with; docs/gates.md says how (TAS: replay iff score >= threshold, so
+            that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
+            layer; None means "never replay" (here, or in that layer). Default: the gate's own.
         max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
+        refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
+        heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
+            weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
 
     Raises:
         CompileError: a field is not valid.
     """
 
     gate: str = "tas"
-    threshold: Threshold | Sequence[Threshold | None] | None = 2.0
+    threshold: Threshold | Sequence[Threshold | None] | None = None
     max_chain: int | None = Field(default=None, ge=1, strict=True)
     couple_cfg: bool = Field(default=False, strict=True)
+    refresh_every: int | None = Field(default=None, ge=2, strict=True)
+    heads: tuple[Heads | None, ...] | None = None
+
+    def __init__(self, **data: Any) -> None:
+        """The gate's own threshold stands in for one that is not given; None is a threshold."""
+        gate = data.get("gate", "tas")
+        if "threshold" not in data and isinstance(gate, str) and gate in GATES:
+            data = {**data, "threshold": GATES[gate].default_threshold}
+        super().__init__(**data)
 
     @field_validator("gate")
     @classmethod
     def _known_gate(cls, gate: str) -> str:
-        if gate not in KNOWN_GATES:
-            raise ValueError(f"unknown gate {gate!r}; known gates: {', '.join(KNOWN_GATES)}")
+        if gate not in GATES:
+            raise ValueError(f"unknown gate {gate!r}; known gates: {', '.join(GATES)}")
         return gate
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _one_or_many_heads(cls, value: Any) -> Any:
+        """One entry for all layers, or one per layer."""
+        single = isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and all(type(v) is int for v in value))
+        if value is None or single:
+            return None if value is None else (_parse_heads(value),)
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
+        return tuple(_parse_heads(item) for item in value)
+
+    @model_validator(mode="after")
+    def _heads_fit_the_gate(self) -> Self:
+        if self.heads is not None:
+            gate_named(self.gate, ())
+        return self
 
     @field_validator("threshold", mode="before")
     @classmethod
@@ -119,6 +170,24 @@ class ReplayConfig(_Config):
         if isinstance(value, (list, tuple)):
             return tuple(None if item is None else _parse_float(item) for item in value)
         return _parse_float(value)
+
+    def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
+        """The (head, weight) pairs of every layer; empty: all heads everywhere.
+
+        Raises:
+            UserError: one entry per layer was given, but not as many as there are layers.
+        """
+        if self.heads is None:
+            return ()
+        if len(self.heads) == 1:
+            return self.heads * num_layers
+        if len(self.heads) != num_layers:
+            raise UserError(
+                f"heads of {len(self.heads)} layers were given for a decoder of {num_layers} layers",
+                where="ReplayConfig.heads",
+                mend=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
+            )
+        return self.heads
 
     def thresholds(self, num_layers: int) -> tuple[float | None, ...]:
         """One threshold per layer; None where the layer never replays.

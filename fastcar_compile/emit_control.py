@@ -10,17 +10,22 @@ from fastcar_compile.codegen.hls.drs_cost import controller_cycles, controller_u
 from fastcar_compile.codegen.hls.emit_drs import limits_of
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
+from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir import DecoderProgram
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
-    """The DRS control table of a program. The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
+    """The DRS control table of a program; a layer whose gate the host decides has no gate in it.
+
+    The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
 
     Raises:
         CompileError: the layers have different attention shapes.
         UserError: a size is out of the table's range.
     """
     sites, replay = program.sites, config.replay
+    refresh = replay.refresh_every if replay else None
+    own = [decided_on_accelerator(s.gate, s.heads, refresh) for s in sites]
     shapes: dict[AttentionShape, int] = {}
     for site in sites:
         shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
@@ -31,9 +36,9 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
         )
     return build_table(
         *(len(sites), config.batch_size, cores, config.tokens_per_frame),
-        [float("inf") if s.threshold is None else s.threshold for s in sites],
+        [s.threshold if unit and s.threshold is not None else float("inf") for s, unit in zip(sites, own, strict=True)],
         attention=next(iter(shapes)),
-        scales=[s.scale if s.replay else None for s in sites],
+        scales=[s.scale if unit else None for s, unit in zip(sites, own, strict=True)],
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
     )

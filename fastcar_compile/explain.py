@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.gates import gate_named
 from fastcar_compile.graph_io import graph_to_text
 from fastcar_compile.ir import DecoderConfig, LayerSite, StateSpec, module_path_of, source_of
 
@@ -78,20 +79,27 @@ def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -
         f"closed by {site.exit} = {site.residual} + {site.region_output}",
     ]
     if site.replay:
-        stride = config.tokens_per_frame
-        lines += [
-            f"  inserted TAS of {site.query} with the key {stride} positions back, "
-            f"gate at threshold {site.threshold:g}, "
-            f"cond around norm and MLP (replay_branch_{site.layer} | compute_branch_{site.layer})",
-            f"  why      a row whose score reaches the threshold keeps the MLP output of {stride} forwards ago; "
-            "the MLP is skipped when every row does",
-        ]
+        lines += _replay_lines(config, site)
     else:
         lines.append(
             "  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes"
         )
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / 2**20:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
+
+
+def _replay_lines(config: DecoderConfig, site: LayerSite) -> list[str]:
+    stride = config.tokens_per_frame
+    gate = gate_named(site.gate or "tas", site.heads)
+    around = "MLP (the gate reads the norm before it)" if gate.caches_input else "norm and MLP"
+    kept = f", and keeps the MLP input of every computed visit (gate_cache_{site.layer})" if gate.caches_input else ""
+    return [
+        f"  inserted gate {gate.name}: {gate.describe()}; query {site.query}, {stride} positions back, "
+        f"replaying at a score {gate.comparison.value} {site.threshold:g}{kept}; "
+        f"cond around {around} (replay_branch_{site.layer} | compute_branch_{site.layer})",
+        f"  why      a row whose score passes keeps the MLP output of {stride} forwards ago; "
+        "the MLP is skipped when every row does",
+    ]
 
 
 def explain_node(module: fx.GraphModule, name: str) -> str:

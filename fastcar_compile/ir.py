@@ -71,6 +71,8 @@ class DecoderConfig:
 class LayerSite:
     """Where one decoder layer's attention and MLP are in the graph. Fields hold node names.
 
+    `gate` and its `heads` ((query head, weight) pairs) are those that insert-replay put in.
+
     entry -> attention -> residual -> norm -> mlp_input -> MLP -> mlp_output -> region_output -> exit, where
     region_output is what the closing residual add `exit` adds to `residual`. `linears`, `weights` and `biases` (None
     where there is no bias) are in the order gate, up, down or up, down.
@@ -102,6 +104,8 @@ class LayerSite:
     head_dim: int
     replay: bool = False
     threshold: float | None = None
+    gate: str | None = None
+    heads: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from fastcar_compile.gates import gate_named
 from fastcar_compile.ir import DecoderProgram, StateRole
 from fastcar_compile.runtime.store import ArtifactWriter
 
@@ -35,10 +36,26 @@ def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[s
         "sites": sections["sites"],
         "weight_bytes": program.params.nbytes(),
         "state_bytes": {k: v for k, v in state.items() if v},
+        "gate": _gate(program, sections["config"]["replay"]),
         "mlp_share_of_block_weights": share,
         "max_replay_ratio": ceiling,
         "ceiling_speedup_at_max_replay": 1 / (1 - share * ceiling),
         "accelerator": sections["accelerator"],
+    }
+
+
+def _gate(program: DecoderProgram, replay: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The gate's definition and what it caches beside the MLP outputs; None for a dense decoder."""
+    if replay is None:
+        return None
+    gate = gate_named(replay["gate"])
+    extra = sum(s.nbytes for s in program.state if s.role == StateRole.GATE_CACHE)
+    return {
+        "name": gate.name,
+        "replays_where": f"score {gate.comparison.value} threshold",
+        "cache_bytes": extra,
+        "max_chain": replay["max_chain"],
+        "refresh_every": replay["refresh_every"],
     }
 
 

@@ -134,8 +134,8 @@ void engine_product(hls::stream<Beat<C::PORTS> >& weights,
     FASTCAR_NO_INLINE
     typedef EngineShapes<C> S;
     for (int t = 0; t < product.tiles; ++t) {
-        FASTCAR_TRIPS(1, MOST_CHANNELS)
         FASTCAR_DATAFLOW
+        FASTCAR_TRIPS(1, MOST_CHANNELS)
         word_t head[S::PORTS][S::HEAD_WORDS];
         FASTCAR_PARTITION(head, 1)
         FASTCAR_BLOCKS(head, 3)

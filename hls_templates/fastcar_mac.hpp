@@ -11,9 +11,11 @@ namespace fastcar {
 // The widths of the multiplier and of its accumulator; C simulation takes plain integers, which are much faster.
 #if defined(FASTCAR_WORD_BYTES)
 typedef int32_t packed_t;
+typedef int64_t shared_t;
 typedef int64_t packed_sum_t;
 #else
 typedef ap_int<27> packed_t;
+typedef ap_int<18> shared_t;
 typedef ap_int<48> packed_sum_t;
 #endif
 
@@ -54,8 +56,7 @@ Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t 
         packed_sum_t sum = 0;
         for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
             FASTCAR_UNROLL
-            const packed_sum_t product = static_cast<packed_sum_t>(pack_pair(low[first + i], high[first + i])) *
-                                         static_cast<packed_sum_t>(shared[first + i]);
+            const packed_sum_t product = pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
             FASTCAR_MULTIPLY_IN_DSP(product)
             sum += product;
         }

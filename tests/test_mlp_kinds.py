@@ -54,7 +54,7 @@ def decode(session: Session) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "quant", "kind"), [(plain, "w4a8", "w4a8 plain gelu"), (gemma, "w8a8", "w8a8 GeGLU")]
 )
-def test_cpu_and_hls_simulation_are_equal(
+def test_cpu_and_hls_simulation_are_equal_and_others_close(
     model: Callable[[], nn.Module], quant: str, kind: str, tmp_path: Path
 ) -> None:
     check_tool("g++")
@@ -68,6 +68,9 @@ def test_cpu_and_hls_simulation_are_equal(
     assert 0.0 < cpu.stats.replay_ratio < 1.0
     assert torch.equal(decode(hls), expected)
     assert (cpu.stats.decisions == hls.stats.decisions).all()
+    if quant == "w4a8":  # attention may differ in the last bit, and so an activation by one int8 step
+        for backend in ("eager", "onnxruntime"):
+            torch.testing.assert_close(decode(artifact.session(backend)), expected, atol=1e-1, rtol=0)
 
 
 class TanhBlock(PlainBlock):

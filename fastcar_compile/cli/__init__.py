@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.compile import compile_command
 from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.inspect import inspect_command
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compile")(compile_command)
+app.command("calibrate")(calibrate_command)
 app.command("inspect")(inspect_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)

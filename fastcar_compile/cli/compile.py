@@ -34,7 +34,14 @@ def compile_command(
     quant: Annotated[
         str | None, typer.Option(help="none, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
-    threshold: Annotated[str, typer.Option(help="Replay threshold: a number, inf, -inf, or one per layer.")] = "2.0",
+    gate: Annotated[str, typer.Option(help="What decides: tas, input_delta, bound; always, never, random.")] = "tas",
+    threshold: Annotated[
+        str | None, typer.Option(help="A number, inf, -inf, or one per layer; default: the gate's.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.")
+    ] = None,
+    refresh_every: Annotated[int | None, typer.Option(help="Every n-th frame computes everything.")] = None,
     offload: Annotated[
         str, typer.Option(help="What the accelerator computes: mlp, or linears (also projections and head).")
     ] = "mlp",
@@ -50,8 +57,10 @@ def compile_command(
     load_target(target)  # cheap refusals come before the model is read
     replay = None
     if not no_replay:
-        limits = parse_thresholds(threshold)
-        replay = ReplayConfig(threshold=limits, max_chain=max_chain, couple_cfg=couple_cfg)
+        limits = {} if threshold is None else {"threshold": parse_thresholds(threshold)}
+        chosen = None if heads is None else parse_heads(heads)
+        options = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg, "heads": chosen}
+        replay = ReplayConfig(gate=gate, **limits, **options)
     with stages(as_json, "compile") as show:
         show("checking the model")
         artifact = fc.compile(
@@ -75,6 +84,25 @@ def compile_command(
         text = f"{artifact.path}: {able} of {sites} layers may replay, {len(files)} files, {size / 1e6:.1f} MB"
         stdout().print(text, soft_wrap=True, markup=False)
     return ExitCode.OK
+
+
+def parse_heads(text: str) -> list[Any]:
+    """The heads of one or, separated by "/", of every layer: "0,2", "3:1,1:-1" (with weights) or "all".
+
+    Raises:
+        UserError: a part is none of these.
+    """
+    return [None if part.strip() == "all" else _layer_heads(part) for part in text.split("/")]
+
+
+def _layer_heads(text: str) -> Any:
+    try:
+        if ":" not in text:
+            return [int(word) for word in text.split(",")]
+        return {int(head): float(weight) for head, weight in (word.split(":") for word in text.split(","))}
+    except ValueError as error:
+        mend = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
+        raise UserError(f"{text!r} is no list of heads", where="--heads", mend=mend) from error
 
 
 def load_model(path: Path) -> Any:

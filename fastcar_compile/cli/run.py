@@ -18,6 +18,7 @@ from fastcar_compile.cli.common import (
     existing,
     parse_thresholds,
     print_json,
+    require_one,
     stages,
     stdout,
 )
@@ -63,6 +64,7 @@ def run_command(
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.")] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
+    thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -75,6 +77,7 @@ def run_command(
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed")
+    require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
     for option, path in (("output", output), ("trace", trace)):
         if path is not None and path.suffix != ".npy":
             raise UserError(f"the {option} {path} is not a .npy file", mend="end its name in .npy")
@@ -85,7 +88,8 @@ def run_command(
         loaded = fc.load(str(artifact))
         ids = to_rows(ids, decoder_sizes(loaded.manifest).batch_size)
         show(f"opening the {backend} backend")
-        session = loaded.session(backend=backend, record=trace is not None, threads=threads)
+        given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}
+        session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)
         if limits is not None:
             session.set_threshold(limits)
         sampler = Sampler(temperature, seed, num_tokens, show)

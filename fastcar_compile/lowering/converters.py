@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import fx
 from tvm import relax
 from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
+from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
@@ -125,7 +127,46 @@ def _gate(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     slots, batch = _shape(node.args[3])  # type: ignore[arg-type]
     stride, max_chain, couple = node.args[4:7]
-    return e.kernel(gate(batch, slots, int(stride), int(max_chain), bool(couple)), e.args[:4], (batch,), "bool")  # type: ignore[arg-type]
+    refresh_every, at_most = (*node.args[7:], 0, False)[:2] if len(node.args) < 9 else node.args[7:9]
+    options = (int(stride), int(max_chain), bool(couple), int(refresh_every), bool(at_most))  # type: ignore[arg-type]
+    return e.kernel(gate(batch, slots, *options), e.args[:4], (batch,), "bool")
+
+
+def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    stride, scale, heads, weights = node.args[3:7]
+    factors = np.zeros(query[1], np.float32)
+    factors[list(heads)] = weights  # type: ignore[arg-type]
+    kernel = gate_scores.tas_heads(query, cache, int(stride), float(scale))  # type: ignore[arg-type]
+    return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], _shape(node), "float32")
+
+
+def _input_delta(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    return e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args, _shape(node), "float32")  # type: ignore[arg-type]
+
+
+def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
+    change = e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args[:2], _shape(node), "float32")  # type: ignore[arg-type]
+    kernel = gate_scores.cosine_distance(_shape(node.args[2]), _shape(node.args[3]), stride)  # type: ignore[arg-type]
+    distance = e.kernel(kernel, e.args[2:5], _shape(node), "float32")
+    weighted = e.builder.emit(relax.op.multiply(distance, relax.const(weight, "float32")))
+    return e.builder.emit(relax.op.add(change, weighted))
+
+
+def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    value = np.full(_shape(node), float(node.args[2]), np.float32)  # type: ignore[arg-type]
+    return e.builder.emit(relax.const(value, "float32"))
+
+
+def _random_score(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    rows, layer = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+    return e.kernel(gate_scores.random_score(rows, layer), e.args[:1], _shape(node), "float32")
 
 
 def _slot_read(node: fx.Node, importer: Any) -> relax.Var:
@@ -194,6 +235,11 @@ CONVERTERS: dict[str, Converter] = {
     "tas.default": _tas,
     "cache_write.default": _cache_write,
     "gate.default": _gate,
+    "tas_heads.default": _tas_heads,
+    "input_delta.default": _input_delta,
+    "output_bound.default": _output_bound,
+    "constant_score.default": _constant_score,
+    "random_score.default": _random_score,
     "slot_read.default": _slot_read,
     "slot_write.default": _slot_write,
     "offloaded_mlp.default": _offloaded_mlp,

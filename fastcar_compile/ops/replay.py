@@ -7,37 +7,73 @@ from torch import Tensor
 from torch.library import custom_op
 
 
+def decide(
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    chain: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int,
+    at_most: bool,
+) -> Tensor:
+    """The rule of `gate` for scores [..., B] at forwards `step` and with `chain` replays in a row, both broadcast."""
+    replay = (score <= threshold) if at_most else (score >= threshold)
+    replay = replay & (step >= stride)
+    if refresh_every > 0:
+        replay = replay & (step // stride % refresh_every != 0)
+    if max_chain >= 0:
+        replay = replay & (chain < max_chain)
+    if couple_cfg:
+        first, second = replay.chunk(2, -1)
+        replay = torch.cat([first & second] * 2, -1)
+    return replay
+
+
 @custom_op("fastcar::gate", mutates_args=())
 def gate(
-    score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, stride: int, max_chain: int, couple_cfg: bool
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    chain: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
 ) -> Tensor:
     """Which rows replay the MLP output of the previous frame.
 
     Args:
         score: float32 [B].
-        threshold: float32 [1]; a row replays when score >= threshold.
+        threshold: float32 [1]; a row replays when score >= threshold, or score <= threshold with `at_most`.
         step: int64 [1], decode forward number t; no row replays before t = stride.
         chain: int32 [F, B], replays in a row at every slot.
         stride: tokens per frame F.
         max_chain: a row with this many replays in a row computes; negative: unlimited.
         couple_cfg: rows b and b + B / 2 are a guidance pair and replay only together.
+        refresh_every: every row computes in frames (t // F) that are a multiple of this; 0: no such frame.
+        at_most: the comparison.
 
     Returns:
         bool [B], True where the row replays.
     """
-    now = int(step)
-    replay = (score >= threshold) & (now >= stride)
-    if max_chain >= 0:
-        replay = replay & (chain[now % chain.shape[0]] < max_chain)
-    if couple_cfg:
-        first, second = replay.chunk(2)
-        replay = (first & second).repeat(2)
-    return replay
+    slot = chain[int(step) % chain.shape[0]]
+    return decide(score, threshold, step, slot, stride, max_chain, couple_cfg, refresh_every, at_most)
 
 
 @gate.register_fake
 def _(
-    score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, stride: int, max_chain: int, couple_cfg: bool
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    chain: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
 ) -> Tensor:
     return torch.empty_like(score, dtype=torch.bool)
 

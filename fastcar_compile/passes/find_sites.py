@@ -47,14 +47,29 @@ class FindSites(Pass):
         return modified
 
 
+def mlp_region(graph: fx.Graph, layer: int, attentions: list[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The residual stream before a layer's MLP, the MLP's output and the add that joins them.
+
+    Args:
+        attentions: the attention nodes of all layers, in order.
+
+    Raises:
+        CompileError: the layer's structure is not the expected one.
+    """
+    matcher = _Matcher(graph, layer, attentions[layer], attentions)
+    residual, _ = matcher.residual_add()
+    closing, output = matcher.closing_add(residual)
+    return residual, output, closing
+
+
 class _Matcher:
     def __init__(self, graph: fx.Graph, layer: int, attention: fx.Node, attentions: list[fx.Node]) -> None:
         self.graph, self.layer, self.attention = graph, layer, attention
         self.later = set(attentions[layer + 1 :])
 
     def site(self) -> LayerSite:
-        residual, entry = self._residual_add()
-        exit_add, region_output = self._closing_add(residual)
+        residual, entry = self.residual_add()
+        exit_add, region_output = self.closing_add(residual)
         region = self._region(residual, region_output)
         found = [n for n in region if is_op(n, aten.linear)]
         self._check_shape(region, found, region_output)
@@ -90,7 +105,7 @@ class _Matcher:
             head_dim=int(dim),
         )
 
-    def _residual_add(self) -> tuple[fx.Node, fx.Node]:
+    def residual_add(self) -> tuple[fx.Node, fx.Node]:
         """The add that joins attention to the residual stream, and the stream before it."""
         reached = descendants(self.attention)
         for node in in_order(self.graph, reached):
@@ -101,7 +116,7 @@ class _Matcher:
                 return node, outside[0]  # type: ignore[return-value]
         raise self._error(self.attention, "its output joins no residual add", "a residual add after attention")
 
-    def _closing_add(self, residual: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def closing_add(self, residual: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The add whose one operand is the residual and whose other is the MLP of it."""
         reached = descendants(residual)
         for node in in_order(self.graph, set(residual.users)):

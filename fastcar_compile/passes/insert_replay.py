@@ -1,4 +1,4 @@
-"""The FastCar rewrite: TAS, gate, conditional MLP, MLP cache and chain counters (paper section 4, design section 2)."""
+"""The FastCar rewrite: score, gate, conditional MLP, caches and chain counters (paper section 4, design section 2)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.gates import Comparison, Gate, GateValues, gate_named
 from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import (
@@ -26,6 +27,7 @@ from fastcar_compile.passes.edit import (
 )
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+Heads = tuple[tuple[tuple[int, float], ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,22 @@ class InsertReplay(Pass):
         thresholds: one per layer; None: this layer never replays and gets no cache.
         max_chain: replays in a row after which a row computes; None: unlimited.
         couple_cfg: rows b and b + B / 2 replay only together.
+        gate: name of the gate.
+        refresh_every: every row computes in frames that are a multiple of this; None: no such frame.
+        heads: per layer (query head, weight) pairs, for a gate that averages over heads; None, or (): all alike.
     """
 
     name: ClassVar[str] = "insert-replay"
     thresholds: tuple[float | None, ...] = ()
     max_chain: int | None = None
     couple_cfg: bool = False
+    gate: str = "tas"
+    refresh_every: int | None = None
+    heads: Heads = ()
+
+    def gate_of(self, layer: int) -> Gate:
+        """The layer's gate."""
+        return gate_named(self.gate, self.heads[layer] if self.heads else None)
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raises CompileError when the options do not fit the program, or when replay is there already."""
@@ -49,7 +61,9 @@ class InsertReplay(Pass):
         writer = _Inserter(program, self)
         for site, threshold in zip(program.sites, self.thresholds, strict=True):
             if threshold is not None:
-                writer.insert(dataclasses.replace(site, replay=True, threshold=threshold))
+                gate = self.gate_of(site.layer)
+                changes = {"replay": True, "threshold": threshold, "gate": gate.name, "heads": gate.heads}
+                writer.insert(dataclasses.replace(site, **changes), gate)
         writer.finish()
         return True
 
@@ -58,6 +72,14 @@ class InsertReplay(Pass):
             raise CompileError("insert-replay ran already", mend="name it once in the pipeline")
         if len(self.thresholds) != len(program.sites):
             raise CompileError(f"{len(self.thresholds)} thresholds for {len(program.sites)} layers")
+        if self.heads and len(self.heads) != len(program.sites):
+            raise CompileError(f"heads of {len(self.heads)} layers for {len(program.sites)} layers")
+        for site, heads in zip(program.sites, self.heads, strict=False):
+            if wrong := [head for head, _ in heads or () if not 0 <= head < site.num_heads]:
+                mend = f"query heads are 0 .. {site.num_heads - 1}"
+                raise CompileError(
+                    f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, mend=mend
+                )
         if self.couple_cfg and program.config.batch_size % 2:
             raise CompileError(
                 f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}",
@@ -79,52 +101,78 @@ class _Inserter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return call(self.graph, target, args, origin=self.origin, made_by=InsertReplay.name, **kwargs)
 
-    def insert(self, site: LayerSite) -> None:
-        """Rewrite one layer."""
+    def insert(self, site: LayerSite, gate: Gate) -> None:
+        """Rewrite one layer. Where the gate reads the MLP's input, the norm before it stays outside the branches."""
         self.origin = node_named(self.graph, site.region_output)
-        exit_add, residual = node_named(self.graph, site.exit), node_named(self.graph, site.residual)
-        cache, chain = self._state(site)
+        exit_add = node_named(self.graph, site.exit)
+        entry = node_named(self.graph, site.mlp_input if gate.caches_input else site.residual)
+        cache = self._slots("mlp_cache", site, (site.hidden,), torch.float32)
+        chain = self._slots("chain_count", site, (), torch.int32)
+        inputs = self._slots("gate_cache", site, (site.hidden,), torch.float32) if gate.caches_input else None
         with self.graph.inserting_before(exit_add):
-            replay, score = self._gate(site, chain)
+            x, cached_x = self._input(entry, inputs)
+            score = gate.score(self.call, self._values(site, x, cached_x))
+            replay = self._decide(site, gate, score, chain)
             cached = self.call(fastcar.slot_read.default, cache, self.step)
-            y = self._conditional(site, residual, replay, cached)
-            written = self.call(fastcar.slot_write.default, cache, y, self.step)
-            counted = self._count(chain, replay)
+            y = self._conditional(site, entry, replay, cached)
+            self._update(cache, StateRole.MLP_CACHE, site, y)
+            if inputs is not None:
+                kept = self.call(aten.where.self, self.call(aten.unsqueeze.default, replay, 1), cached_x, x)
+                self._update(inputs, StateRole.GATE_CACHE, site, kept)
+            self._update(chain, StateRole.CHAIN_COUNT, site, self._count(chain, replay))
             shaped = self.call(aten.view.default, y, list(self.origin.meta["val"].shape))
         exit_add.replace_input_with(self.origin, shaped)
-        self._erase_region(residual)
+        self._erase_region(entry)
         self.decisions[site.layer], self.scores[site.layer] = replay, score
-        self.updates += [(self._spec(cache, StateRole.MLP_CACHE, site.layer), written)]
-        self.updates += [(self._spec(chain, StateRole.CHAIN_COUNT, site.layer), counted)]
         self.program.sites[site.layer] = site
 
-    def _state(self, site: LayerSite) -> tuple[fx.Node, fx.Node]:
-        frame, batch, name = self.config.tokens_per_frame, self.config.batch_size, InsertReplay.name
-        cache_shape = (frame, batch, site.hidden)
-        cache = add_placeholder(self.graph, f"mlp_cache_{site.layer}", cache_shape, torch.float32, name)
-        chain = add_placeholder(self.graph, f"chain_count_{site.layer}", (frame, batch), torch.int32, name)
-        return cache, chain
+    def _slots(self, name: str, site: LayerSite, tail: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        shape = (self.config.tokens_per_frame, self.config.batch_size, *tail)
+        return add_placeholder(self.graph, f"{name}_{site.layer}", shape, dtype, InsertReplay.name)
 
-    def _gate(self, site: LayerSite, chain: fx.Node) -> tuple[fx.Node, fx.Node]:
-        frame, layer = self.config.tokens_per_frame, site.layer
-        query, key = node_named(self.graph, site.query), node_named(self.graph, site.key_cache)
-        position = placeholder(self.graph, "position")
-        score = self.call(fastcar.tas.default, query, key, position, frame, site.scale)
-        threshold = self.call(aten.slice.Tensor, self.thresholds, 0, layer, layer + 1)
+    def _input(self, entry: fx.Node, inputs: fx.Node | None) -> tuple[fx.Node | None, fx.Node | None]:
+        """The MLP's input and what is cached of it, [B, H]; None where the gate caches nothing."""
+        if inputs is None:
+            return None, None
+        x = self.call(aten.view.default, entry, list(inputs.meta["val"].shape[1:]))
+        return x, self.call(fastcar.slot_read.default, inputs, self.step)
+
+    def _values(self, site: LayerSite, x: fx.Node | None, cached: fx.Node | None) -> GateValues[Any]:
+        return GateValues(
+            query=node_named(self.graph, site.query),
+            key_cache=node_named(self.graph, site.key_cache),
+            position=placeholder(self.graph, "position"),
+            step=self.step,
+            x=x,
+            cached=cached,
+            stride=self.config.tokens_per_frame,
+            scale=site.scale,
+            layer=site.layer,
+            rows=self.config.batch_size,
+        )
+
+    def _decide(self, site: LayerSite, gate: Gate, score: fx.Node, chain: fx.Node) -> fx.Node:
+        threshold = self.call(aten.slice.Tensor, self.thresholds, 0, site.layer, site.layer + 1)
         limit = -1 if self.options.max_chain is None else self.options.max_chain
-        couple = self.options.couple_cfg
-        return self.call(fastcar.gate.default, score, threshold, self.step, chain, frame, limit, couple), score
+        options = (limit, self.options.couple_cfg, self.options.refresh_every or 0)
+        at_most = gate.comparison is Comparison.AT_MOST
+        frame = self.config.tokens_per_frame
+        return self.call(fastcar.gate.default, score, threshold, self.step, chain, frame, *options, at_most)
 
-    def _conditional(self, site: LayerSite, residual: fx.Node, replay: fx.Node, cached: fx.Node) -> fx.Node:
-        constants, compute = _compute_branch(self.module, residual, self.origin, site)
-        keep = _replay_branch(self.module, residual, replay, cached, constants)
+    def _update(self, state: fx.Node, role: StateRole, site: LayerSite, value: fx.Node) -> None:
+        written = self.call(fastcar.slot_write.default, state, value, self.step)
+        self.updates.append((self._spec(state, role, site.layer), written))
+
+    def _conditional(self, site: LayerSite, entry: fx.Node, replay: fx.Node, cached: fx.Node) -> fx.Node:
+        constants, compute = _compute_branch(self.module, entry, self.origin, site)
+        keep = _replay_branch(self.module, entry, replay, cached, constants)
         names = (f"replay_branch_{site.layer}", f"compute_branch_{site.layer}")
         branches = []
         for name, branch in zip(names, (keep, compute), strict=True):
             self.module.add_submodule(name, branch)
             branches.append(self.graph.get_attr(name))
         every = self.call(aten.all.default, replay)
-        operands = (residual, replay, cached, *constants)
+        operands = (entry, replay, cached, *constants)
         result = self.graph.call_function(torch.ops.higher_order.cond, (every, *branches, operands))
         result.meta["val"] = (cached.meta["val"],)
         result.meta |= {k: v for k, v in every.meta.items() if k in ("nn_module_stack", "stack_trace", "made_by")}
@@ -133,12 +181,11 @@ class _Inserter:
     def _count(self, chain: fx.Node, replay: fx.Node) -> fx.Node:
         before = self.call(fastcar.slot_read.default, chain, self.step)
         more = self.call(aten.add.Tensor, before, 1)
-        count = self.call(aten.mul.Tensor, more, self.call(aten.to.dtype, replay, torch.int32))
-        return self.call(fastcar.slot_write.default, chain, count, self.step)
+        return self.call(aten.mul.Tensor, more, self.call(aten.to.dtype, replay, torch.int32))
 
-    def _erase_region(self, residual: fx.Node) -> None:
-        for node in reversed(in_order(self.graph, descendants(residual) & ancestors(self.origin))):
-            if node is not residual and not node.users:
+    def _erase_region(self, entry: fx.Node) -> None:
+        for node in reversed(in_order(self.graph, descendants(entry) & ancestors(self.origin))):
+            if node is not entry and not node.users:
                 self.graph.erase_node(node)
 
     def _spec(self, node: fx.Node, role: StateRole, layer: int) -> StateSpec:
@@ -170,16 +217,16 @@ class _Inserter:
 
 
 def _compute_branch(
-    module: fx.GraphModule, residual: fx.Node, output: fx.Node, site: LayerSite
+    module: fx.GraphModule, entry: fx.Node, output: fx.Node, site: LayerSite
 ) -> tuple[list[fx.Node], fx.GraphModule]:
-    """The MLP region as a graph of its own over (residual, replay, cached, *constants); returns its constants too."""
+    """The MLP region as a graph of its own over (entry, replay, cached, *constants); returns its constants too."""
     outer = module.graph
-    region = in_order(outer, (descendants(residual) & ancestors(output)) - {residual})
+    region = in_order(outer, (descendants(entry) & ancestors(output)) - {entry})
     inside = set(region)
-    constants = in_order(outer, {a for n in region for a in n.all_input_nodes if a not in inside and a is not residual})
+    constants = in_order(outer, {a for n in region for a in n.all_input_nodes if a not in inside and a is not entry})
     graph = fx.Graph()
-    values = {residual: _branch_input(graph, "hidden", residual)}
-    replay, cached = _gate_inputs(graph, site, residual)
+    values = {entry: _branch_input(graph, "hidden", entry)}
+    replay, cached = _gate_inputs(graph, site, entry)
     values |= {c: _branch_input(graph, f"weight_{i}", c) for i, c in enumerate(constants)}
     for node in region:
         values[node] = graph.node_copy(node, lambda n: values[n])
@@ -191,10 +238,10 @@ def _compute_branch(
 
 
 def _replay_branch(
-    module: fx.GraphModule, residual: fx.Node, replay: fx.Node, cached: fx.Node, constants: list[fx.Node]
+    module: fx.GraphModule, entry: fx.Node, replay: fx.Node, cached: fx.Node, constants: list[fx.Node]
 ) -> fx.GraphModule:
     graph = fx.Graph()
-    _branch_input(graph, "hidden", residual)
+    _branch_input(graph, "hidden", entry)
     _branch_input(graph, "replay", replay)
     value = _branch_input(graph, "cached", cached)
     for i, constant in enumerate(constants):
@@ -203,9 +250,9 @@ def _replay_branch(
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _gate_inputs(graph: fx.Graph, site: LayerSite, residual: fx.Node) -> tuple[fx.Node, fx.Node]:
-    batch = residual.meta["val"].shape[0]
-    template = residual.meta["val"]
+def _gate_inputs(graph: fx.Graph, site: LayerSite, entry: fx.Node) -> tuple[fx.Node, fx.Node]:
+    batch = entry.meta["val"].shape[0]
+    template = entry.meta["val"]
     replay, cached = graph.placeholder("replay"), graph.placeholder("cached")
     replay.meta["val"] = template.new_empty((batch,), dtype=torch.bool)
     cached.meta["val"] = template.new_empty((batch, site.hidden))

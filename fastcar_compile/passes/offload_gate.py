@@ -27,13 +27,13 @@ class OffloadGate(Pass):
     name: ClassVar[str] = "offload-gate"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Only layers that may replay have a gate."""
+        """Only layers that may replay have a gate; one that the TAS unit does not have stays on the host."""
         return any([_offload(program.graph_module, site) for site in program.sites if site.replay])
 
 
 def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
     chain = placeholder(module.graph, f"chain_count_{site.layer}")
-    gates = [n for n in chain.users if is_op(n, fastcar.gate)]
+    gates = [n for n in chain.users if is_op(n, fastcar.gate) and _unit_has(n)]
     if not gates:
         return False
     (gate,) = gates
@@ -46,6 +46,11 @@ def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
     counted.args = (chain, new_chain, step)
     module.graph.eliminate_dead_code()
     return True
+
+
+def _unit_has(gate: fx.Node) -> bool:
+    """TAS over all heads, without refresh."""
+    return is_op(node_arg(gate, 0), fastcar.tas) and not any(gate.args[7:])
 
 
 def _call(graph: fx.Graph, gate: fx.Node, layer: int) -> list[fx.Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastcar_compile.config import CompileConfig
+from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
@@ -56,9 +56,19 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     if config.quant in QUANTIZE:
         passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
-        thresholds = config.replay.thresholds(num_layers)
-        passes.append(InsertReplay(thresholds, config.replay.max_chain, config.replay.couple_cfg))
+        passes.append(_replay(config.replay, num_layers))
     return passes
+
+
+def _replay(replay: ReplayConfig, num_layers: int) -> InsertReplay:
+    return InsertReplay(
+        replay.thresholds(num_layers),
+        replay.max_chain,
+        replay.couple_cfg,
+        gate=replay.gate,
+        refresh_every=replay.refresh_every,
+        heads=replay.heads_of(num_layers),
+    )
 
 
 def offload_pipeline(offload: str = "mlp") -> list[Pass]:

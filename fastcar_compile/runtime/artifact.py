@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, fx
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.calibrate.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.explain import explain_node, explain_program
+from fastcar_compile.gates import gate_named
 from fastcar_compile.graph_io import graph_from_json
 from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite
 from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.runtime.store import Manifest, load_tensors, read_manifest, verify_files
+from fastcar_compile.runtime.store import Manifest, load_tensors, read_manifest, verify_files, write_section
 from fastcar_compile.runtime.tensor_files import weight_files
 
 
@@ -103,21 +105,55 @@ class Artifact:
         accelerator = self.manifest.sections["accelerator"]
         return explain_program(self.config, self.sites, self.program.state, pipeline, layer, accelerator)
 
-    def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> Session:
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """The calibrated thresholds that are stored in the artifact, if there are any."""
+        data = self.manifest.sections.get("thresholds")
+        return None if data is None else Thresholds.from_json(data, str(self.path))
+
+    def store_thresholds(self, thresholds: Thresholds | None) -> None:
+        """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled ones.
+
+        Nothing is compiled again; open sessions keep what they have.
+
+        Raises:
+            ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
+        """
+        if thresholds is not None:
+            thresholds.check([s.gate for s in self.sites], str(self.path))
+        self.manifest = write_section(self.path, "thresholds", None if thresholds is None else thresholds.to_json())
+
+    def session(
+        self,
+        backend: str = "cpu",
+        record: bool = False,
+        threads: int | None = None,
+        thresholds: Thresholds | str | Path | None = None,
+    ) -> Session:
         """Open a session.
 
         Args:
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/board.md).
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
+            thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
 
         Raises:
+            ArtifactError: thresholds of another gate or number of layers.
             BackendError: unknown backend, or one that cannot run here.
         """
         from fastcar_compile.runtime.backends import open_backend
 
-        thresholds = [s.threshold if s.replay else None for s in self.sites]
-        return Session(open_backend(self, backend, threads), self.config, thresholds, record=record)
+        given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds or self.thresholds
+        compiled = [s.threshold if s.replay else None for s in self.sites]
+        gates = {s.gate for s in self.sites if s.gate is not None}
+        never = gate_named(gates.pop()).comparison.never if gates else float("inf")
+        opened = open_backend(self, backend, threads)
+        session = Session(opened, self.config, compiled, record=record, never=never)
+        if given is not None:
+            given.check([s.gate for s in self.sites], str(self.path))
+            session.set_threshold(given.values)
+        return session
 
     def _json(self, name: str) -> Any:
         try:

@@ -29,15 +29,21 @@ class Session:
 
     Attributes:
         stats: replay statistics since the last reset.
-        thresholds: float32 [L]; inf where the layer never replays.
+        thresholds: float32 [L]; where the layer never replays, the value that no score passes (inf for TAS).
     """
 
     def __init__(
-        self, backend: Backend, config: DecoderConfig, thresholds: Sequence[float | None], *, record: bool = False
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        thresholds: Sequence[float | None],
+        *,
+        record: bool = False,
+        never: float = np.inf,
     ) -> None:
-        self._backend, self._config, self._record = backend, config, record
+        self._backend, self._config, self._record, self._never = backend, config, record, never
         self._can_replay = [t is not None for t in thresholds]
-        self.thresholds = np.array([np.inf if t is None else t for t in thresholds], np.float32)
+        self.thresholds = self._filled(thresholds)
         self.reset()
 
     def reset(self) -> None:
@@ -52,15 +58,21 @@ class Session:
         """Tokens seen since the last reset."""
         return self._position
 
-    def set_threshold(self, threshold: float | Sequence[float | None]) -> None:
-        """One threshold for every layer that may replay, or one per layer (None: never). Takes effect at the next step.
+    def _filled(self, thresholds: Sequence[float | None]) -> Array:
+        return np.array([self._never if t is None else t for t in thresholds], np.float32)
+
+    def set_threshold(self, threshold: float | Sequence[float | None] | None) -> None:
+        """One threshold for every layer that may replay, or one per layer. None: never, with any gate.
+
+        Takes effect at the next step.
 
         Raises:
             InputError: wrong length, NaN, or a threshold for a layer that was compiled without replay.
         """
         layers = len(self.thresholds)
-        if isinstance(threshold, int | float):
-            threshold = [float(threshold) if can else None for can in self._can_replay]
+        if threshold is None or isinstance(threshold, int | float):
+            value = None if threshold is None else float(threshold)
+            threshold = [value if can else None for can in self._can_replay]
         if len(threshold) != layers:
             raise InputError(
                 f"{len(threshold)} thresholds for {layers} layers", mend="give one number, or one per layer"
@@ -71,7 +83,7 @@ class Session:
             if value is not None and not self._can_replay[layer]:
                 mend = "recompile with a threshold for this layer, or give None"
                 raise InputError(f"layer {layer} was compiled without replay", mend=mend)
-        self.thresholds = np.array([np.inf if t is None else t for t in threshold], np.float32)
+        self.thresholds = self._filled(threshold)
 
     def prefill(self, inputs: Any) -> Tensor:
         """Read a prompt. Prefill never replays.

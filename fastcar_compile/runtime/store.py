@@ -312,6 +312,29 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
+def write_section(path: str | Path, name: str, value: Any) -> Manifest:
+    """Set one section of an artifact's manifest in one atomic step and return the manifest; no other file is touched.
+
+    Raises:
+        ArtifactError: no artifact there, or it cannot be written.
+    """
+    root = Path(path).absolute()
+    manifest = read_manifest(root)
+    changed = manifest.model_copy(update={"sections": {**manifest.sections, name: value}})
+    try:
+        # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
+        handle, scratch = tempfile.mkstemp(prefix=f".{root.name}.manifest-", dir=root.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(changed.to_bytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(scratch, (root / MANIFEST).stat().st_mode & 0o777)
+        os.replace(scratch, root / MANIFEST)
+    except OSError as error:
+        raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
+    return changed
+
+
 def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
     """Checks that the folder holds exactly the manifest's files, each of its size and SHA-256.
 

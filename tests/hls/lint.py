@@ -185,7 +185,9 @@ def _region_problems(body: str, at: int, constant: dict[str, list[bool]]) -> lis
     arrays = re.findall(r"^\s*[\w:]+ (\w+)(?:\[[^;\n]*\])+;$", region, re.MULTILINE)
     uses: dict[str, list[str]] = {array: [] for array in arrays}
     for process, arguments in re.findall(r"\b(\w+)<[^;(){}]*>\(([^;]*)\);", region):
-        for argument, reads in zip(split_arguments(arguments), constant[process], strict=True):
+        for argument, reads in zip(
+            split_arguments(arguments), constant[process], strict=False
+        ):  # defaults are left out
             if argument in uses:
                 uses[argument].append("read" if reads else "write")
     return found + [f"{array} has {use}" for array, use in uses.items() if use != ["write", "read"]]

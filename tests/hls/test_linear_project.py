@@ -171,6 +171,10 @@ def test_sources_keep_the_rules(project: dict[str, str], name: str) -> None:
     assert lint.find_shared_streams(top, processes, sizes) == []
     shared = top.replace(f"ports[{design.ports - 1}]);", "ports[0]);") if design.ports > 1 else top + top
     assert lint.find_shared_streams(shared, processes, sizes)
+    cores = [project[name] for name in ("fastcar_mlp_core.hpp", "fastcar_engine_core.hpp", "fastcar_mlp_processes.hpp")]
+    assert lint.find_bad_dataflow([top, processes, *cores]) == []
+    swapped = processes.replace("scale_tile<S>(head, acc,", "scale_tile<S>(head, value,")
+    assert lint.find_bad_dataflow([top, swapped, *cores])
     codes = {file: lint.code_of(text) for file, text in kernels.items() if file != "fastcar_pragmas.hpp"}
     assert {file for file, code in codes.items() if "stream" in code} == STREAM_FILES
     assert [finding for text in project.values() for finding in lint.find_run_specific(text)] == []

@@ -16,8 +16,8 @@ int main() {
     for (int low = -128; low < 128; ++low) {
         for (int high = -128; high < 128; high += STEP) {
             for (int shared = -128; shared < 128; ++shared) {
-                const fastcar::packed_sum_t packed = fastcar::pack_pair(low, high);
-                const fastcar::Pair pair = fastcar::split(packed * static_cast<fastcar::packed_sum_t>(shared));
+                const fastcar::packed_sum_t product = fastcar::pack_pair(low, high) * fastcar::shared_t(shared);
+                const fastcar::Pair pair = fastcar::split(product);
                 wrong += pair.low != low * shared || pair.high != high * shared;
                 ++count;
             }

@@ -259,17 +259,8 @@ def build_table(
     shape = attention or AttentionShape(1, 1, 1)
     scales = [None] * layers if scales is None else scales
     prefetch = [0] * layers if prefetch is None else prefetch
-    wrong = [
-        f"{name} = {value} (1 to {most})"
-        for name, value, most in (
-            ("layers", layers, MAX_LAYERS),
-            ("rows", rows, MAX_ROWS),
-            ("cores", cores, MAX_CORES),
-            ("tokens_per_frame", tokens_per_frame, 0xFFFFFFFF),
-            ("max_chain", 1 if max_chain is None else max_chain, 0x7FFFFFFF),
-        )
-        if not 1 <= value <= most
-    ]
+    sizes = {"layers": layers, "rows": rows, "cores": cores, "tokens_per_frame": tokens_per_frame}
+    wrong = _out_of_range(sizes | ({} if max_chain is None else {"max_chain": max_chain}))
     for name, values in (("thresholds", thresholds), ("scales", scales), ("prefetch sizes", prefetch)):
         if len(values) != layers:
             wrong.append(f"{len(values)} {name} for {layers} layers")
@@ -287,6 +278,19 @@ def build_table(
         *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
         *(_float32(thresholds), tuple(factors), tuple(prefetch), programs),
     )
+
+
+_MOST = {
+    "layers": MAX_LAYERS,
+    "rows": MAX_ROWS,
+    "cores": MAX_CORES,
+    "tokens_per_frame": 0xFFFFFFFF,
+    "max_chain": 0x7FFFFFFF,
+}
+
+
+def _out_of_range(sizes: dict[str, int]) -> list[str]:
+    return [f"{name} = {n} (1 to {_MOST[name]})" for name, n in sizes.items() if not 1 <= n <= _MOST[name]]
 
 
 def _program(layer: int, rows: int) -> tuple[Instruction, ...]:

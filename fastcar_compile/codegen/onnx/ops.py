@@ -13,6 +13,7 @@ import onnx
 import torch
 from onnxscript import opset18 as op
 
+from fastcar_compile.codegen.onnx.gate_scores import SCORES
 from fastcar_compile.ops import activations, quant
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -84,10 +85,22 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
 
 
 def gate(
-    score: Value, threshold: Value, step: Value, chain: Value, stride: int, max_chain: int, couple_cfg: bool
+    score: Value,
+    threshold: Value,
+    step: Value,
+    chain: Value,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
 ) -> Value:
-    """Threshold, first frame, chain limit and guidance coupling."""
-    replay = op.And(op.GreaterOrEqual(score, threshold), op.GreaterOrEqual(step, _ints(stride)))
+    """Threshold, first frame, refresh, chain limit and guidance coupling."""
+    passes = op.LessOrEqual(score, threshold) if at_most else op.GreaterOrEqual(score, threshold)
+    replay = op.And(passes, op.GreaterOrEqual(step, _ints(stride)))
+    if refresh_every > 0:
+        phase = op.Mod(op.Div(step, _ints(stride)), _ints(refresh_every))
+        replay = op.And(replay, op.Greater(phase, _ints(0)))
     if max_chain >= 0:
         replay = op.And(replay, op.Less(slot_read(chain, step), _int32(max_chain)))
     if couple_cfg:
@@ -165,4 +178,5 @@ def activation_factor(x: Value, activation: str) -> Value:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
     functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, linear_w4a8, activation_factor)
-    return {getattr(torch.ops.fastcar, f.__name__).default: f for f in functions}
+    every = (*functions, *SCORES)
+    return {getattr(torch.ops.fastcar, f.__name__).default: f for f in every}

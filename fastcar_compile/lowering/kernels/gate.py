@@ -8,10 +8,15 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.kernels import OPAQUE
 
 
-def gate(batch: int, slots: int, stride: int, max_chain: int, couple: bool) -> PrimFunc:
-    """bool [B]: step >= stride, score >= threshold, chain below max_chain, and the pair row too when coupled."""
+def gate(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+) -> PrimFunc:
+    """bool [B]: step >= stride, the score passes, no refresh, chain below max_chain; the pair row too when coupled."""
     half = batch // 2 if couple else 0
     limited = 1 if max_chain >= 0 else 0
+    period = max(refresh_every, 1)
+    refreshed = 1 if refresh_every > 0 else 0
+    sign = -1.0 if at_most else 1.0
 
     @T.prim_func(private=True, s_tir=True)
     def decide(
@@ -29,10 +34,12 @@ def gate(batch: int, slots: int, stride: int, max_chain: int, couple: bool) -> P
                 now: T.int32 = T.Cast("int32", step[0])
                 slot: T.int32 = now % slots
                 pair: T.int32 = (i + half) % batch
+                least: T.float32 = threshold[0] * T.float32(sign)
                 y[i] = (
                     (now >= stride)
-                    and (score[i] >= threshold[0])
-                    and (score[pair] >= threshold[0])
+                    and (refreshed == 0 or now // stride % period != 0)
+                    and (score[i] * T.float32(sign) >= least)
+                    and (score[pair] * T.float32(sign) >= least)
                     and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
                 )
 

@@ -45,11 +45,15 @@ class GateController:
         self._traces: dict[int, LayerTrace] = {}
 
     def start(self, step: int, thresholds: Array) -> None:
-        """Begin decode forward number `step`; thresholds float32 [L], and others than before are a new table."""
+        """Begin decode forward number `step`; thresholds float32 [L], and others than before are a new table.
+
+        A threshold of a layer whose gate the host decides is not the unit's.
+        """
         self._step = step
         self._traces.clear()
-        if tuple(thresholds.tolist()) != self._table.thresholds:
-            self._table = self._table.with_thresholds(thresholds.tolist())
+        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(thresholds.tolist())]
+        if tuple(own) != self._table.thresholds:
+            self._table = self._table.with_thresholds(own)
             self._binary = self._table.to_bytes()
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
@@ -65,6 +69,10 @@ class GateController:
             torch.tensor(trace.scores, dtype=torch.float32),
             torch.tensor(trace.chain, dtype=torch.int32),
         )
+
+    def decides(self, layer: int) -> bool:
+        """Whether the table has a gate for this layer; else the host decides, or the layer never replays."""
+        return self._table.factors[layer] != 0
 
     def dispatched(self, layer: int) -> LayerTrace:
         """What the controller dispatched for a layer in this forward; a layer without a gate is scheduled now."""

@@ -1,0 +1,157 @@
+"""Thresholds per layer for a given replay ratio or a given loss of likelihood, from a few videos."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastcar_compile.calibrate.evaluator import Evaluator, Rules
+from fastcar_compile.calibrate.search import Journal, Search, Values
+from fastcar_compile.calibrate.thresholds import Thresholds
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import InputError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.runtime.artifact import Artifact
+
+MODEL_ROWS = 8
+"""Videos that are evaluated together when a model is calibrated; an artifact has its own batch."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is calibrated: a program, its gates' options and the layers that may replay."""
+
+    program: DecoderProgram
+    replay: ReplayConfig
+    rules: Rules
+    able: tuple[bool, ...]
+
+
+def calibrate(
+    source: Artifact | nn.Module,
+    videos: Any,
+    *,
+    replay: ReplayConfig | None = None,
+    tokens_per_frame: int | None = None,
+    quant: str = "none",
+    target_replay: float | None = None,
+    max_nll_increase: float | None = None,
+    prompt: int = 1,
+    journal: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Thresholds:
+    """Choose thresholds on videos that are like those that will be decoded.
+
+    Damage curves (teacher-forced NLL over thresholds at quantiles of the recorded scores) are measured per layer, on
+    the dense decoder and again on top of the other layers' choices; dynamic programming allocates the ratios, and
+    exchanges between layers refine the result as measured jointly. Deterministic.
+
+    Args:
+        source: an artifact, with the gate it was compiled with; or a decoder, as `compile` takes it, with `replay`,
+            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"), and then nothing is compiled. A
+            layer whose threshold is None stays closed.
+        videos: int64 [N, T], prompt included; not those that the result is judged by.
+        target_replay: least share of the forwards t >= F that replay, 0 to 1.
+        max_nll_increase: greatest relative increase of the NLL (0.1: ten per cent). Exactly one of the two.
+        prompt: tokens before decoding starts.
+        journal: file that keeps every measurement; an interrupted calibration goes on from it.
+        progress: called with a line after every measurement.
+
+    Raises:
+        InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
+    """
+    if (target_replay is None) == (max_nll_increase is None):
+        raise InputError("exactly one of target_replay and max_nll_increase is needed")
+    if target_replay is not None and not 0 <= target_replay <= 1:
+        raise InputError(f"target_replay is {target_replay}", mend="give a share from 0 to 1")
+    if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:
+        raise InputError(f"max_nll_increase is {max_nll_increase}", mend="give 0.1 for ten per cent")
+    tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, torch.Tensor) else np.asarray(videos))
+    if isinstance(source, Artifact):
+        given = _of_artifact(source)
+    else:
+        given = _of_model(source, replay or ReplayConfig(), tokens_per_frame, quant, len(tokens))
+    evaluator = Evaluator(given.program, tokens, given.rules, prompt)
+    key = _key(given.program, given.replay, tokens, prompt)
+    book = Journal(None if journal is None else Path(journal), key)
+    comparison = GATES[given.replay.gate].comparison
+    search = Search(evaluator, comparison, given.able, book, progress or (lambda _line: None))
+    if target_replay is not None:
+        values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
+    else:
+        assert max_nll_increase is not None
+        values, goal = search.for_damage(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
+    return _thresholds(search, values, given.replay.gate, goal, key)
+
+
+def _of_artifact(artifact: Artifact) -> _Source:
+    """Raises InputError for a dense artifact."""
+    data = artifact.manifest.sections["config"]["replay"]
+    if data is None or not any(s.replay for s in artifact.sites):
+        raise InputError("the artifact has no gate to calibrate", mend="compile it with a ReplayConfig")
+    replay = ReplayConfig.from_json(data)
+    able = tuple(s.replay for s in artifact.sites)
+    return _Source(artifact.program, replay, rules_of(replay, len(able)), able)
+
+
+def _of_model(model: nn.Module, replay: ReplayConfig, frame: int | None, quant: str, videos: int) -> _Source:
+    facts = ModelFacts.of(model)
+    frame, length = frame or facts.tokens_per_frame, facts.max_seq_len
+    if frame is None or length is None:
+        raise InputError("the model does not say its tokens_per_frame and max_seq_len", mend="give tokens_per_frame")
+    rows, chunk = min(videos, MODEL_ROWS), min(frame, length)
+    program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
+    run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
+    layers = len(program.sites)
+    able = tuple(t is not None for t in replay.thresholds(layers))
+    return _Source(program, replay, rules_of(replay, layers), able)
+
+
+def rules_of(replay: ReplayConfig, layers: int) -> Rules:
+    """What decides besides the thresholds."""
+    heads = replay.heads_of(layers) or (None,) * layers
+    gates = tuple(gate_named(replay.gate, h) for h in heads)
+    return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
+
+
+def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) -> Thresholds:
+    found = search.outcome(values)
+    return Thresholds(
+        gate=gate,
+        values=values,
+        replay=found.replay,
+        per_layer=found.ratios,
+        nll=search.dense_nll * math.exp(found.damage),
+        nll_dense=search.dense_nll,
+        goal=goal,
+        inputs=key,
+    )
+
+
+def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prompt: int) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(program.params.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(replay.to_json() | {"threshold": None, "prompt": prompt}, sort_keys=True).encode())
+    digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())
+    digest.update(videos.tobytes())
+    return digest.hexdigest()
+
+
+__all__ = ["Evaluator", "Rules", "Thresholds", "calibrate", "rules_of"]

@@ -1,0 +1,233 @@
+"""Teacher-forced likelihood under given thresholds: whole layers at a time instead of token by token.
+
+A decision at token t reads only inputs of its own layer at tokens t and t - F, and attention only keys and values of
+its own layer at earlier tokens. So a layer can be computed for all tokens in time order before the next one starts,
+in chunks of at most one frame, within which no slot of the caches comes twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.calibrate.layers import Stages
+from fastcar_compile.errors import InputError
+from fastcar_compile.gates import Comparison, Gate, GateValues
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.replay import decide
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides besides the thresholds; the gate per layer."""
+
+    gates: tuple[Gate, ...]
+    max_chain: int | None = None
+    couple_cfg: bool = False
+    refresh_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Teacher-forced result.
+
+    Attributes:
+        nll: nats per token over everything predicted from the second frame on.
+        ratios: per layer the share of the forwards t >= F that replayed.
+        scores: per layer the scores of those forwards, float32 [n].
+    """
+
+    nll: float
+    ratios: tuple[float, ...]
+    scores: tuple[Tensor, ...] = field(repr=False)
+
+    @property
+    def replay(self) -> float:
+        """Mean of the layers' ratios."""
+        return sum(self.ratios) / len(self.ratios)
+
+
+@dataclass
+class _Stage:
+    """What one stage left behind: per (group, chunk) the values that later stages read."""
+
+    threshold: float | None
+    values: list[list[dict[fx.Node, Tensor]]]
+    ratio: float = 0.0
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class Evaluator:
+    """Measures threshold vectors on fixed videos; stages before the first changed layer are kept.
+
+    Args:
+        program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
+        rules: the gates and chain limits. prompt: tokens before decoding starts.
+
+    Raises:
+        InputError: a headless decoder, no usable prefill graph, or videos that do not fit it.
+    """
+
+    def __init__(self, program: DecoderProgram, videos: np.ndarray, rules: Rules, prompt: int = 1) -> None:
+        self._config, self._rules, self._prompt = program.config, rules, prompt
+        self._check(program, videos)
+        assert program.prefill is not None
+        self._stages = Stages(program.prefill, program.prefill_outputs)
+        self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
+        self._state = [s for s in program.state if s.name in self._placeholders]
+        rows, count = program.config.batch_size, len(videos)
+        self._rows = [[min(g + b, count - 1) for b in range(rows)] for g in range(0, count, rows)]
+        self._valid = [[g + b < count for b in range(rows)] for g in range(0, count, rows)]
+        self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
+        self._done: list[_Stage] = []
+
+    def _check(self, program: DecoderProgram, videos: np.ndarray) -> None:
+        config = program.config
+        if config.takes_embeddings or config.vocab_size is None:
+            raise InputError("a headless decoder has no likelihood to calibrate on", mend="calibrate it with its head")
+        if program.prefill is None or config.prefill_chunk > config.tokens_per_frame:
+            frame = config.tokens_per_frame
+            what = f"calibration runs the prefill graph in chunks of at most one frame ({frame} tokens)"
+            raise InputError(what, mend=f"compile with prefill_chunk <= {frame}")
+        if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
+            raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
+        least, most = self._prompt + config.tokens_per_frame + 2, config.max_seq_len + 1
+        if not least <= videos.shape[1] <= most:
+            mend = "give at least two frames, and no more tokens than were compiled for"
+            raise InputError(f"videos of {videos.shape[1]} tokens; from {least} to {most} can be used", mend=mend)
+
+    def measure(self, thresholds: Sequence[float | None]) -> Measurement:
+        """One threshold per layer; None: never."""
+        with torch.inference_mode():
+            keep = 0
+            while keep < min(len(self._done), len(thresholds)) and self._done[keep].threshold == thresholds[keep]:
+                keep += 1
+            del self._done[keep:]
+            for layer in range(keep, len(thresholds)):
+                self._done.append(self._run_layer(layer, thresholds[layer]))
+            nll = self._likelihood()
+        return Measurement(nll, tuple(s.ratio for s in self._done), tuple(s.scores for s in self._done))
+
+    def _starts(self) -> list[int]:
+        """Prompt chunks first, then chunks from the first decoded token on."""
+        chunk = self._config.prefill_chunk
+        return [*range(0, self._prompt, chunk), *range(self._prompt, self._length, chunk)]
+
+    def _run_layer(self, layer: int, threshold: float | None) -> _Stage:
+        values, scores, replayed, possible = [], [], 0, 0
+        for group in range(len(self._rows)):
+            state = {s.name: s.zeros() for s in self._state if s.layer == layer}
+            replay = _LayerReplay(self, layer, threshold)
+            kept = []
+            for number, start in enumerate(self._starts()):
+                known = self._known(group, number, start, layer) | {self._placeholders[n]: t for n, t in state.items()}
+                replay.start = start
+                hook = replay if start >= self._prompt else None
+                found = self._stages.run(layer, known, hook)
+                state = {n: found[self._stages.results[n]] for n in state}
+                kept.append({n: found[n] for n in self._stages.crossing[layer]})
+            values.append(kept)
+            valid = torch.tensor(self._valid[group])
+            scores += [s[:, valid].flatten() for s in replay.scores]
+            replayed += sum(int(r[:, valid].sum()) for r in replay.replayed)
+            possible += sum(r[:, valid].numel() for r in replay.replayed)
+        return _Stage(threshold, values, replayed / possible, torch.cat(scores))
+
+    def _known(self, group: int, number: int, start: int, layer: int) -> dict[fx.Node, Any]:
+        chunk = self._config.prefill_chunk
+        tokens = self._videos[self._rows[group], start : min(start + chunk, self._end(start))]
+        tokens = torch.nn.functional.pad(tokens, (0, chunk - tokens.shape[1]))
+        inputs = {"tokens": tokens, "position": torch.tensor([start])}
+        known: dict[fx.Node, Any] = {self._placeholders[n]: t for n, t in inputs.items() if n in self._placeholders}
+        for stage in self._done[:layer]:
+            known |= stage.values[group][number]
+        return known
+
+    def _end(self, start: int) -> int:
+        """Where the chunk's own tokens end."""
+        return self._prompt if start < self._prompt else self._length
+
+    def _likelihood(self) -> float:
+        """Mean over the tokens of every frame but the first."""
+        config, total, count = self._config, 0.0, 0
+        node = self._stages.results["logits"]
+        for group, rows in enumerate(self._rows):
+            valid = torch.tensor(self._valid[group])
+            for number, start in enumerate(self._starts()):
+                first = max(start, self._prompt + config.tokens_per_frame - 1)
+                end = min(start + config.prefill_chunk, self._end(start))
+                if first >= end:
+                    continue
+                known = self._known(group, number, start, len(self._stages.layers))
+                logits = self._stages.run(len(self._stages.layers), known, None)[node]
+                logits = logits[valid, first - start : end - start]
+                targets = self._videos[rows, first + 1 : end + 1][valid]
+                losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+                total, count = total + float(losses), count + targets.numel()
+        return total / count if math.isfinite(total) else math.inf
+
+
+class _LayerReplay:
+    """The replay rule of one layer over chunks: the caches of a session, slots written many at a time."""
+
+    def __init__(self, owner: Evaluator, layer: int, threshold: float | None) -> None:
+        config = owner._config
+        self.config, self.rules, self.layer = config, owner._rules, layer
+        self.gate, self.scale = owner._rules.gates[layer], owner._stages.layers[layer].scale
+        self.threshold = self.gate.comparison.never if threshold is None else threshold
+        frame, rows, width = config.tokens_per_frame, config.batch_size, config.hidden_size
+        self.outputs, self.inputs = torch.zeros(frame, rows, width), torch.zeros(frame, rows, width)
+        self.chain = torch.zeros(frame, rows, dtype=torch.int32)
+        self.prompt, self.length, self.start = owner._prompt, owner._length, 0
+        self.scores: list[Tensor] = []
+        self.replayed: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        """What the residual add gets: the MLP's output, or the cached one where the row replays."""
+        rows, frame = self.config.batch_size, self.config.tokens_per_frame
+        steps = torch.arange(self.start, min(self.start + self.config.prefill_chunk, self.length)) - self.prompt
+        slots, count = steps % frame, len(steps)
+        now = x.reshape(rows, -1, x.shape[-1])[:, :count].transpose(0, 1)
+        fresh = output.reshape(rows, -1, output.shape[-1])[:, :count].transpose(0, 1)
+        score = self._score(query[:, :, :count], key_cache, steps, now, self.inputs[slots]).reshape(count, rows)
+        rules = self.rules
+        limits = (-1 if rules.max_chain is None else rules.max_chain, rules.couple_cfg, rules.refresh_every or 0)
+        at_most = self.gate.comparison is Comparison.AT_MOST
+        chain = self.chain[slots]
+        tau = torch.tensor(self.threshold, dtype=torch.float32)
+        replay = decide(score, tau, steps[:, None], chain, frame, *limits, at_most)
+        y = torch.where(replay[..., None], self.outputs[slots], fresh)
+        self.outputs[slots] = y
+        self.inputs[slots] = torch.where(replay[..., None], self.inputs[slots], now)
+        self.chain[slots] = torch.where(replay, chain + 1, 0)
+        able = steps >= frame
+        self.scores.append(score[able])
+        self.replayed.append(replay[able])
+        result = output.clone()
+        result.view(rows, -1, output.shape[-1])[:, :count] = y.transpose(0, 1)
+        return result
+
+    def _score(self, query: Tensor, key_cache: Tensor, steps: Tensor, now: Tensor, cached: Tensor) -> Tensor:
+        """Tokens become rows of the gate's own operator: [tokens * B]."""
+        count, rows = now.shape[:2]
+        earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
+        keys = key_cache[:, :, earlier].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
+        values = GateValues(
+            query=query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
+            key_cache=keys,
+            position=torch.zeros(1, dtype=torch.int64),
+            step=steps,
+            x=now.reshape(count * rows, -1),
+            cached=cached.reshape(count * rows, -1),
+            stride=self.config.tokens_per_frame,
+            scale=self.scale,
+            layer=self.layer,
+            rows=rows,
+        )
+        return self.gate.score(lambda op, *arguments: op(*arguments), values)

@@ -1,0 +1,67 @@
+"""`fastcar calibrate`: thresholds per layer for a replay ratio or a loss of likelihood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, print_json, stages, stdout
+from fastcar_compile.cli.run import read_prompt
+from fastcar_compile.errors import UserError
+
+
+@command
+def calibrate_command(
+    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact, compiled with the gate to calibrate.")],
+    videos: Annotated[Path, typer.Option(help=".npy or .safetensors, int64 [N, T], prompt included.")],
+    target_replay: Annotated[float | None, typer.Option(help="Least share of the forwards t >= F that replay.")] = None,
+    max_nll_increase: Annotated[float | None, typer.Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file.")] = None,
+    store: Annotated[bool, typer.Option("--store", help="Keep them in the artifact, for every later session.")] = False,
+    journal: Annotated[
+        Path | None, typer.Option(help="Keeps the measurements; an interrupted calibration goes on from it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Choose the thresholds of an artifact on some videos."""
+    import fastcar_compile as fc
+
+    if output is None and not store and not as_json:
+        raise UserError("the thresholds would go nowhere", mend="give --output FILE, --store or --json")
+    tokens = read_prompt(videos)
+    if tokens.ndim != 2:
+        raise UserError(f"the videos are {list(tokens.shape)}, expected [N, T]", where=str(videos))
+    with stages(as_json, "calibrate") as show:
+        show("checking the files")
+        loaded = fc.load(str(artifact))
+        found = fc.calibrate(
+            loaded,
+            tokens,
+            target_replay=target_replay,
+            max_nll_increase=max_nll_increase,
+            prompt=prompt,
+            journal=journal,
+            progress=show,
+        )
+        if output is not None:
+            found.save(output)
+        if store:
+            loaded.store_thresholds(found)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found)
+    return ExitCode.OK
+
+
+def _show(found: Any) -> None:
+    console = stdout()
+    layers = ", ".join(f"{layer}: {ratio:.1%}" for layer, ratio in enumerate(found.per_layer))
+    increase = found.nll / found.nll_dense - 1
+    text = f"replay {found.replay:.1%} of t >= F (layer {layers}), NLL {found.nll:.4g}, {increase:+.1%} of dense"
+    console.print(text, markup=False, soft_wrap=True)
+    values = ", ".join("none" if v is None else f"{v:.6g}" for v in found.values)
+    console.print(f"thresholds of gate {found.gate}: {values}", markup=False, soft_wrap=True)

@@ -1,0 +1,43 @@
+"""Gates by name. A new gate is a class here, its operator in `ops/gates.py` and that operator's two lowerings."""
+
+from __future__ import annotations
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.gates.base import Comparison, Gate, GateValues
+from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
+from fastcar_compile.gates.tas import TasGate
+
+GATES: dict[str, type[Gate]] = {
+    gate.name: gate for gate in (TasGate, InputDeltaGate, BoundGate, AlwaysGate, NeverGate, RandomGate)
+}
+
+
+def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) -> Gate:
+    """The gate of that name with its options.
+
+    Args:
+        heads: (query head, weight) pairs, for a gate that averages over heads.
+
+    Raises:
+        CompileError: unknown name, or heads for a gate that has none.
+    """
+    if name not in GATES:
+        raise CompileError(f"unknown gate {name!r}", mend=f"known gates: {', '.join(GATES)}")
+    kind = GATES[name]
+    if heads is not None and not kind.takes_heads:
+        able = ", ".join(gate.name for gate in GATES.values() if gate.takes_heads)
+        raise CompileError(
+            f"gate {name!r} does not average over heads", mend=f"leave heads away, or use one of: {able}"
+        )
+    return kind(heads=heads)
+
+
+def decided_on_accelerator(
+    gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
+) -> bool:
+    """Whether the accelerator's TAS unit has this rule; every other gate is decided on the host."""
+    return gate == TasGate.name and heads is None and not refresh_every
+
+
+__all__ = ["GATES", "Comparison", "Gate", "GateValues", "decided_on_accelerator", "gate_named"]

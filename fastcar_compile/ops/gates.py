@@ -1,0 +1,128 @@
+"""Scores of the gates: tas_heads, input_delta, output_bound, constant_score, random_score; attention.py has `tas`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+TINY = 1e-20
+"""Below every sum that matters; keeps a zero vector from dividing by zero."""
+
+HASH_PRIME = 2**31 - 1
+HASH_FACTORS = (48271, 69621, 16807)
+HASH_ROUNDS = (1_234_567, 89_012_345, 678_901_234)
+HASH_BITS = 24
+"""x -> x**5 is a permutation modulo this prime, and a product of two residues fits an int64: every backend has both."""
+
+
+@custom_op("fastcar::tas_heads", mutates_args=())
+def tas_heads(
+    query: Tensor,
+    key_cache: Tensor,
+    position: Tensor,
+    stride: int,
+    scale: float,
+    heads: Sequence[int],
+    weights: Sequence[float],
+) -> Tensor:
+    """Temporal Attention Score as a weighted sum over some query heads.
+
+    Args:
+        query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+        stride, scale: as for `tas`.
+        heads: query heads. weights: one per entry of heads.
+
+    Returns:
+        float32 [B].
+    """
+    key = _earlier_key(query, key_cache, position, stride)[:, list(heads)]
+    products = (query[:, list(heads), 0] * key).sum(-1)
+    return (products * query.new_tensor(list(weights))).sum(-1) * scale
+
+
+@tas_heads.register_fake
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    position: Tensor,
+    stride: int,
+    scale: float,
+    heads: Sequence[int],
+    weights: Sequence[float],
+) -> Tensor:
+    return query.new_empty((query.shape[0],))
+
+
+def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
+    """Key one frame earlier of every query head, [B, Hq, D]."""
+    key = key_cache[:, :, max(int(position) - stride, 0)]
+    return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
+
+
+@custom_op("fastcar::input_delta", mutates_args=())
+def input_delta(x: Tensor, cached: Tensor) -> Tensor:
+    """||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H]."""
+    return (x - cached).abs().sum(-1) / x.abs().sum(-1).clamp(min=TINY)
+
+
+@input_delta.register_fake
+def _(x: Tensor, cached: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@custom_op("fastcar::output_bound", mutates_args=())
+def output_bound(
+    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
+) -> Tensor:
+    """||x - cached|| / ||x|| + weight * sqrt(max(0, 1 - cosine)).
+
+    The cosine is that of query and key one frame earlier, mean over query heads.
+
+    Args:
+        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+
+    Returns:
+        float32 [B].
+    """
+    key, own = _earlier_key(query, key_cache, position, stride), query[:, :, 0]
+    lengths = (own.square().sum(-1) * key.square().sum(-1)).clamp(min=TINY).sqrt()
+    cosine = ((own * key).sum(-1) / lengths).mean(-1)
+    return input_delta(x, cached) + weight * (1 - cosine).clamp(min=0).sqrt()
+
+
+@output_bound.register_fake
+def _(
+    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
+) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@custom_op("fastcar::constant_score", mutates_args=())
+def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
+    """`value` for every forward and row: step int64 [n] -> float32 [n * rows]."""
+    return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
+
+
+@constant_score.register_fake
+def _(step: Tensor, rows: int, value: float) -> Tensor:
+    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
+
+
+@custom_op("fastcar::random_score", mutates_args=())
+def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
+    """A hash of (forward, layer, row), uniform in (0, 1]: step int64 [n] -> float32 [n * rows], forward by forward."""
+    row = torch.arange(rows, device=step.device)
+    by_step, by_row, by_layer = HASH_FACTORS
+    x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % HASH_PRIME
+    for constant in HASH_ROUNDS:
+        square = x * x % HASH_PRIME
+        x = (square * square % HASH_PRIME * x + constant) % HASH_PRIME
+    return ((x // 2 ** (31 - HASH_BITS) + 1).float() * 2.0**-HASH_BITS).flatten()
+
+
+@random_score.register_fake
+def _(step: Tensor, rows: int, layer: int) -> Tensor:
+    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)

@@ -1,0 +1,176 @@
+"""calibrate: meets its goal, is deterministic, goes on from a journal; thresholds as files and inside an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import llama
+from typer.testing import CliRunner
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import search
+from fastcar_compile.cli import app
+
+FRAME, LENGTH = 8, 33
+REPLAY = fc.ReplayConfig(gate="input_delta", threshold=[0.5, 0.5])
+
+
+def videos() -> np.ndarray:
+    """Two frames in turn, so that the random decoder's scores differ between places."""
+    rng = np.random.default_rng(1)
+    frames = rng.integers(0, 17, (4, 2, FRAME))
+    return np.concatenate([np.full((4, 1), 16), frames[:, [0, 0, 1, 0]].reshape(4, -1)], 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coarse search: what is tested does not depend on how fine it is."""
+    monkeypatch.setattr(search, "QUANTILES", (0.4, 0.9))
+    monkeypatch.setattr(search, "STEPS", (0.25,))
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    torch.set_num_threads(1)
+
+
+def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifact, tmp_path: Path) -> None:
+    def calibrated(**options: Any) -> fc.Thresholds:
+        return fc.calibrate(artifact, videos(), **options)
+
+    lines: list[str] = []
+    journal = tmp_path / "journal.json"
+    first = calibrated(target_replay=0.5, journal=journal, progress=lines.append)
+    assert first.replay >= 0.5
+    assert first.gate == "input_delta"
+    assert first.nll_dense > 0
+    assert lines[-1].startswith(f"{len(lines)} measured, last: replay ")
+    again: list[str] = []
+    assert calibrated(target_replay=0.5, progress=again.append) == first
+    assert again == lines
+    assert calibrated(target_replay=0.5, journal=journal, progress=again.append) == first
+    assert again == lines, "nothing is measured twice"
+    data = json.loads(journal.read_text())
+    data["key"] = "of other videos"
+    journal.write_text(json.dumps(data))
+    calibrated(target_replay=0.5, journal=journal, progress=again.append)
+    assert len(again) == 2 * len(lines)
+
+
+@pytest.mark.parametrize("increase", [0.0, 0.002])
+def test_max_nll_increase_is_kept(artifact: fc.Artifact, increase: float) -> None:
+    found = fc.calibrate(artifact, videos(), max_nll_increase=increase)
+    assert found.nll <= (1 + increase) * found.nll_dense * (1 + 1e-9)
+    assert found.replay > 0 or increase == 0
+
+
+def test_a_closed_layer_of_a_model_stays_closed(tmp_path: Path) -> None:
+    replay = fc.ReplayConfig(gate="input_delta", threshold=[None, 0.5])
+    options: dict[str, Any] = {"replay": replay, "tokens_per_frame": FRAME, "journal": tmp_path / "journal.json"}
+    found = fc.calibrate(llama(), videos(), target_replay=0.4, **options)
+    assert found.values[0] is None
+    assert found.per_layer[0] == 0.0
+    assert found.per_layer[1] >= 0.8
+    with pytest.raises(fc.InputError, match=r"a replay ratio of 0.9 cannot be reached: the most is 0\.\d+"):
+        fc.calibrate(llama(), videos(), target_replay=0.9, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "exactly one of target_replay and max_nll_increase is needed"),
+        ({"target_replay": 0.5, "max_nll_increase": 0.1}, "exactly one of"),
+        ({"target_replay": 1.5}, "target_replay is 1.5"),
+        ({"max_nll_increase": -1.0}, "max_nll_increase is -1.0"),
+    ],
+)
+def test_bad_goals(options: dict[str, float], text: str) -> None:
+    with pytest.raises(fc.InputError, match=text):
+        fc.calibrate(llama(), videos(), **options)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    path = tmp_path_factory.mktemp("calibrate") / "artifact"
+    return fc.compile(
+        llama(), "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=REPLAY, prefill_chunk=8, output=path
+    )
+
+
+def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Thresholds:
+    return fc.Thresholds(
+        gate=gate,
+        values=values,
+        replay=0.5,
+        per_layer=(0.5,) * len(values),
+        nll=1.0,
+        nll_dense=0.9,
+        goal="x",
+        inputs="y",
+    )
+
+
+def test_stored_thresholds_are_found_and_can_be_swapped(artifact: fc.Artifact, tmp_path: Path) -> None:
+    before = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
+    artifact.store_thresholds(result((0.25, None)))
+    opened = fc.load(artifact.path)
+    assert opened.session("eager").thresholds.tolist() == [0.25, -float("inf")]
+    result((float("inf"), 0.75)).save(tmp_path / "other.json")
+    assert opened.session("eager", thresholds=tmp_path / "other.json").thresholds.tolist() == [float("inf"), 0.75]
+    assert fc.Thresholds.load(tmp_path / "other.json") == result((float("inf"), 0.75))
+    opened.store_thresholds(None)
+    again = fc.load(artifact.path)
+    assert again.session("eager").thresholds.tolist() == [0.5, 0.5]
+    assert {name: entry.sha256 for name, entry in again.manifest.files.items()} == before
+    assert sorted(p.name for p in artifact.path.parent.iterdir()) == ["artifact"]
+
+
+def test_thresholds_of_something_else_are_refused(artifact: fc.Artifact, tmp_path: Path) -> None:
+    text = "thresholds of gate tas for 2 layers do not fit an artifact of 2 layers with gate input_delta"
+    with pytest.raises(fc.ArtifactError, match=text):
+        artifact.store_thresholds(result((1.0, 2.0), "tas"))
+    with pytest.raises(fc.ArtifactError, match="for 3 layers do not fit an artifact of 2 layers"):
+        artifact.session("eager", thresholds=result((1.0, 2.0, 3.0)))
+    (tmp_path / "bad.json").write_text('{"gate": 3}')
+    with pytest.raises(fc.ArtifactError, match="the thresholds are malformed: gate: "):
+        fc.Thresholds.load(tmp_path / "bad.json")
+    with pytest.raises(fc.ArtifactError, match="the thresholds cannot be read"):
+        fc.Thresholds.load(tmp_path / "none.json")
+
+
+def test_command_line(artifact: fc.Artifact, tmp_path: Path) -> None:
+    def fastcar(*words: object) -> tuple[int, str]:
+        outcome = CliRunner().invoke(app, [str(w) for w in words])
+        return outcome.exit_code, outcome.output
+
+    np.save(tmp_path / "videos.npy", videos())
+    command = ["calibrate", artifact.path, "--videos", tmp_path / "videos.npy"]
+    code, text = fastcar(*command, "--target-replay", 0.4)
+    assert (code, "the thresholds would go nowhere" in text) == (2, True)
+    code, text = fastcar(*command, "-o", tmp_path / "t.json")
+    assert (code, "exactly one of target_replay and max_nll_increase" in text) == (2, True)
+    code, text = fastcar(*command, "--target-replay", 0.4, "-o", tmp_path / "t.json")
+    assert code == 0, text
+    assert "thresholds of gate input_delta: " in text
+    found = fc.Thresholds.load(tmp_path / "t.json")
+    assert found.replay >= 0.4
+    run = ["run", artifact.path, "--prompt", "16", "--num-tokens", 12, "--backend", "eager", "--json"]
+    code, text = fastcar(*run, "--thresholds", tmp_path / "t.json")
+    assert code == 0, text
+    code, text = fastcar(*run, "--thresholds", tmp_path / "t.json", "--threshold", "1")
+    assert (code, "--threshold and --thresholds cannot be given together" in text) == (2, True)
+
+
+def test_calibrated_artifact_decodes_as_it_was_measured(artifact: fc.Artifact) -> None:
+    found = fc.calibrate(artifact, videos(), target_replay=0.5)
+    session = artifact.session("eager", record=True, thresholds=found)
+    decisions = []
+    for row in torch.from_numpy(videos()):
+        session.reset()
+        session.prefill(row[None, :1])
+        for token in row[1:-1]:
+            session.step(token[None])
+        decisions.append(session.stats.decisions[FRAME:])
+    np.testing.assert_allclose(np.concatenate(decisions).mean((0, 2)), found.per_layer)

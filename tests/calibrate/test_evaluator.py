@@ -1,0 +1,128 @@
+"""The layer-by-layer evaluator against the rewritten graph, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import InputError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.gates import GATES
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.session import Session
+
+FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}]}, 1),
+    ("input_delta", {"max_chain": 2}, 3),
+    ("bound", {"couple_cfg": True}, 1),
+    ("random", {"refresh_every": 2}, 1),
+]
+
+
+def rewritten(replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5) -> DecoderProgram:
+    captured = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=chunk)
+    run_pipeline(captured, analysis_pipeline())
+    config = CompileConfig(
+        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant=quant, replay=replay
+    )  # type: ignore[arg-type]
+    return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
+
+
+def videos() -> np.ndarray:
+    """Few symbols, so that places repeat between frames; one more token than the cache holds, as the last target."""
+    return np.random.default_rng(4).integers(0, 3, (VIDEOS, LENGTH + 1))
+
+
+def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> tuple[float, list[float]]:
+    """NLL from the second frame on and replayed share of t >= F per layer, token by token; three videos in two rows."""
+    backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    losses, replayed = [], []
+    for rows in ([0, 1], [2, 2]):
+        session = Session(backend, source.config, thresholds, record=True)
+        ids = torch.from_numpy(videos()[rows])
+        logits = [session.prefill(ids[:, :prompt])]
+        logits += [session.step(ids[:, i]) for i in range(prompt, LENGTH)]
+        kept = slice(0, 2 if rows == [0, 1] else 1)
+        first = prompt + FRAME - 1
+        stacked = torch.stack(logits[FRAME:], 1)[kept]
+        targets = ids[kept, first + 1 :]
+        losses.append(torch.nn.functional.cross_entropy(stacked.flatten(0, 1), targets.flatten(), reduction="none"))
+        replayed.append(session.stats.decisions[FRAME:, :, kept])
+    return float(torch.cat(losses).mean()), list(np.concatenate(replayed, 2).mean((0, 2)))
+
+
+def middle_thresholds(evaluator: Evaluator) -> list[float]:
+    """Per layer the middle of the widest gap between its middle scores on top of the layers before it."""
+    chosen: list[float | None] = [None] * LAYERS
+    for layer in range(LAYERS):
+        scores = evaluator.measure(chosen).scores[layer].sort().values
+        middle = scores[len(scores) // 3 : 2 * len(scores) // 3]
+        at = int(middle.diff().argmax())
+        chosen[layer] = float(middle[at : at + 2].mean())
+    return chosen  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[c[0] for c in CASES])
+def test_evaluator_equals_the_session(gate: str, options: dict[str, Any], prompt: int) -> None:
+    replay = fc.ReplayConfig(gate=gate, **options)
+    source = rewritten(replay)
+    evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS), prompt)
+    thresholds = middle_thresholds(evaluator)
+    found = evaluator.measure(thresholds)
+    nll, ratios = by_session(source, thresholds, prompt)
+    assert 0 < found.replay < 1
+    np.testing.assert_allclose(found.ratios, ratios)
+    assert found.nll == pytest.approx(nll, rel=1e-5)
+
+
+def test_w8a8_has_the_layers_of_its_own_graph() -> None:
+    replay = fc.ReplayConfig(gate="input_delta")
+    source = rewritten(replay, "w8a8")
+    evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS))
+    thresholds = middle_thresholds(evaluator)
+    nll, ratios = by_session(source, thresholds, 1)
+    found = evaluator.measure(thresholds)
+    np.testing.assert_allclose(found.ratios, ratios, atol=0.03)
+    assert found.nll == pytest.approx(nll, rel=1e-2)
+
+
+def test_kept_stages_change_nothing() -> None:
+    """Measuring in another order gives the same numbers: only what follows the first change is computed again."""
+    replay = fc.ReplayConfig(gate="input_delta")
+    source = rewritten(replay)
+    evaluator, fresh = (Evaluator(source, videos(), rules_of(replay, LAYERS)) for _ in range(2))
+    evaluator.measure([0.5, None])
+    evaluator.measure([0.5, 0.9])
+    first = evaluator.measure([None, 0.9])
+    again = fresh.measure([None, 0.9])
+    assert (first.nll, first.ratios) == (again.nll, again.ratios)
+    assert again.ratios[0] == 0.0
+
+
+def test_always_replays_all_but_the_first_frame_and_the_study_gates_are_known() -> None:
+    replay = fc.ReplayConfig(gate="always")
+    evaluator = Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS))
+    assert evaluator.measure([0.0, None]).ratios == (1.0, 0.0)
+    assert {"always", "never", "random"} == {name for name, gate in GATES.items() if gate.study}
+
+
+def test_bad_videos() -> None:
+    replay = fc.ReplayConfig(gate="input_delta")
+    source, rules = rewritten(replay), rules_of(replay, LAYERS)
+    with pytest.raises(InputError, match=r"the videos are float64 \[2, 34\], expected int64 \[N, T\]"):
+        Evaluator(source, np.zeros((2, LENGTH + 1)), rules)
+    with pytest.raises(InputError, match="videos of 9 tokens; from 11 to 34 can be used"):
+        Evaluator(source, np.zeros((2, 9), np.int64), rules)
+    with pytest.raises(InputError, match="compile with prefill_chunk <= 8"):
+        Evaluator(rewritten(replay, chunk=9), videos(), rules)

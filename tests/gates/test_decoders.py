@@ -1,0 +1,182 @@
+"""Every gate in a whole decoder: the same decisions in eager PyTorch, TVM, onnxruntime and HLS C simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.gates import GATES, Comparison
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.lowering.build import lower
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.base import Backend
+from fastcar_compile.runtime.backends.cpu import CpuBackend
+from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.ort import OrtBackend
+
+FRAME, LENGTH, LAYERS, ROWS = 8, 33, 2, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "max_chain": 2},
+    "input_delta": {"refresh_every": 3},
+    "bound": {"couple_cfg": True},
+    "random": {"max_chain": 1, "refresh_every": 2},
+    "always": {"refresh_every": 4},
+    "never": {},
+}
+
+
+def program(name: str) -> DecoderProgram:
+    """A random Llama, rewritten with this gate."""
+    captured = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=8)
+    run_pipeline(captured, analysis_pipeline())
+    replay = fc.ReplayConfig(gate=name, **OPTIONS[name])
+    config = CompileConfig(
+        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none", replay=replay
+    )
+    return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
+
+
+def backends(name: str, folder: Path) -> dict[str, Backend]:
+    """The same program three times; the constant gates only in eager, as test_scores.py has their operator."""
+    source = program(name)
+    eager = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    if name in ("always", "never"):
+        return {"eager": eager}
+    lowered = lower(source.graph_module, source.outputs, source.sites, source.state_names())
+    lowered.export(folder / "decode.so")
+    programs = {"decode": {"library": "decode.so", **lowered.arguments()}}
+    params = {name: tensor.numpy() for name, tensor in source.params.items()}
+    cpu = CpuBackend(folder, programs, params, source.state, source.config, threads=1)
+    export_onnx(source, folder / "decoder.onnx")
+    return {"eager": eager, "cpu": cpu, "ort": OrtBackend(folder / "decoder.onnx", source.state, source.config, 1)}
+
+
+@pytest.fixture(scope="module", params=sorted(OPTIONS))
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Backend]]:
+    return request.param, backends(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def tokens() -> np.ndarray:
+    """int64 [T, B, 1]; few symbols, so that places repeat between frames."""
+    return np.random.default_rng(3).integers(0, 3, (LENGTH, ROWS, 1))
+
+
+def decode(backend: Backend, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Decisions and scores [T, L, B], logits [T, B, V] of the whole video."""
+    backend.reset()
+    results = [backend.decode(ids, t, t, thresholds) for t, ids in enumerate(tokens())]
+    return tuple(np.stack([getattr(r, name) for r in results]) for name in ("decisions", "scores", "logits"))  # type: ignore[return-value]
+
+
+def between_scores(name: str, backend: Backend) -> np.ndarray:
+    """Thresholds in the widest gap between the middle scores, so that rounding decides nothing."""
+    if name in ("always", "never"):
+        return np.zeros(LAYERS, np.float32)
+    thresholds = np.full(LAYERS, GATES[name].comparison.never, np.float32)
+    for layer in range(LAYERS):
+        scores = np.sort(decode(backend, thresholds)[1][FRAME:, layer].ravel())
+        middle = scores[len(scores) // 3 : 3 * len(scores) // 4]
+        widest = int(np.diff(middle).argmax())
+        thresholds[layer] = (middle[widest] + middle[widest + 1]) / 2
+    return thresholds
+
+
+def test_backends_decide_alike(built: tuple[str, dict[str, Backend]]) -> None:
+    name, opened = built
+    thresholds = between_scores(name, opened["eager"])
+    decisions, scores, logits = decode(opened["eager"], thresholds)
+    assert not decisions[:FRAME].any()
+    share = decisions[FRAME:].mean()
+    assert share == 0 if name == "never" else 0 < share < 1
+    assert sorted(GATES) == sorted(OPTIONS), "every gate is here"
+    for other, backend in opened.items():
+        same, close, equal = decode(backend, thresholds)
+        np.testing.assert_array_equal(same, decisions, err_msg=other)
+        np.testing.assert_allclose(close, scores, atol=1e-4, err_msg=other)
+        np.testing.assert_allclose(equal, logits, atol=1e-4, err_msg=other)
+
+
+def test_the_thresholds_never_and_always(built: tuple[str, dict[str, Backend]]) -> None:
+    """The comparison's own infinities close and open every gate but `never`, within first frame, chain and refresh."""
+    name, opened = built
+    comparison, options = GATES[name].comparison, OPTIONS[name]
+    for which, backend in opened.items():
+        closed, _, _ = decode(backend, np.full(LAYERS, comparison.never, np.float32))
+        assert not closed.any()
+        decisions, _, _ = decode(backend, np.full(LAYERS, comparison.always, np.float32))
+        for t, row in enumerate(decisions[:, 0, 0]):
+            visits = range(t % FRAME, t + 1, FRAME)
+            assert row == expected_when_open(list(visits), options), f"{which} step {t}"
+
+
+def expected_when_open(visits: list[int], options: dict[str, Any]) -> bool:
+    """Whether the last of these visits to a slot replays when every score passes."""
+    chain, replay = 0, False
+    for t in visits:
+        refresh = options.get("refresh_every")
+        replay = t >= FRAME and not (refresh and t // FRAME % refresh == 0) and chain < options.get("max_chain", 99)
+        chain = chain + 1 if replay else 0
+    return replay
+
+
+def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
+    """Read from the graph's own branches: x goes in, and stays cached exactly while the row replays."""
+    source = program("input_delta")
+    backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    thresholds = between_scores("input_delta", backend)
+    seen: list[torch.Tensor] = []
+    for name, branch in source.graph_module.named_children():
+        if name.endswith("_branch_1"):
+            branch.register_forward_hook(lambda _m, arguments, _out: seen.append(arguments[0].reshape(ROWS, -1)))
+    expected = torch.zeros(FRAME, ROWS, 64)
+    backend.reset()
+    for t, ids in enumerate(tokens()):
+        seen.clear()
+        result = backend.decode(ids, t, t, thresholds)
+        x, replay = seen[0], result.decisions[1]
+        before = expected[t % FRAME]
+        change = (x - before).norm(p=1, dim=-1) / x.norm(p=1, dim=-1)
+        np.testing.assert_allclose(result.scores[1], change.numpy(), rtol=1e-5)
+        expected[t % FRAME] = torch.where(torch.from_numpy(replay)[:, None], before, x)
+        assert torch.equal(backend._state["gate_cache_1"], expected)
+
+
+def test_comparisons_name_their_infinities() -> None:
+    assert (Comparison.AT_LEAST.never, Comparison.AT_LEAST.always) == (float("inf"), -float("inf"))
+    assert (Comparison.AT_MOST.never, Comparison.AT_MOST.always) == (-float("inf"), float("inf"))
+
+
+def test_hls_simulation_takes_the_host_s_decisions(
+    tmp_path: Path, require_tool: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_tool("g++")
+    monkeypatch.setenv("FASTCAR_CACHE", str(tmp_path / "cache"))
+    replay = fc.ReplayConfig(gate="input_delta", threshold=0.9)
+    artifact = fc.compile(
+        llama(), "zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=tmp_path / "a"
+    )
+    assert "gate input_delta: relative change" in artifact.explain(layer=0)
+    assert "gate_cache_0: torch.float32 [8, 1, 64], 0.002 MiB, gate_cache" in artifact.explain(layer=0)
+    results = []
+    for backend in ("cpu", "hls-csim"):
+        session = artifact.session(backend, record=True, threads=1)
+        logits = [session.step(torch.from_numpy(ids[:1, 0])) for ids in tokens()[:24]]
+        results.append((session.stats.decisions, torch.stack(logits)))
+    assert 0 < results[0][0][FRAME:].mean() < 1
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert torch.equal(results[1][1], results[0][1])
+    session.set_threshold(None)
+    session.reset()
+    session.step(torch.zeros(1, dtype=torch.int64))
+    assert session.thresholds.tolist() == [-float("inf")] * LAYERS

@@ -1,0 +1,182 @@
+"""The gates' operators: TVM and ONNX against the eager definitions, those against plain formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx_export.test_ops import run_onnx
+from torch import Tensor
+from tvm.tirx import PrimFunc
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.kernels import gate_scores
+from fastcar_compile.lowering.kernels.gate import gate
+from fastcar_compile.lowering.target import host_target
+
+fastcar = torch.ops.fastcar
+few = settings(deadline=None, max_examples=4)
+INF = float("inf")
+
+
+def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
+    """The kernel compiled by itself; its last argument afterwards."""
+    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    tensors = [tvm.runtime.tensor(a.numpy()) for a in arguments]
+    tvm.compile(module, target=host_target())["main"](*tensors)
+    return torch.from_numpy(np.array(tensors[-1].numpy()))
+
+
+def attention_inputs(seed: int, heads: int, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [rows, heads, 1, 8], key cache [rows, 2, 19, 8], position."""
+    torch.manual_seed(seed)
+    return torch.randn(rows, heads, 1, 8), torch.randn(rows, 2, 19, 8), torch.tensor([11])
+
+
+def cosine(query: Tensor, key_cache: Tensor, before: int) -> Tensor:
+    """Mean over query heads, head by head."""
+    group = query.shape[1] // key_cache.shape[1]
+    pairs = [(query[:, h, 0], key_cache[:, h // group, before]) for h in range(query.shape[1])]
+    return torch.stack([torch.cosine_similarity(q, k) for q, k in pairs]).mean(0)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_tas_heads(tmp_path: Path, heads: int) -> None:
+    query, keys, at = attention_inputs(1, heads)
+    chosen, weights = [1, 0], [2.0, -0.5]
+    each = [0.3 * (query[:, h, 0] * keys[:, h // (heads // 2), 7]).sum(-1) for h in (0, 1)]
+    expected = 2.0 * each[1] - 0.5 * each[0]
+    eager = fastcar.tas_heads(query, keys, at, 4, 0.3, chosen, weights)
+    torch.testing.assert_close(eager, expected)
+    factors = torch.zeros(heads)
+    factors[chosen] = torch.tensor(weights)
+    kernel = gate_scores.tas_heads(tuple(query.shape), tuple(keys.shape), 4, 0.3)
+    torch.testing.assert_close(run(kernel, query, keys, at, factors, torch.zeros(2)), eager, atol=1e-6, rtol=1e-5)
+    onnx = run_onnx(fastcar.tas_heads.default, (query, keys, at), (4, 0.3, chosen, weights), tmp_path / "op.onnx")
+    torch.testing.assert_close(onnx, eager, atol=1e-6, rtol=1e-5)
+
+
+def test_all_heads_alike_is_tas() -> None:
+    query, keys, at = attention_inputs(2, 4)
+    alike = fastcar.tas_heads(query, keys, at, 4, 0.3, [0, 1, 2, 3], [0.25] * 4)
+    torch.testing.assert_close(alike, fastcar.tas(query, keys, at, 4, 0.3))
+
+
+@few
+@given(st.integers(1, 4), st.sampled_from([1, 7, 64]), st.integers(0, 99))
+def test_input_delta_in_tvm(rows: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, cached = torch.randn(rows, width), torch.randn(rows, width)
+    eager = fastcar.input_delta(x, cached)
+    torch.testing.assert_close(eager, (x - cached).norm(p=1, dim=-1) / x.norm(p=1, dim=-1))
+    torch.testing.assert_close(run(gate_scores.input_delta(rows, width), x, cached, torch.zeros(rows)), eager)
+
+
+def test_input_delta_in_onnx_and_of_zeros(tmp_path: Path) -> None:
+    x, cached = torch.randn(3, 16), torch.randn(3, 16)
+    x[1], cached[1] = 0.0, 0.0
+    eager = fastcar.input_delta(x, cached)
+    assert eager[1] == 0.0
+    torch.testing.assert_close(run_onnx(fastcar.input_delta.default, (x, cached), (), tmp_path / "op.onnx"), eager)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_output_bound(tmp_path: Path, heads: int) -> None:
+    query, keys, at = attention_inputs(3, heads)
+    x, cached = torch.randn(2, 16), torch.randn(2, 16)
+    distance = (1 - cosine(query, keys, 7)).sqrt()
+    arguments = (x, cached, query, keys, at)
+    eager = fastcar.output_bound(*arguments, 4, 0.1)
+    torch.testing.assert_close(eager, fastcar.input_delta(x, cached) + 0.1 * distance)
+    kernel = gate_scores.cosine_distance(tuple(query.shape), tuple(keys.shape), 4)
+    torch.testing.assert_close(run(kernel, query, keys, at, torch.zeros(2)), distance, atol=1e-6, rtol=1e-5)
+    onnx = run_onnx(fastcar.output_bound.default, arguments, (4, 0.1), tmp_path / "op.onnx")
+    torch.testing.assert_close(onnx, eager)
+
+
+@pytest.mark.parametrize(("layer", "step"), [(0, 0), (3, 2046), (31, 2**31 - 1)])
+def test_random_score_is_the_same_number_everywhere(tmp_path: Path, layer: int, step: int) -> None:
+    at = torch.tensor([step])
+    eager = fastcar.random_score(at, 5, layer)
+    assert torch.equal(run(gate_scores.random_score(5, layer), at, torch.zeros(5)), eager)
+    assert torch.equal(run_onnx(fastcar.random_score.default, (at,), (5, layer), tmp_path / "op.onnx"), eager)
+
+
+def test_random_scores_are_uniform_and_unrelated() -> None:
+    """Kolmogorov-Smirnov distance of 16,384 numbers, and the correlation of neighbouring rows, layers and frames."""
+    steps = torch.arange(4096)
+    scores = torch.stack([fastcar.random_score(steps, 2, layer).reshape(4096, 2) for layer in (0, 1)])
+    ordered = scores.flatten().sort().values
+    assert ordered[0] > 0.0
+    assert ordered[-1] <= 1.0
+    ideal = (torch.arange(len(ordered)) + 0.5) / len(ordered)
+    assert (ordered - ideal).abs().max() < 1.63 / len(ordered) ** 0.5
+    series = [scores[0, :-256, 0], scores[0, :-256, 1], scores[1, :-256, 0], scores[0, 256:, 0], scores[0, 1:-255, 0]]
+    related = torch.corrcoef(torch.stack(series)) - torch.eye(5)
+    assert related.abs().max() < 5 / len(series[0]) ** 0.5
+
+
+def test_scores_of_many_forwards_are_those_of_each() -> None:
+    """Calibration asks for many forwards at once."""
+    steps = torch.tensor([3, 8, 300])
+    together = fastcar.random_score(steps, 2, 1).reshape(3, 2)
+    assert torch.equal(together, torch.stack([fastcar.random_score(s[None], 2, 1) for s in steps]))
+
+
+def test_constant_score(tmp_path: Path) -> None:
+    steps = torch.tensor([3])
+    assert fastcar.constant_score(torch.tensor([3, 8]), 2, 0.5).tolist() == [0.5] * 4
+    for value in (0.0, INF):
+        onnx = run_onnx(fastcar.constant_score.default, (steps,), (2, value), tmp_path / f"{value}.onnx")
+        assert onnx.tolist() == [value] * 2
+
+
+CASES: list[tuple[int, int, int, bool, bool]] = [
+    (step, refresh, max_chain, couple, at_most)
+    for step, refresh, max_chain, couple, at_most in (
+        (6, 0, -1, False, True),
+        (12, 2, -1, False, True),
+        (11, 2, 1, False, False),
+        (13, 3, -1, True, True),
+        (18, 3, 2, True, True),
+        (5, 2, -1, False, True),
+    )
+]
+
+
+@pytest.mark.parametrize(("step", "refresh", "max_chain", "couple", "at_most"), CASES)
+def test_gate_with_refresh_and_comparison(
+    tmp_path: Path, step: int, refresh: int, max_chain: int, couple: bool, at_most: bool
+) -> None:
+    """Stride 6: the rule word for word, eager, TVM and ONNX."""
+    torch.manual_seed(step)
+    scores, limit = [0.5, 0.7, 0.4, -1.0], 0.5
+    chain = torch.randint(0, 3, (6, 4), dtype=torch.int32)
+    passes = [(s <= limit if at_most else s >= limit) and step >= 6 for s in scores]
+    passes = [p and not (refresh and step // 6 % refresh == 0) for p in passes]
+    passes = [p and (max_chain < 0 or int(c) < max_chain) for p, c in zip(passes, chain[step % 6], strict=True)]
+    if couple:
+        passes = [passes[b % 2] and passes[b % 2 + 2] for b in range(4)]
+    tensors = (torch.tensor(scores), torch.tensor([limit]), torch.tensor([step]), chain)
+    options = (6, max_chain, couple, refresh, at_most)
+    assert fastcar.gate(*tensors, *options).tolist() == passes
+    kernel = gate(4, 6, *options)
+    assert run(kernel, *tensors, torch.zeros(4, dtype=torch.bool)).tolist() == passes
+    assert run_onnx(fastcar.gate.default, tensors, options, tmp_path / "op.onnx").tolist() == passes
+
+
+@pytest.mark.parametrize("score", [0.0, 3.0, -3.0])
+@pytest.mark.parametrize(("at_most", "never", "always"), [(True, -INF, INF), (False, INF, -INF)])
+def test_infinities(score: float, at_most: bool, never: float, always: float) -> None:
+    def decide(threshold: float) -> Callable[..., bool]:
+        tensors = (torch.tensor([score]), torch.tensor([threshold]), torch.tensor([9]), torch.zeros(4, 1).int())
+        return fastcar.gate(*tensors, 4, -1, False, 0, at_most).item()
+
+    assert decide(always)
+    assert not decide(never)
