@@ -15,10 +15,12 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.emit import emit_artifact
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.base import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.runtime.artifact import Artifact
 from fastcar_compile.targets import Target, load_target
 
@@ -27,7 +29,7 @@ Progress = Callable[[str], None]
 
 
 def compile(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | Checkpoint | str | Path,
     target: str | Path | Target = "zcu102",
     *,
     tokens_per_frame: int | None = None,
@@ -43,7 +45,8 @@ def compile(
     """Compile an autoregressive video decoder ahead of time.
 
     Args:
-        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, or the export of such a module.
+        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, the export of such a module, or the
+            path of a Hugging Face folder (or it opened, a Checkpoint), whose weights are read one tensor at a time.
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.
@@ -66,6 +69,9 @@ def compile(
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)
+    if isinstance(model, str | Path):
+        say("checking the model folder")
+        model = Checkpoint(Path(model))
     config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
     say("capturing the decode step")
     program = capture(
@@ -76,7 +82,7 @@ def compile(
         prefill_chunk=config.prefill_chunk,
     )
     _check_capture(program, config)
-    passes: list[Pass] = analysis_pipeline()
+    passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
     original = copy.deepcopy(program.graph_module)
     say("rewriting the graph")
@@ -84,7 +90,7 @@ def compile(
     run_pipeline(program, rewrite)
     pipeline = pipeline_to_string([*passes, *rewrite])
     path = emit_artifact(program, original, config, board, pipeline, Path(output), say)
-    return Artifact(path, original=original)
+    return Artifact(path, original=None if program.lazy else original)
 
 
 def _configure(
@@ -98,9 +104,10 @@ def _configure(
     prefill_chunk: int,
     offload: str,
 ) -> CompileConfig:
-    if not isinstance(model, nn.Module | ExportedProgram):
+    if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
-        raise CompileError(what, mend="give an nn.Module or a torch.export.ExportedProgram")
+        mend = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
+        raise CompileError(what, mend=mend)
     facts = ModelFacts.of(model)
     length = max_seq_len or facts.max_seq_len
     if length is None:
@@ -128,6 +135,16 @@ def _configure(
         prefill_chunk=prefill_chunk,
         offload=offload,  # type: ignore[arg-type]
     )
+
+
+def _repetition(model: object) -> list[Pass]:
+    """The pass that repeats a checkpoint's last captured layer; none where every layer was captured."""
+    if not isinstance(model, Checkpoint):
+        return []
+    skeleton = model.skeleton
+    if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
+        return []
+    return [RepeatLayers(skeleton.layers_path, skeleton.layers)]
 
 
 def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:

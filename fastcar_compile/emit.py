@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import fx
 
-from fastcar_compile.codegen.board.host_program import SOURCES, WEIGHTS, host_sources
-from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.codegen.board.host_program import SOURCES, host_sources
+from fastcar_compile.codegen.onnx.export import EXTERNAL_DATA_FROM, ONNX_EXTERNAL, ONNX_INLINE, export_onnx
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.emit_accelerator import emit_accelerator
 from fastcar_compile.emit_host import emit_host
@@ -18,9 +18,12 @@ from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ir_io import graphs_to_json, program_sections
 from fastcar_compile.report import write_report
 from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.runtime.tensor_files import Placement, plan_shards
 from fastcar_compile.targets import Target
 
 Progress = Callable[[str], None]
+WEIGHTS = "weights/model"
+"""Stem of the weight files."""
 
 
 def emit_artifact(
@@ -35,9 +38,12 @@ def emit_artifact(
     """Write everything below `output`, atomically; returns its path."""
     with ArtifactWriter(output) as writer:
         _emit_graphs(writer, program, original)
-        writer.write_tensors(WEIGHTS, program.params)
+        say("writing the weights")
+        places = _emit_weights(writer, program, one_file=board.kind == "fpga")
         say("exporting to ONNX")
-        export_onnx(program, writer.file("graph/decoder.onnx"))
+        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
+        model = ONNX_EXTERNAL if external else ONNX_INLINE
+        export_onnx(program, writer.file(model), places if external else None)
         accelerator = None
         if board.kind == "fpga":
             say("writing the HLS project and the DRS table")
@@ -58,7 +64,17 @@ def emit_artifact(
         for name, value in sections.items():
             writer.section(name, value)
         write_report(writer, program, sections)
+        say("checking and placing the files")
     return writer.path
+
+
+def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
+    """The weight files, or one file, as the host program of a board reads it; returns where each parameter is."""
+    places: dict[str, Placement] = {}
+    params = program.params
+    for file, names in plan_shards(params, WEIGHTS, one_file=one_file).items():
+        places |= writer.write_streamed(file, names, params)
+    return places
 
 
 def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: fx.GraphModule) -> None:

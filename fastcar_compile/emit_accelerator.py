@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fastcar_compile.codegen.board.kernels import Kernel
 from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
-from fastcar_compile.codegen.hls.engine_design import EngineDesign
+from fastcar_compile.codegen.hls.engine_design import EngineDesign, LinearStage
 from fastcar_compile.codegen.hls.linear_spec import LinearSpec
 from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import MlpSpec
@@ -25,6 +29,7 @@ from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole
 from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
 from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.runtime.tensor_files import LazyTensors
 from fastcar_compile.targets import Target
 
 WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
@@ -72,10 +77,14 @@ def emit_accelerator(
         "exploration": found.to_json(),
         "kernels": [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)],
     }
-    streams = {f"layer_{s.layer}": _stream(program, s, mlp) for s in program.sites}
+    streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        f"layer_{s.layer}": (mlp.stream_bytes, partial(_stream, program, s, mlp)) for s in program.sites
+    }
     if isinstance(design, EngineDesign):
-        streams |= {c.name: pack_linear(_weights(program, c.weights, c.biases), design.linears[c.name]) for c in calls}
-    writer.write_tensors(WEIGHTS, streams)
+        for c in calls:
+            stage = design.linears[c.name]
+            streams[c.name] = (stage.stream_bytes, partial(_linear_stream, program, c, stage))
+    writer.write_streamed(WEIGHTS, streams, LazyTensors(streams))
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return section
@@ -83,7 +92,7 @@ def emit_accelerator(
 
 def _footprint(program: DecoderProgram, board: Target) -> Footprint:
     """What the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
-    weights = sum(t.numel() * t.dtype.itemsize for t in program.params.values())
+    weights = program.params.nbytes()
     if not shares_memory(board):
         return Footprint(weights, 0, 0)
     attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
@@ -116,9 +125,14 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
         )
 
 
-def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Any:
+def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Tensor:
     """The kernel's weight stream of one layer, uint8."""
-    return pack_mlp(_weights(program, site.weights, site.biases), design)
+    return torch.from_numpy(pack_mlp(_weights(program, site.weights, site.biases), design))
+
+
+def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> Tensor:
+    """The kernel's weight stream of one linear call, uint8."""
+    return torch.from_numpy(pack_linear(_weights(program, call.weights, call.biases), stage))
 
 
 def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

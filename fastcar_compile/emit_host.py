@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir import DecoderProgram, tensor_attributes
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.store import ArtifactWriter
@@ -34,7 +34,8 @@ def emit_host(
     if program.prefill is not None:
         programs["prefill"] = (program.prefill, program.prefill_outputs)
     if accelerator:
-        host = copy.deepcopy(program)
+        # Graphs are copied, weights are not.
+        host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
         run_pipeline(host, offload_pipeline(offload))
         programs["offload"] = (host.graph_module, host.outputs)
     lowered = {

@@ -11,6 +11,8 @@ from pathlib import PurePath
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.weights import LazyWeights, Parameters
+
 
 class StateRole(StrEnum):
     """What a state tensor is for."""
@@ -119,6 +121,7 @@ class DecoderProgram:
         sites: one per decoder layer, in order; filled by the find-sites pass.
         config: sizes and options.
         log: what every pass did, for `explain`.
+        lazy: where the values of parameters come from that the graphs hold on the meta device; None: all are there.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +132,7 @@ class DecoderProgram:
     prefill_outputs: list[str] = field(default_factory=list)
     sites: list[LayerSite] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    lazy: LazyWeights | None = None
 
     @property
     def inputs(self) -> list[str]:
@@ -136,12 +140,12 @@ class DecoderProgram:
         return placeholder_names(self.graph_module)
 
     @property
-    def params(self) -> dict[str, Tensor]:
+    def params(self) -> Parameters:
         """Every parameter and constant that the two graphs read, by attribute path."""
         found: dict[str, Tensor] = {}
         for module in self.graphs():
             found |= tensor_attributes(module)
-        return found
+        return Parameters(found, self.lazy)
 
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The decode step and, if there is one, the prefill chunk."""

@@ -26,7 +26,6 @@ def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[s
     config = program.config
     forwards = config.max_seq_len - 2
     state = {str(r): sum(s.nbytes for s in program.state if s.role == r) for r in StateRole}
-    params = {name: t.numel() * t.dtype.itemsize for name, t in program.params.items()}
     share = mlp_weight_share(program)
     ceiling = max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
     return {
@@ -35,7 +34,7 @@ def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[s
         "quant": sections["config"]["quant"],
         "pipeline": sections["pipeline"],
         "sites": sections["sites"],
-        "weight_bytes": sum(params.values()),
+        "weight_bytes": program.params.nbytes(),
         "state_bytes": {k: v for k, v in state.items() if v},
         "gate": _gate(program, sections["config"]["replay"]),
         "mlp_share_of_block_weights": share,

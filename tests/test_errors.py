@@ -96,7 +96,8 @@ class Third(PlainDecoder):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("a name", "cannot compile a str"),
+        (3, "cannot compile a int"),
+        ("a name", "there is no model folder\n  where: a name"),
         (TwoOutputs(), "the step returns 2 tensors"),
         (LastToken(), r"the step returns shape \(1, 11\); expected \[B, T, V\] or \[B, T, H\]"),
         (Third(), "torch.export cannot capture Third: TypeError: missing a required argument: 'extra'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +62,7 @@ def compile_command(
         options = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg, "heads": chosen}
         replay = ReplayConfig(gate=gate, **limits, **options)
     with stages(as_json, "compile") as show:
-        show("reading the model")
+        show("checking the model")
         artifact = fc.compile(
             load_model(model),
             target=target,
@@ -107,7 +106,7 @@ def _layer_heads(text: str) -> Any:
 
 
 def load_model(path: Path) -> Any:
-    """The model at `path`: an ExportedProgram from a .pt2 file, or a Hugging Face decoder from a folder, in eval mode.
+    """The model at `path`: an ExportedProgram from a .pt2 file, or a Hugging Face folder, checked but not yet read.
 
     Only local files are read, and of weights only safetensors.
 
@@ -116,7 +115,9 @@ def load_model(path: Path) -> Any:
     """
     existing(path, "model")
     if path.is_dir():
-        return _load_huggingface(path)
+        from fastcar_compile.frontend.checkpoint import Checkpoint
+
+        return Checkpoint(path)
     if path.suffix != ".pt2":
         raise UserError(
             "the model is neither a folder nor a .pt2 file",
@@ -129,33 +130,3 @@ def load_model(path: Path) -> Any:
         return torch.export.load(path)
     except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
         raise UserError(f"the exported program cannot be read: {error}", where=str(path)) from error
-
-
-def _load_huggingface(path: Path) -> Any:
-    architecture = _architecture(path)
-    if not list(path.glob("*.safetensors")):
-        raise UserError(
-            "the model folder has no *.safetensors file (pickled weights are not read)",
-            where=str(path),
-            mend="save it with model.save_pretrained(folder, safe_serialization=True)",
-        )
-    import transformers
-
-    kind = transformers.AutoModelForCausalLM if architecture.endswith("ForCausalLM") else transformers.AutoModel
-    try:
-        model = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"transformers cannot load {architecture}: {error}", where=str(path)) from error
-    return model.eval()
-
-
-def _architecture(path: Path) -> str:
-    file = path / "config.json"
-    mend = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
-    if not file.is_file():
-        raise UserError("the model folder has no config.json", where=str(path), mend=mend)
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
-        return str(names[0])
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"config.json names no architecture ({error})", where=str(file), mend=mend) from error

@@ -5,34 +5,46 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.ir import DecoderConfig, DecoderProgram
+from fastcar_compile.weights import LazyWeights
 
 
 def capture(
-    model: nn.Module | ExportedProgram, *, batch_size: int, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int
+    model: nn.Module | ExportedProgram | Checkpoint,
+    *,
+    batch_size: int,
+    max_seq_len: int,
+    tokens_per_frame: int,
+    prefill_chunk: int,
 ) -> DecoderProgram:
     """Capture a decoder.
 
     Args:
-        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, or the export of such a module.
+        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, the export of such a module, or a
+            checkpoint: then only `skeleton.captured_layers` of its layers, and no weight is read.
         batch_size: rows B. max_seq_len: cache capacity S in tokens. tokens_per_frame: F.
         prefill_chunk: tokens per prefill call; an ExportedProgram has no prefill graph.
 
     Raises:
         CompileError: the model does not follow the step protocol, or cannot be exported.
     """
+    lazy = None
+    if isinstance(model, Checkpoint):
+        model, lazy = model.model(), LazyWeights(model)
     if isinstance(model, ExportedProgram):
         check_exported(model)
         graph = import_exported(model)
@@ -46,9 +58,8 @@ def capture(
             chunk = None
             if prefill_chunk > 1:
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
-    return DecoderProgram(
-        graph, chunk, _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk), outputs=["logits"]
-    )
+    config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
+    return DecoderProgram(graph, chunk, config, outputs=["logits"], lazy=lazy)
 
 
 @contextmanager
@@ -64,11 +75,12 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Iterator
 
 
 def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:
-    arguments: dict[str, Any] = {"cache_position": torch.arange(tokens)}
-    if embeddings:
-        arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
-    else:
-        arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
+    with detect_fake_mode(list(step.parameters())) or nullcontext():
+        arguments: dict[str, Any] = {"cache_position": torch.arange(tokens)}
+        if embeddings:
+            arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
+        else:
+            arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -26,7 +27,8 @@ def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphMod
             module itself; it is left out of parameter names and module paths.
 
     Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1]. Parameters,
-    buffers and constants become `get_attr` nodes; buffer writes stay in place (the normalize-state pass lifts them).
+    buffers and constants become `get_attr` nodes, those without values on the meta device; buffer writes stay in place
+    (the normalize-state pass lifts them).
 
     Raises:
         CompileError: the exported program does not follow the step protocol.
@@ -91,7 +93,8 @@ class _Importer:
         if not isinstance(value, Tensor):
             raise CompileError(f"the model reads {target}, a {type(value).__name__}; only tensors can be compiled")
         name = self._user_path(target)
-        self.attributes[name] = value.detach()
+        lazy = isinstance(value, FakeTensor)
+        self.attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if lazy else value.detach()
         attribute = self.graph.get_attr(name)
         attribute.meta = dict(node.meta)
         return attribute

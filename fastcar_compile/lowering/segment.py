@@ -40,10 +40,7 @@ def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[
     graph = module.graph
     exits = [s.exit for s in sites]
     borders = [node_named(graph, n) for n in [sites[0].entry, *exits]] if _has(graph, sites) else []
-    rank = dict.fromkeys(graph.nodes, 0)
-    for number, border in enumerate(borders, 1):
-        for node in descendants(border) - {border}:
-            rank[node] = number
+    rank = _ranks(graph, borders)
     _gather_last(graph, borders, rank)
     _sink_state_reads(graph, state, rank)
     parts: list[list[fx.Node]] = [[] for _ in range(len(borders) + 1)]
@@ -53,9 +50,18 @@ def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[
     return [_extract(module, part) for part in parts if part]
 
 
+def _ranks(graph: fx.Graph, borders: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """For every node the number of the last border that it depends on; 0: none."""
+    number = {border: i for i, border in enumerate(borders, 1)}
+    rank: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        rank[node] = max((max(rank[a], number.get(a, 0)) for a in node.all_input_nodes), default=0)
+    return rank
+
+
 def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node, int]) -> None:
     """Move nodes that read several layers' inner values, and that no layer needs, to the epilogue."""
-    needed = {node for border in borders for node in ancestors(border)}
+    needed = ancestors(*borders)
     for node in graph.nodes:
         layers = {rank[a] for a in node.all_input_nodes if a not in borders} - {0}
         if node.op == "call_function" and node not in needed and (len(layers) > 1 or len(borders) in layers):
@@ -65,8 +71,7 @@ def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node
 def _sink_state_reads(graph: fx.Graph, state: Sequence[str], rank: dict[fx.Node, int]) -> None:
     """Move nodes of the prologue that depend on state into the one layer that uses them."""
     names = set(state)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.target in names]
-    reads = {node for p in placeholders for node in descendants(p)}
+    reads = descendants(*(n for n in graph.nodes if n.op == "placeholder" and n.target in names))
     for node in reversed(graph.nodes):
         users = {rank[u] for u in node.users}
         if node.op == "call_function" and node in reads and rank[node] == 0 and len(users) == 1:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import get_attribute
@@ -18,9 +17,17 @@ _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake tensor mode of a graph's values."""
-    vals = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    return detect_fake_mode(vals) or FakeTensorMode(allow_non_fake_inputs=True)
+    """The fake tensor mode of a graph's values: of the first that has one, for a graph's values share it."""
+    vals = (n.meta.get("val") for n in graph.nodes)
+    return next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), None) or FakeTensorMode(
+        allow_non_fake_inputs=True
+    )
+
+
+def fake_like(graph: fx.Graph, value: Tensor) -> Tensor:
+    """A CPU value of the graph's fake mode with the shape and dtype of `value`, which may be on the meta device."""
+    with fake_mode_of(graph):
+        return torch.empty(value.shape, dtype=value.dtype)
 
 
 def set_origin(node: fx.Node, origin: fx.Node, made_by: str) -> None:
@@ -49,7 +56,7 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
         owner.register_buffer(leaf, value)
     node = module.graph.get_attr(target)
     set_origin(node, origin, made_by)
-    node.meta["val"] = fake_mode_of(module.graph).from_tensor(value, static_shapes=True)
+    node.meta["val"] = fake_like(module.graph, value)
     return node
 
 
@@ -82,10 +89,10 @@ def node_named(graph: fx.Graph, name: str) -> fx.Node:
     return next(n for n in graph.nodes if n.name == name)
 
 
-def descendants(node: fx.Node) -> set[fx.Node]:
-    """Every node that depends on `node`, itself included."""
-    found = {node}
-    stack = [node]
+def descendants(*nodes: fx.Node) -> set[fx.Node]:
+    """Every node that depends on one of `nodes`, themselves included."""
+    found = set(nodes)
+    stack = [*nodes]
     while stack:
         for user in stack.pop().users:
             if user not in found:
@@ -94,10 +101,10 @@ def descendants(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """Every node that `node` depends on, itself included."""
-    found = {node}
-    stack = [node]
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Every node that one of `nodes` depends on, themselves included."""
+    found = set(nodes)
+    stack = [*nodes]
     while stack:
         for parent in stack.pop().all_input_nodes:
             if parent not in found:

@@ -13,6 +13,7 @@ from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.split_gate_up import SplitGateUp
 from fastcar_compile.passes.unify_linears import UnifyLinears
 
@@ -25,6 +26,7 @@ PASSES: dict[str, type[Pass]] = {
         FuseActivations,
         SplitGateUp,
         FindSites,
+        RepeatLayers,
         QuantizeW8A8,
         QuantizeW4A8,
         InsertReplay,

@@ -15,6 +15,7 @@ from fastcar_compile.ops.activations import FACTORS
 from fastcar_compile.ops.quant import quantize_weight, quantize_weight_int4
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import activation_of, attribute, call, is_op, node_arg
+from fastcar_compile.weights import LazyWeights, quantized
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -48,7 +49,8 @@ class _Quantize(Pass):
         """Weights that are no plain attribute (computed, or transposed in the graph) stay as they are."""
         modified = False
         for module in program.graphs():
-            renamed = {**_quantize_linears(module, self.name), **_replace_activations(module, self.name)}
+            linears = _quantize_linears(module, self.name, program.lazy)
+            renamed = {**linears, **_replace_activations(module, self.name)}
             module.graph.eliminate_dead_code()
             if module is program.graph_module:
                 _rename_sites(program, renamed)
@@ -70,22 +72,25 @@ class QuantizeW4A8(_Quantize):
     name: ClassVar[str] = "quantize-w4a8"
 
 
-def _quantize_linears(module: fx.GraphModule, made_by: str) -> dict[str, str]:
+def _quantize_linears(module: fx.GraphModule, made_by: str, lazy: LazyWeights | None) -> dict[str, str]:
     renamed: dict[str, str] = {}
     for node in list(module.graph.nodes):
         if is_op(node, aten.linear) and node.args[1].op == "get_attr":
-            renamed[node.name] = _quantize_linear(module, node, made_by).name
+            renamed[node.name] = _quantize_linear(module, node, made_by, lazy).name
     return renamed
 
 
-def _quantize_linear(module: fx.GraphModule, node: fx.Node, made_by: str) -> fx.Node:
+def _quantize_linear(module: fx.GraphModule, node: fx.Node, made_by: str, lazy: LazyWeights | None) -> fx.Node:
     graph, weight, kind = module.graph, node.args[1], FORMATS[made_by.removeprefix("quantize-")]
     target = str(weight.target)  # type: ignore[union-attr]
     value = get_attribute(module, target)
     assert isinstance(value, Tensor)
-    stored = dict(zip((kind.suffix, "scale"), kind.quantize(value), strict=True))
+    names = (f"{target}_{kind.suffix}", f"{target}_scale")
+    stored = dict(zip(names, quantized(kind.quantize, value), strict=True))
+    if lazy is not None and value.is_meta:
+        lazy.derive(names, target, kind.quantize)
     with graph.inserting_before(node):
-        attributes = [attribute(module, f"{target}_{n}", t, node, made_by) for n, t in stored.items()]
+        attributes = [attribute(module, n, t, node, made_by) for n, t in stored.items()]
         bias = node.args[2] if len(node.args) > 2 else None
         new = call(graph, kind.linear, (node_arg(node, 0), *attributes, bias), origin=node, made_by=made_by)
     node.replace_all_uses_with(new)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import activation_of, attribute, call, is_op, node_arg
+from fastcar_compile.weights import LazyWeights
 
 aten = torch.ops.aten
 
@@ -27,13 +28,13 @@ class SplitGateUp(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Halves of a computed weight stay as they are."""
-        return any([_split(module) for module in program.graphs()])
+        return any([_split(module, program.lazy) for module in program.graphs()])
 
 
-def _split(module: fx.GraphModule) -> bool:
+def _split(module: fx.GraphModule, lazy: LazyWeights | None) -> bool:
     found = [n for n in module.graph.nodes if _is_gate_up(n)]
     for node in found:
-        _replace(module, node)
+        _replace(module, node, lazy)
     module.graph.eliminate_dead_code()
     return bool(found)
 
@@ -54,20 +55,27 @@ def _is_gate_up(node: fx.Node) -> bool:
     return halves and taken and activated and all(n.op == "get_attr" for n in constants)
 
 
-def _replace(module: fx.GraphModule, node: fx.Node) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | None) -> None:
     linear = node_arg(node, 0)
     for half in list(node.users):
         index = half.args[1]
         with module.graph.inserting_before(half):
-            parts = [_half(module, n, int(index), linear) for n in linear.args[1:] if isinstance(n, fx.Node)]  # type: ignore[arg-type]
+            constants = [n for n in linear.args[1:] if isinstance(n, fx.Node)]
+            parts = [_half(module, n, int(index), linear, lazy) for n in constants]  # type: ignore[arg-type]
             arguments = (node_arg(linear, 0), *parts)
             new = call(module.graph, aten.linear.default, arguments, origin=linear, made_by=SplitGateUp.name)
         half.replace_all_uses_with(new)
 
 
-def _half(module: fx.GraphModule, parameter: fx.Node, index: int, origin: fx.Node) -> fx.Node:
+def _half(module: fx.GraphModule, parameter: fx.Node, index: int, origin: fx.Node, lazy: LazyWeights | None) -> fx.Node:
     """The gate's (0) or up's (1) rows of a weight or a bias."""
     value = get_attribute(module, str(parameter.target))
     assert isinstance(value, Tensor)
-    rows = value.chunk(2, 0)[index].contiguous()
-    return attribute(module, f"{parameter.target}_{('first', 'second')[index]}", rows, origin, SplitGateUp.name)
+    names = tuple(f"{parameter.target}_{n}" for n in ("first", "second"))
+    if lazy is not None and value.is_meta:
+        lazy.derive(names, str(parameter.target), _halves, by_rows=False)
+    return attribute(module, names[index], _halves(value)[index], origin, SplitGateUp.name)
+
+
+def _halves(value: Tensor) -> tuple[Tensor, ...]:
+    return tuple(half.contiguous() for half in value.chunk(2, 0))

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import attribute, call, is_op, node_arg
+from fastcar_compile.weights import LazyWeights
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)
@@ -28,13 +29,13 @@ class UnifyLinears(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """A product of two computed values stays as it is."""
-        return any([_unify(module) for module in program.graphs()])
+        return any([_unify(module, program.lazy) for module in program.graphs()])
 
 
-def _unify(module: fx.GraphModule) -> bool:
+def _unify(module: fx.GraphModule, lazy: LazyWeights | None) -> bool:
     found = [n for n in module.graph.nodes if is_op(n, *_PRODUCTS) and _weight(n) is not None]
     for node in found:
-        _replace(module, node)
+        _replace(module, node, lazy)
     module.graph.eliminate_dead_code()
     return bool(found)
 
@@ -46,19 +47,26 @@ def _weight(node: fx.Node) -> fx.Node | None:
     return weight if plain and not node.kwargs else None  # type: ignore[return-value]
 
 
-def _replace(module: fx.GraphModule, node: fx.Node) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, lazy: LazyWeights | None) -> None:
     graph, weight = module.graph, node_arg(node, len(node.args) - 1)
     value = get_attribute(module, str(weight.target))
     assert isinstance(value, Tensor)
     x, bias = node_arg(node, len(node.args) - 2), node.args[0] if is_op(node, aten.addmm) else None
     unfolded = _unfolded(node, x)
+    name = f"{weight.target}_turned"
+    if lazy is not None and value.is_meta:
+        lazy.derive((name,), str(weight.target), _turned, by_rows=False)
     with graph.inserting_before(node):
-        turned = attribute(module, f"{weight.target}_turned", value.t().contiguous(), node, UnifyLinears.name)
+        turned = attribute(module, name, *_turned(value), node, UnifyLinears.name)
         options = {"origin": node, "made_by": UnifyLinears.name}
         arguments = (x if unfolded is None else unfolded, turned, *([] if bias is None else [bias]))
         new = call(graph, aten.linear.default, arguments, **options)
     for user in [node] if unfolded is None else list(node.users):
         user.replace_all_uses_with(new)
+
+
+def _turned(value: Tensor) -> tuple[Tensor]:
+    return (value.t().contiguous(),)
 
 
 def _unfolded(node: fx.Node, x: fx.Node) -> fx.Node | None:

@@ -20,6 +20,7 @@ from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite
 from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.store import Manifest, load_tensors, read_manifest, verify_files, write_section
+from fastcar_compile.runtime.tensor_files import weight_files
 
 
 def load(path: str | Path) -> Artifact:
@@ -58,7 +59,10 @@ class Artifact:
     @cached_property
     def params(self) -> dict[str, Tensor]:
         """Every parameter of the rewritten graph, by name."""
-        return load_tensors(self.path / "weights" / "model.safetensors")
+        found: dict[str, Tensor] = {}
+        for name in weight_files(self.manifest.files, "weights/model"):
+            found |= load_tensors(self.path / name)
+        return found
 
     @cached_property
     def program(self) -> DecoderProgram:

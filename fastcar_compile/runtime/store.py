@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.runtime.tensor_files import Placement, TensorSource, write_streamed
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -177,6 +178,11 @@ class ArtifactWriter:
         path = self.file(name)
         save_tensors(path, tensors)
         return path
+
+    def write_streamed(self, name: str, tensors: Iterable[str], source: TensorSource) -> dict[str, Placement]:
+        """Writes one safetensors file holding one tensor at a time; returns where each tensor is in it."""
+        self.file(name)
+        return write_streamed(self.root, name, tensors, source)
 
     def __enter__(self) -> Self:
         _check_destination(self.path)

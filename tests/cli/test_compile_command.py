@@ -53,7 +53,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
         "path": str(tmp_path / "artifact"), "sites": 3, "files": 1, "bytes": 2_000_000,
     }  # fmt: skip
     call = calls[0]
-    assert type(call.pop("model")).__name__ == "LlamaForCausalLM"
+    assert call.pop("model").skeleton.architecture == "LlamaForCausalLM"
     config = call.pop("replay")
     assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
     assert call == {
@@ -91,7 +91,7 @@ def test_output_is_required(fastcar: Callable[..., Result], tmp_path: Path) -> N
         (
             {"config.json": '{"architectures": ["X"]}', "m.safetensors": ""},
             [],
-            "transformers cannot load X",
+            "transformers cannot read config.json",
         ),
         ({}, ["--target", "zcu12"], "unknown target 'zcu12'"),
         ({}, ["--threshold", "x"], "'x' is not a threshold"),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastcar_compile.codegen.onnx.export import OPSET, quiet_exporter
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
+from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS
 

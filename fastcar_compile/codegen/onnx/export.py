@@ -1,25 +1,48 @@
-"""The rewritten decode step as an ONNX model: `If` around every replayable MLP, state as named inputs and outputs."""
+"""The rewritten decode step as an ONNX model: `If` around every replayable MLP, state as named inputs and outputs.
+
+The graph calls one function per segment; layers of equal structure share theirs. Weights are in the file, or they are
+external data: the bytes of the artifact's own weight files, so that nothing is stored twice.
+"""
 
 from __future__ import annotations
 
-import copy
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import torch
-from torch import fx
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, fx
 
-from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
+from fastcar_compile.codegen.onnx.ops import ZERO_POINT
+from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, get_attribute, where
+from fastcar_compile.ir import DecoderProgram, where
+from fastcar_compile.lowering.segment import Segment, segment
+from fastcar_compile.passes.edit import output_nodes
+from fastcar_compile.runtime.tensor_files import Placement
 
-OPSET = 18
-EXTERNAL_DATA_FROM = 1 << 30
-"""Bytes of parameters from which they go to a file beside the model: protobuf ends at 2 GiB."""
+IR_VERSION = 10
+ONNX_INLINE, ONNX_EXTERNAL = "graph/decoder.onnx", "decoder.onnx"
+"""Name in the artifact of a model with its weights inside, and of one whose weights are the artifact's weight files:
+external data must lie below the folder of the model, so that one is beside `weights/`."""
+
+EXTERNAL_DATA_FROM = 1 << 28
+"""Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
+
+_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.float64: TensorProto.DOUBLE,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
 
 
 def output_name(name: str) -> str:
@@ -27,38 +50,121 @@ def output_name(name: str) -> str:
     return f"{name}_out"
 
 
-def export_onnx(program: DecoderProgram, path: Path) -> None:
+def export_onnx(program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None) -> None:
     """Write the decode step as ONNX, checked by onnx.checker; same program, same bytes.
 
     Args:
-        program: the rewritten program. path: the .onnx file; large parameters go to `<path>.data`.
+        program: the rewritten program. path: the .onnx file.
+        places: where each parameter's bytes are, relative to the folder of `path`; None: write them into the file,
+            which must then stay below protobuf's 2 GiB.
 
     Raises:
         CompileError: operators that have no ONNX translation.
     """
-    module = _with_unsigned_weights(program.graph_module)
-    states = set(program.state_names())
-    names = [output_name(n) if n in states else n for n in program.outputs]
-    exported = torch.export.export(module, tuple(program.example_inputs()), strict=False)
+    builder = _Builder(program, places)
     try:
-        with quiet_exporter():
-            model = torch.onnx.export(
-                exported,
-                dynamo=True,
-                custom_translation_table=translation_table(),
-                input_names=program.inputs,
-                output_names=names,
-                opset_version=OPSET,
-                verbose=False,
-            )
+        proto = builder.model()
     except torch.onnx.errors.OnnxExporterError as error:
         raise _export_error(program.graph_module, error) from error
-    assert model is not None
-    proto = model.model_proto
-    _strip(proto)
-    large = sum(t.nbytes for t in program.params.values()) >= EXTERNAL_DATA_FROM
-    onnx.save(proto, str(path), save_as_external_data=large, location=f"{path.name}.data")
+    onnx.save(proto, str(path))
     onnx.checker.check_model(str(path), full_check=True)
+
+
+class _Builder:
+    def __init__(self, program: DecoderProgram, places: Mapping[str, Placement] | None) -> None:
+        self.program, self.places, self.params = program, places, program.params
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[TensorProto] = []
+        self.functions: dict[tuple[str, str], onnx.FunctionProto] = {}
+        self.values: dict[Any, str] = {}
+
+    def model(self) -> onnx.ModelProto:
+        """The whole model."""
+        module = self.program.graph_module
+        states = set(self.program.state_names())
+        names = [output_name(n) if n in states else n for n in self.program.outputs]
+        returned = list(zip(names, output_nodes(module.graph), strict=True))
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.values |= {n: str(n.target) for n in placeholders}
+        for name, node in returned:
+            if node.op == "call_function":
+                self.values.setdefault(node, name)
+        for name in self.params:
+            self._parameter(name, self.params.spec(name))
+        self._calls(segment(module, self.program.sites, self.program.state_names()))
+        for name, node in returned:
+            if self._value(node) != name:
+                self.nodes.append(helper.make_node("Identity", [self._value(node)], [name]))
+        inputs = [_info(str(n.target), n) for n in placeholders]
+        outputs = [_info(name, node) for name, node in returned]
+        graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.initializers)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+        known = {o.domain for o in opsets}
+        domains = {o.domain: o for f in self.functions.values() for o in f.opset_import if o.domain not in known}
+        return helper.make_model(
+            graph,
+            functions=list(self.functions.values()),
+            opset_imports=[*opsets, *(domains[d] for d in sorted(domains))],
+            producer_name="fastcar_compile",
+            ir_version=IR_VERSION,
+        )
+
+    def _calls(self, segments: Sequence[Segment]) -> None:
+        """One node per segment; equal segments call one function."""
+        names: dict[str, str] = {}
+        for part in segments:
+            if part.key not in names:
+                names[part.key] = f"segment_{len(names)}"
+                function, inner = segment_function(part, names[part.key])
+                for f in (*inner, function):
+                    self.functions.setdefault((f.domain, f.name), f)
+            for node in part.outputs:
+                self.values.setdefault(node, f"value.{node.name}")
+            inputs, outputs = ([self._value(n) for n in nodes] for nodes in (part.inputs, part.outputs))
+            self.nodes.append(helper.make_node(names[part.key], inputs, outputs, domain=DOMAIN))
+
+    def _value(self, node: fx.Node) -> str:
+        return str(node.target) if node.op == "get_attr" else self.values[node]
+
+    def _parameter(self, name: str, spec: Tensor) -> None:
+        """An initialiser; int8 becomes uint8 with zero point 128."""
+        if self.places is None:
+            value = self.params[name].detach().cpu().contiguous()
+            if value.dtype == torch.int8:
+                value = (value.to(torch.int16) + ZERO_POINT).to(torch.uint8)
+            self.initializers.append(_inline(name, value))
+            return
+        signed = spec.dtype == torch.int8
+        stored = f"{name}.stored" if signed else name
+        kind = TensorProto.UINT8 if signed else _TYPES[spec.dtype]
+        self.initializers.append(_external(stored, kind, tuple(spec.shape), self.places[name]))
+        if signed:
+            # The byte of w with its top bit flipped is that of w + 128; onnxruntime folds this when it loads the model.
+            flip = helper.make_node("BitwiseXor", [stored, self._top_bit()], [name])
+            self.nodes.append(flip)
+
+    def _top_bit(self) -> str:
+        name = "top_bit"
+        if not any(t.name == name for t in self.initializers):
+            self.initializers.append(numpy_helper.from_array(np.array(ZERO_POINT, np.uint8), name))
+        return name
+
+
+def _inline(name: str, value: Tensor) -> TensorProto:
+    raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    return helper.make_tensor(name, _TYPES[value.dtype], tuple(value.shape), raw, raw=True)
+
+
+def _external(name: str, kind: int, shape: tuple[int, ...], place: Placement) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=kind, dims=shape, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", place.file), ("offset", place.offset), ("length", place.length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _info(name: str, node: fx.Node) -> onnx.ValueInfoProto:
+    val = node.meta["val"]
+    return helper.make_tensor_value_info(name, _TYPES[val.dtype], [int(d) for d in val.shape])
 
 
 def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
@@ -70,55 +176,3 @@ def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and repr(n.target) in text]
     place = where(nodes[0]) if nodes else "the decode step"
     return CompileError(f"the graph cannot be exported to ONNX: {text}", where=place)
-
-
-@contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Without the exporter's notes on torchvision, which no decoder needs, and on its own deprecated calls."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-def _with_unsigned_weights(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose int8 parameters are uint8 with zero point 128, as `ops.linear_w8a8` takes them."""
-    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for node in clone.graph.nodes:
-        value = get_attribute(clone, str(node.target)) if node.op == "get_attr" else None
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int8:
-            unsigned = (value.to(torch.int16) + ZERO_POINT).to(torch.uint8)
-            owner, _, leaf = str(node.target).rpartition(".")
-            holder = clone.get_submodule(owner)
-            delattr(holder, leaf)
-            holder.register_buffer(leaf, unsigned)
-    return clone
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
-
-
-def _strip(proto: onnx.ModelProto) -> None:
-    """Drop what the exporter notes about this machine: source paths, and names of its own objects."""
-    del proto.metadata_props[:]
-    for graph in _graphs(proto.graph):
-        del graph.metadata_props[:]
-        graph.doc_string = ""
-        for item in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            item.doc_string = ""
-            del item.metadata_props[:]
-    for function in proto.functions:
-        function.doc_string = ""
-        for node in function.node:
-            node.doc_string = ""
-            del node.metadata_props[:]

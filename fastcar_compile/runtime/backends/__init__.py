@@ -69,9 +69,13 @@ def _cpu(artifact: Artifact, threads: int | None) -> Backend:
 
 
 def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
+    from fastcar_compile.codegen.onnx.export import ONNX_EXTERNAL, ONNX_INLINE
     from fastcar_compile.runtime.backends.ort import OrtBackend
 
-    return OrtBackend(artifact.path / "graph" / "decoder.onnx", artifact.program.state, artifact.config, threads)
+    model = next((f for f in (ONNX_INLINE, ONNX_EXTERNAL) if f in artifact.manifest.files), None)
+    if model is None:
+        raise BackendError("this artifact has no ONNX model", mend="compile the model again")
+    return OrtBackend(artifact.path / model, artifact.program.state, artifact.config, threads)
 
 
 def programs_for(host: Mapping[str, Any], machine: str) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""Seconds and peak resident memory of a build against the number of layers and the width.
+
+    python benchmarks/compile.py --layers 4,32 --hidden 1024 --json out.json
+    python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --folder /tmp/seven
+
+Each build is a process of its own: it writes a random Llama checkpoint in bfloat16 shards, one layer at a time, and
+compiles its folder. Graph seconds are those of the build without writing and hashing weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+import fastcar_compile as fc
+
+WEIGHT_STAGES = ("writing the weights", "writing the HLS project and the DRS table", "checking and placing the files")
+"""Stages whose time grows with the bytes of the weights."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One build; lengths in tokens."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    max_seq_len: int
+    quant: str
+    target: str
+
+
+def write_checkpoint(folder: Path, case: Case) -> int:
+    """A random bfloat16 Llama, one shard per layer; returns its bytes. Only one shard is in memory at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=case.layers,
+        num_attention_heads=max(1, case.hidden // 128),
+        num_key_value_heads=max(1, case.hidden // 128),
+        vocab_size=case.vocab,
+        max_position_embeddings=case.max_seq_len,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    weights, total = {}, 0
+    shards = list(_shards(case))
+    for i, shapes in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        torch.manual_seed(i)
+        tensors = {n: (torch.randn(s, dtype=torch.bfloat16) * 0.02) for n, s in shapes.items()}
+        save_file(tensors, folder / name)
+        weights |= dict.fromkeys(tensors, name)
+        total += sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, sort_keys=True))
+    return total
+
+
+def _shards(case: Case) -> Iterator[dict[str, tuple[int, ...]]]:
+    h, i = case.hidden, case.intermediate
+    yield {"model.embed_tokens.weight": (case.vocab, h), "model.norm.weight": (h,)}
+    for layer in range(case.layers):
+        at = f"model.layers.{layer}"
+        square = {f"{at}.self_attn.{n}_proj.weight": (h, h) for n in "qkvo"}
+        norms = {f"{at}.{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
+        mlp = {f"{at}.mlp.gate_proj.weight": (i, h), f"{at}.mlp.up_proj.weight": (i, h)}
+        yield square | norms | mlp | {f"{at}.mlp.down_proj.weight": (h, i)}
+    yield {"lm_head.weight": (case.vocab, h)}
+
+
+def build(case: Case, folder: Path) -> dict[str, Any]:
+    """Compile `folder` in this process; seconds by stage and peak resident memory of the process."""
+    stages: list[tuple[str, float, float]] = []
+
+    def stage(name: str) -> None:
+        stages.append((name, time.perf_counter(), time.process_time()))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stage("start")
+    artifact = fc.compile(
+        folder / "model",
+        target=case.target,
+        quant=case.quant,
+        tokens_per_frame=256,
+        output=folder / "artifact",
+        progress=stage,
+    )
+    stage("end")
+    pairs = list(itertools.pairwise(stages))
+    wall = {a[0]: b[1] - a[1] for a, b in pairs}
+    cpu = {a[0]: b[2] - a[2] for a, b in pairs}
+    return {
+        "wall_seconds": sum(wall.values()),
+        "cpu_seconds": sum(cpu.values()),
+        "graph_wall_seconds": sum(v for k, v in wall.items() if k not in WEIGHT_STAGES),
+        "graph_cpu_seconds": sum(v for k, v in cpu.items() if k not in WEIGHT_STAGES),
+        "stages_wall_seconds": wall,
+        "stages_cpu_seconds": cpu,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss_before_bytes": before * 1024,
+        "artifact_bytes": sum(f.size for f in artifact.manifest.files.values()),
+    }
+
+
+def measure(case: Case, folder: Path | None) -> dict[str, Any]:
+    """One case, in a child process."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        size = write_checkpoint(Path(place) / "model", case)
+        command = [sys.executable, __file__, "--child", json.dumps(asdict(case)), place]
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        return asdict(case) | {"checkpoint_bytes": size} | json.loads(run.stdout.splitlines()[-1])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    names = ("layers", "hidden", "quant", "weights GB", "wall s", "cpu s", "graph cpu s", "peak GB")
+    lines = [" ".join(f"{n:>11}" for n in names)]
+    for r in rows:
+        numbers = (r["checkpoint_bytes"] / 1e9, r["wall_seconds"], r["cpu_seconds"], r["graph_cpu_seconds"])
+        columns = (r["layers"], r["hidden"], r["quant"], *(f"{n:.2f}" for n in (*numbers, r["peak_rss_bytes"] / 1e9)))
+        lines.append(" ".join(f"{c:>11}" for c in columns))
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="4,8", help="numbers separated by commas")
+    parser.add_argument("--hidden", default="512", help="numbers separated by commas, multiples of 128")
+    parser.add_argument("--intermediate", type=int, default=0, help="default: 2.75 x hidden")
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--max-seq-len", type=int, default=2049)
+    parser.add_argument("--quant", default="w8a8")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--folder", type=Path, default=None, help="where checkpoints and artifacts go meanwhile")
+    parser.add_argument("--json", type=Path, default=None, help="write the rows here")
+    parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, and write the rows."""
+    options = parse()
+    if options.child:
+        print(json.dumps(build(Case(**json.loads(options.child[0])), Path(options.child[1]))))
+        return
+    rows = []
+    for hidden in map(int, options.hidden.split(",")):
+        for layers in map(int, options.layers.split(",")):
+            wide = options.intermediate or hidden * 11 // 4
+            case = Case(layers, hidden, wide, options.vocab, options.max_seq_len, options.quant, options.target)
+            rows.append(measure(case, options.folder))
+    print(table(rows))
+    if options.json is not None:
+        result = {"machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}, "rows": rows}
+        options.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

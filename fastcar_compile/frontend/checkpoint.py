@@ -1,0 +1,224 @@
+"""A Hugging Face folder, checked as a whole before anything is read, then read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import safetensors
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.skeleton import Skeleton, load_config
+
+T = TypeVar("T")
+
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F32", "BF16", "F16")
+_MEND_CONFIG = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
+_MEND_COPY = "copy the whole folder again, or save it again with model.save_pretrained(folder)"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is: file name in the folder, safetensors dtype, shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """A decoder on disk. Only headers are read when it is opened; a tensor is in memory only while it is used.
+
+    Args:
+        folder: config.json and *.safetensors, in one file or in shards with model.safetensors.index.json.
+
+    Attributes:
+        skeleton: the model of config.json without values.
+
+    Raises:
+        CompileError: everything that is wrong with the folder, at once: config, architecture, index, shards, and every
+            tensor that is missing or whose shape or dtype is not what the config implies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            mend = "give a Hugging Face folder (config.json and *.safetensors)"
+            raise CompileError("there is no model folder", where=str(folder), mend=mend)
+        self.folder = folder
+        problems: list[CompileError] = []
+        skeleton = _attempt(problems, lambda: _skeleton(folder))
+        listed = _attempt(problems, lambda: _weight_map(folder))
+        files = (
+            _attempt(problems, lambda: _single_files(folder)) if listed is None else _shards(folder, listed, problems)
+        )
+        self.tensors = _headers(folder, files or [], problems)
+        if skeleton is not None:
+            self.skeleton = skeleton
+            unreadable = {PurePosixPath(p.where).name for p in problems}
+            lost = {tensor for tensor, file in (listed or {}).items() if file in unreadable}
+            if listed or not problems:
+                problems += self._tensor_problems(lost)
+        if problems:
+            raise CompileError.collect(problems)
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.skeleton.config
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Parameter path in the model -> tensor name in the files; tied parameters share one."""
+        found: dict[str, str] = {}
+        for group in self.skeleton.parameter_groups:
+            stored = self._stored(group)
+            if stored is not None:
+                found |= dict.fromkeys(group, stored)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter at this path."""
+        return self.tensors[self.names[name]].shape
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Value of the parameter at this path, or its rows [begin, end); floating point as float32.
+
+        The file is closed again, so that what was read of it is not held in memory.
+
+        Raises:
+            CompileError: the file cannot be read any more.
+        """
+        stored = self.names[name]
+        place = self.folder / self.tensors[stored].file
+        try:
+            with safetensors.safe_open(place, framework="pt") as file:
+                # A view of the mapped file must not outlive it here: `clone` copies where `float` would not.
+                part = file.get_tensor(stored) if rows is None else file.get_slice(stored)[rows[0] : rows[1]]
+                return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part.clone()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CompileError(f"{stored} cannot be read: {error}", where=str(place), mend=_MEND_COPY) from error
+
+    def model(self) -> PreTrainedModel:
+        """The part of the model that is captured: `skeleton.captured_layers` layers, persistent buffers filled in."""
+        model = self.skeleton.model(self.skeleton.captured_layers)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.copy_(self.read(name))
+        return model
+
+    def _stored(self, group: Iterable[str]) -> str | None:
+        """The first name of a group of tied parameters that is in the files, with or without the model's own prefix."""
+        prefix = f"{self.skeleton.prefix}."
+        names = [n for name in group for n in (name, prefix + name, name.removeprefix(prefix))]
+        return next((n for n in names if n in self.tensors), None)
+
+    def _tensor_problems(self, skip: Iterable[str]) -> list[CompileError]:
+        problems: list[CompileError] = []
+        missing = []
+        for group in self.skeleton.parameter_groups:
+            stored, shape = self._stored(group), self.skeleton.shapes[group[0]]
+            if stored is None:
+                missing += [] if set(group) & set(skip) else [group[0]]
+                continue
+            found = self.tensors[stored]
+            place = str(self.folder / found.file)
+            if found.shape != shape:
+                what = f"{stored} has shape {list(found.shape)}, but config.json implies {list(shape)}"
+                mend = "give the config.json that belongs to these weights"
+                problems.append(CompileError(what, where=place, mend=mend))
+            elif group[0] in self.skeleton.parameters and found.dtype not in FLOATS:
+                mend = "save the model unquantised, in float32, bfloat16 or float16"
+                problems.append(CompileError(f"{stored} holds {found.dtype}", where=place, mend=mend))
+        for name in missing:
+            what = f"tensor {name} is missing"
+            problems.append(CompileError(what, where=str(self.folder), mend=_MEND_COPY))
+        return problems
+
+
+def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
+    """The step's result; its error joins the problems instead."""
+    try:
+        return step()
+    except CompileError as error:
+        problems.append(error)
+        return None
+
+
+def _skeleton(folder: Path) -> Skeleton:
+    architecture = _architecture(folder)
+    return Skeleton(load_config(folder), architecture, str(folder))
+
+
+def _architecture(folder: Path) -> str:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CompileError("the model folder has no config.json", where=str(folder), mend=_MEND_CONFIG)
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["architectures"][0])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        what = f"config.json names no architecture ({error})"
+        raise CompileError(what, where=str(file), mend=_MEND_CONFIG) from error
+
+
+def _weight_map(folder: Path) -> Mapping[str, str] | None:
+    """Tensor name -> shard, of the index; None without one."""
+    file = folder / INDEX
+    if not file.is_file():
+        return None
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(v, str) and PurePosixPath(v).name == v for v in listed.values()):
+            raise ValueError("a shard is not a plain file name")
+        return listed
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CompileError(
+            f"the index of the shards is malformed: {error}", where=str(file), mend=_MEND_COPY
+        ) from error
+
+
+def _single_files(folder: Path) -> list[str]:
+    """The weight files of a folder without an index."""
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CompileError(
+            "the model folder has no *.safetensors file (pickled weights are not read)",
+            where=str(folder),
+            mend="save it with model.save_pretrained(folder, safe_serialization=True)",
+        )
+    return [f.name for f in files]
+
+
+def _shards(folder: Path, listed: Mapping[str, str], problems: list[CompileError]) -> list[str]:
+    """The shards that are there; those that the index names but the folder lacks are problems."""
+    names = sorted(set(listed.values()))
+    present = [n for n in names if (folder / n).is_file()]
+    for name in sorted(set(names) - set(present)):
+        held = sum(shard == name for shard in listed.values())
+        what = f"shard {name} is missing; {INDEX} puts {held} tensors there"
+        problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
+    return present
+
+
+def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -> dict[str, StoredTensor]:
+    """Every tensor of the files, from their headers; a file that cannot be read is a problem."""
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        try:
+            with safetensors.safe_open(folder / name, framework="pt") as file:
+                for tensor in file.keys():  # noqa: SIM118  (not a mapping)
+                    view = file.get_slice(tensor)
+                    found[tensor] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()))
+        except (OSError, safetensors.SafetensorError) as error:
+            what = f"{name} is no safetensors file, or a damaged one: {error}"
+            problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
+    return found

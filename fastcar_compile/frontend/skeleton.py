@@ -1,0 +1,169 @@
+"""A Hugging Face model without values: shapes of its parameters, which layers are alike, and its first layers."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, PreTrainedModel
+
+from fastcar_compile.errors import CompileError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def load_config(folder: Path) -> Any:
+    """The transformers config of a folder.
+
+    Raises:
+        CompileError: transformers does not know the model type, or the config describes quantised weights.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        mend = "use a model type that this version of transformers knows, or give the module itself"
+        raise CompileError(f"transformers cannot read config.json: {error}", where=str(folder), mend=mend) from error
+    if getattr(config, "quantization_config", None):
+        mend = "give the unquantised checkpoint and choose quant= here"
+        raise CompileError("config.json describes quantised weights", where=str(folder), mend=mend)
+    return config
+
+
+class Skeleton:
+    """The architecture of a config.
+
+    Args:
+        config: of transformers. architecture: class name, as config.json gives it. where: the folder, for error texts.
+
+    Raises:
+        CompileError: transformers has no such class, or cannot build it.
+    """
+
+    def __init__(self, config: Any, architecture: str, where: str) -> None:
+        self.config, self.architecture, self.where = config, architecture, where
+        self._class = getattr(transformers, architecture, None)
+        if not (isinstance(self._class, type) and issubclass(self._class, PreTrainedModel)):
+            mend = "use an architecture that this version of transformers has, or give the module itself"
+            raise CompileError(f"transformers has no architecture {architecture}", where=where, mend=mend)
+        self._full = self._build(config)
+
+    @property
+    def prefix(self) -> str:
+        """What a checkpoint may or may not put before the names of the backbone."""
+        return self._full.base_model_prefix
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters and persistent buffers, tied ones under each of their paths."""
+        return {name: tuple(t.shape) for name, t in self._tensors().items()}
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Paths of the parameters."""
+        return frozenset(n for n, _ in self._full.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def parameter_groups(self) -> list[tuple[str, ...]]:
+        """Paths of every parameter and persistent buffer; those that are tied together are one group."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in self._tensors().items():
+            groups[id(tensor)].append(name)
+        return [tuple(names) for names in groups.values()]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parameters = dict(self._full.named_parameters(remove_duplicate=False))
+        names = self._full.state_dict().keys()
+        buffers = {n: b for n, b in self._full.named_buffers() if n in names}
+        return parameters | buffers
+
+    @cached_property
+    def layers_path(self) -> str | None:
+        """Path of the list of decoder layers; None if it cannot be told."""
+        count = getattr(self.config, "num_hidden_layers", None)
+        lists = [n for n, m in self._full.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        return lists[0] if len(lists) == 1 else None
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(getattr(self.config, "num_hidden_layers", 0) or 0)
+
+    @cached_property
+    def captured_layers(self) -> int:
+        """Layers to capture: the last of them stands for all after it, and equals the one before it.
+
+        Layers are alike when their modules have the same classes, parameter shapes and plain attributes, their own
+        index aside, and every per-layer list of the config gives them the same value.
+        """
+        total = self.layers
+        if self.layers_path is None:
+            return total
+        kinds = [self._kind(i, layer) for i, layer in enumerate(self._full.get_submodule(self.layers_path))]  # type: ignore[arg-type]
+        first = next(i for i in range(total) if all(k == kinds[-1] for k in kinds[i:]))
+        return min(total, first + 2)
+
+    def _kind(self, index: int, layer: nn.Module) -> Any:
+        described = []
+        for path, module in layer.named_modules():
+            plain = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"}
+            tensors = {k: tuple(t.shape) for k, t in module.named_parameters(recurse=False)}
+            described.append((path, type(module), plain, tensors))
+        options = {k: v[index] for k, v in self._per_layer().items()}
+        return described, options
+
+    def _per_layer(self) -> dict[str, list[Any]]:
+        count = self.config.num_hidden_layers
+        return {k: v for k, v in vars(self.config).items() if isinstance(v, list) and len(v) == count}
+
+    def model(self, layers: int | None = None) -> PreTrainedModel:
+        """The float32 model with its first layers only (None: all); parameters are fake tensors, buffers are real."""
+        config = copy.deepcopy(self.config)
+        if layers is not None:
+            for name, values in self._per_layer().items():
+                setattr(config, name, values[:layers])
+            config.num_hidden_layers = layers
+        model = self._build(config)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, value in list(module.named_parameters(recurse=False)):
+                if id(value) not in made:
+                    with mode:
+                        made[id(value)] = nn.Parameter(torch.empty(value.shape), requires_grad=False)
+                module._parameters[name] = made[id(value)]
+        return model.eval()
+
+    def _build(self, config: Any) -> PreTrainedModel:
+        try:
+            with _parameters_on_meta():
+                # `_from_config` honours the dtype without touching the caller's default.
+                return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)  # type: ignore[union-attr]
+        except Exception as error:  # model code raises what it likes on a config that does not fit it
+            what = f"transformers cannot build {self.architecture}: {type(error).__name__}: {error}"
+            raise CompileError(what, where=self.where, mend="correct config.json") from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made here have parameters without values; buffers (rotary frequencies, masks) are computed as always."""
+
+    def on_meta(_module: nn.Module, _name: str, value: nn.Parameter | None) -> nn.Parameter | None:
+        if value is None or value.is_meta:
+            return None
+        return nn.Parameter(value.to("meta"), requires_grad=False)
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,147 @@
+"""Parameters of a program: in memory, or read from a checkpoint and quantised when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.errors import InternalError
+
+Make = Callable[[Tensor], tuple[Tensor, ...]]
+"""One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
+N, row n of each from row n of the weight only; so it may see the weight in blocks of rows."""
+
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
+
+
+def quantized(quantize: Make, value: Tensor) -> tuple[Tensor, ...]:
+    """`quantize(value)`; of a value on the meta device shapes and dtypes only, once per shape."""
+    return _quantized_shapes(quantize, tuple(value.shape)) if value.is_meta else quantize(value)
+
+
+@cache
+def _quantized_shapes(quantize: Make, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return quantize(torch.empty(shape, device="meta"))
+
+
+class Source(Protocol):
+    """Where weights come from; floating point comes out as float32."""
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor of this name, or its rows [begin, end) along the first axis."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `names` are made out of `source`, itself a weight or the result of a recipe.
+
+    Attributes:
+        source: its name. names: one for each result of `make`. make: the function.
+        by_rows: whether `make` may be given blocks of rows.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    make: Make
+    by_rows: bool
+
+
+@dataclass
+class LazyWeights:
+    """Weights of a checkpoint. Only the last result of a recipe is kept, so that its names cost one reading.
+
+    Attributes:
+        source: what they are read from.
+        recipes: result name -> how it is made.
+    """
+
+    source: Source
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
+
+    def derive(self, names: Sequence[str], source: str, make: Make, *, by_rows: bool = True) -> None:
+        """Let `names` be the results of `make(source)`."""
+        recipe = Recipe(source, tuple(names), make, by_rows)
+        self.recipes |= dict.fromkeys(names, recipe)
+
+    def repeat(self, old: str, new: str) -> None:
+        """Copy the recipes of names below the module path `old` for the same names below `new`."""
+
+        def moved(name: str) -> str:
+            return f"{new}.{name.removeprefix(f'{old}.')}" if name.startswith(f"{old}.") else name
+
+        for recipe in {id(r): r for n, r in self.recipes.items() if n.startswith(f"{old}.")}.values():
+            self.derive([moved(n) for n in recipe.names], moved(recipe.source), recipe.make, by_rows=recipe.by_rows)
+
+    def load(self, name: str) -> Tensor:
+        """The tensor, made from its recipe if it has one."""
+        recipe = self.recipes.get(name)
+        if recipe is None:
+            return self.source.read(name)
+        if self._last is None or self._last[0] is not recipe:
+            self._last = None  # before the next one is made, so that only one is in memory
+            self._last = (recipe, self._cook(recipe))
+        return self._last[1][recipe.names.index(name)]
+
+    def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        if not recipe.by_rows or recipe.source in self.recipes:
+            return recipe.make(self.load(recipe.source))
+        rows, *rest = self.source.shape(recipe.source)
+        step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
+        blocks = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+        results: list[Tensor] = []
+        for begin, end in blocks:
+            made = recipe.make(self.source.read(recipe.source, (begin, end)))
+            results = results or [t.new_empty((rows, *t.shape[1:])) for t in made]
+            for whole, part in zip(results, made, strict=True):
+                whole[begin:end] = part
+        return tuple(results)
+
+
+class Parameters(Mapping[str, Tensor]):
+    """Parameters by attribute path. Indexing gives the values; a lazy one is read anew each time and not kept.
+
+    Args:
+        attributes: what the graphs hold; a lazy parameter is a tensor on the meta device there.
+        lazy: where the values of those come from.
+    """
+
+    def __init__(self, attributes: Mapping[str, Tensor], lazy: LazyWeights | None = None) -> None:
+        self._attributes, self._lazy = dict(attributes), lazy
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._attributes[name]
+        if not value.is_meta:
+            return value
+        if self._lazy is None:
+            raise InternalError(f"parameter {name} has no value and no source")
+        made = self._lazy.load(name)
+        if made.shape != value.shape or made.dtype != value.dtype:
+            found, expected = (f"{t.dtype} {list(t.shape)}" for t in (made, value))
+            raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attributes)
+
+    def __len__(self) -> int:
+        return len(self._attributes)
+
+    def spec(self, name: str) -> Tensor:
+        """Shape and dtype of a parameter, without reading it; its values may be missing (meta device)."""
+        return self._attributes[name]
+
+    def nbytes(self) -> int:
+        """Bytes of all parameters, without reading them."""
+        return sum(t.numel() * t.dtype.itemsize for t in self._attributes.values())

@@ -1,0 +1,365 @@
+"""Decoders from a folder: what is refused, equality with the model in memory, memory, bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.codegen.onnx import export
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.frontend.skeleton import Skeleton
+from fastcar_compile.graph_io import graph_to_text
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.quant import quantize_weight
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.runtime import tensor_files
+from fastcar_compile.weights import LazyWeights, Parameters
+
+LAYERS, FRAME = 4, 8
+SHARDS = 3
+
+
+def save(folder: Path, *, dtype: torch.dtype = torch.bfloat16, tied: bool = False) -> Path:
+    """A Llama of four layers in shards, without save_pretrained's choice of where to cut."""
+    model = llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied).to(dtype)
+    folder.mkdir()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    tensors = {n: t.clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    names = list(tensors)
+    files = {n: f"model-{i * SHARDS // len(names) + 1:05d}-of-{SHARDS:05d}.safetensors" for i, n in enumerate(names)}
+    for file in sorted(set(files.values())):
+        safetensors.torch.save_file({n: tensors[n] for n in names if files[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture
+def damaged(folder: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], shard: int = 1) -> None:
+    file = folder / f"model-{shard:05d}-of-{SHARDS:05d}.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
+def set_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    data = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if v is not None}
+    file.write_text(json.dumps(data))
+
+
+def problems(folder: Path) -> str:
+    with pytest.raises(CompileError) as error:
+        Checkpoint(folder)
+    return str(error.value)
+
+
+def test_all_problems_of_the_weights_are_listed_at_once(damaged: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(64, 95)
+        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64, dtype=torch.int8)
+
+    rewrite(damaged, spoil)
+    (damaged / "model-00002-of-00003.safetensors").unlink()
+    (damaged / "model-00003-of-00003.safetensors").write_bytes(b"nothing")
+    text = problems(damaged)
+    assert "5 problems were found" in text
+    assert (
+        "shard model-00002-of-00003.safetensors is missing; model.safetensors.index.json puts 13 tensors there" in text
+    )
+    assert "model-00003-of-00003.safetensors is no safetensors file, or a damaged one" in text
+    assert "tensor model.layers.0.mlp.up_proj.weight is missing" in text
+    assert "model.layers.0.mlp.down_proj.weight has shape [64, 95], but config.json implies [64, 96]" in text
+    assert "model.layers.0.self_attn.q_proj.weight holds I8" in text
+    assert text.count("mend:") == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, "transformers has no architecture NoSuchForCausalLM"),
+        ({"architectures": None}, "config.json names no architecture"),
+        ({"model_type": "no-such"}, "transformers cannot read config.json"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "config.json describes quantised weights"),
+        ({"num_hidden_layers": LAYERS + 1}, "tensor model.layers.4.mlp.down_proj.weight is missing"),
+        ({"vocab_size": 18}, "lm_head.weight has shape [17, 64], but config.json implies [18, 64]"),
+    ],
+)
+def test_a_config_that_does_not_fit(damaged: Path, changes: dict[str, object], text: str) -> None:
+    set_config(damaged, **changes)
+    assert text in problems(damaged)
+
+
+def test_config_and_shard_are_missed_together(damaged: Path) -> None:
+    (damaged / "config.json").unlink()
+    (damaged / "model-00001-of-00003.safetensors").unlink()
+    text = problems(damaged)
+    assert "the model folder has no config.json" in text
+    assert "shard model-00001-of-00003.safetensors is missing" in text
+
+
+@pytest.mark.parametrize("index", ["{", '{"weight_map": {"a": "../b.safetensors"}}', "[]"])
+def test_a_malformed_index(damaged: Path, index: str) -> None:
+    (damaged / "model.safetensors.index.json").write_text(index)
+    assert "the index of the shards is malformed" in problems(damaged)
+
+
+def test_a_refused_folder_leaves_nothing_behind(damaged: Path, tmp_path: Path) -> None:
+    (damaged / "config.json").unlink()
+    with pytest.raises(CompileError, match=r"no config\.json"):
+        fc.compile(str(damaged), "cpu", tokens_per_frame=FRAME, output=tmp_path / "out" / "a")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
+    checkpoint = Checkpoint(damaged)
+    (damaged / "model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(CompileError, match=r"model\.embed_tokens\.weight cannot be read"):
+        checkpoint.read("model.embed_tokens.weight")
+
+
+def analysed(model: object, repeat: bool, quant: str = "none", chunk: int = 0) -> DecoderProgram:
+    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # type: ignore[arg-type]
+    passes = [*analysis_pipeline(), *([RepeatLayers("model.layers", LAYERS)] if repeat else [])]
+    return run_pipeline(program, [*passes, *([QuantizeW8A8()] if quant == "w8a8" else [])])
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(("tied", "quant"), [(False, "none"), (False, "w8a8"), (True, "w8a8")])
+def test_parameters_equal_those_of_the_loaded_model(tmp_path: Path, tied: bool, quant: str) -> None:
+    place = save(tmp_path / "m", tied=tied)
+    lazy, whole = analysed(Checkpoint(place), True, quant), analysed(loaded(place), False, quant)
+    assert set(lazy.params) == set(whole.params)
+    for name in whole.params:
+        assert torch.equal(lazy.params[name], whole.params[name]), name
+    assert lazy.params.nbytes() == whole.params.nbytes()
+
+
+def test_repeated_layers_equal_captured_ones(folder: Path) -> None:
+    few, all_ = analysed(Checkpoint(folder), True, chunk=4), analysed(loaded(folder), False, chunk=4)
+    assert few.outputs == all_.outputs
+    assert few.state == all_.state
+    assert few.config == all_.config
+    for repeated, captured in zip(few.graphs(), all_.graphs(), strict=True):
+        ops = [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (repeated, captured)]
+        assert ops[0] == ops[1]
+        assert {n.target for n in repeated.graph.nodes} == {n.target for n in captured.graph.nodes}
+    paths = [[(s.layer, s.module_path, s.weights, s.hidden, s.intermediate) for s in p.sites] for p in (few, all_)]
+    assert paths[0] == paths[1]
+    assert [s.entry for s in few.sites[1:]] == [s.exit for s in few.sites[:-1]]
+
+
+def test_same_folder_same_graph(folder: Path) -> None:
+    first, second = (graph_to_text(analysed(Checkpoint(folder), True).graph_module) for _ in range(2))
+    assert first == second
+
+
+def test_layers_that_differ_are_not_repeated(folder: Path) -> None:
+    program = capture(Checkpoint(folder), batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=0)
+    run_pipeline(program, analysis_pipeline())
+    silu = [n for n in program.graph_module.graph.nodes if n.target is torch.ops.aten.silu.default]
+    silu[-1].target = torch.ops.aten.relu.default
+    with pytest.raises(CompileError) as error:
+        RepeatLayers("model.layers", LAYERS).apply(program)
+    assert "layers 0 and 1 differ" in str(error.value)
+    assert "aten.silu.default" in str(error.value)
+    assert "where: model.layers.1.mlp.act_fn" in str(error.value)
+    with pytest.raises(CompileError, match="repeat-layers cannot make 1 layers out of 2"):
+        RepeatLayers("model.layers", 1).apply(program)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "captured"),
+    [("ffff", 2), ("sfff", 3), ("fsfs", 4), ("ffss", 4)],
+)
+def test_only_layers_of_one_kind_stand_for_each_other(kinds: str, captured: int) -> None:
+    from transformers import Qwen3Config
+
+    names = {"f": "full_attention", "s": "sliding_attention"}
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=8, vocab_size=8, layer_types=[names[k] for k in kinds], sliding_window=4, use_sliding_window=True,
+    )  # fmt: skip
+    skeleton = Skeleton(config, "Qwen3ForCausalLM", "here")
+    assert skeleton.captured_layers == captured
+    assert len(skeleton.model(captured).model.layers) == captured
+
+
+def artifact(model: object, path: Path) -> fc.Artifact:
+    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant="w8a8", output=path, prefill_chunk=4)  # type: ignore[arg-type]
+
+
+def test_artifact_of_a_folder_equals_that_of_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also with the weights in several files and the ONNX model reading those."""
+    whole = artifact(loaded(folder), tmp_path / "whole")
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr("fastcar_compile.emit.EXTERNAL_DATA_FROM", 0)
+    lazy = artifact(folder, tmp_path / "lazy")
+    files = set(lazy.manifest.files)
+    assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", export.ONNX_EXTERNAL} <= files
+    assert export.ONNX_INLINE not in files
+    assert lazy.manifest.files[export.ONNX_EXTERNAL].size < 200_000
+    assert 'repeat-layers{"count": 4, "path": "model.layers"}' in lazy.manifest.sections["pipeline"]
+    ids = torch.randint(0, 17, (1, 40), generator=torch.Generator().manual_seed(0))
+    for backend in ("cpu", "onnxruntime"):
+        sessions = [a.session(backend, record=True) for a in (whole, lazy)]
+        for session in sessions:
+            session.set_threshold(0.0)
+        expected, actual = ([s.prefill(ids[:, :3]), *(s.step(ids[:, i]) for i in range(3, 40))] for s in sessions)
+        assert torch.equal(torch.stack(actual), torch.stack(expected))
+        assert (sessions[0].stats.decisions == sessions[1].stats.decisions).all()
+        assert 0 < sessions[0].stats.replay_ratio < 1
+
+
+class Source(dict):
+    """Tensors in memory, as the writer wants them."""
+
+    def spec(self, name: str) -> torch.Tensor:
+        return self[name].to("meta")
+
+
+def test_streamed_files_are_safetensors_on_cache_lines(tmp_path: Path) -> None:
+    source = Source(
+        odd=torch.arange(3, dtype=torch.int8),
+        half=torch.ones(2, 5, dtype=torch.float16),
+        whole=torch.randn(8, 16),
+        line=torch.arange(128, dtype=torch.uint8),
+        empty=torch.empty(0, 4),
+        scalar=torch.tensor(7),
+        flags=torch.tensor([True, False]),
+    )
+    for name in ("a", "b"):
+        places = tensor_files.write_streamed(tmp_path, f"{name}.safetensors", source, source)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    assert data == (tmp_path / "b.safetensors").read_bytes()
+    found = safetensors.torch.load(data)
+    assert found.keys() == source.keys()
+    for name, tensor in source.items():
+        assert torch.equal(found[name], tensor)
+        place = places[name]
+        assert data[place.offset : place.offset + place.length] == tensor.numpy().tobytes()
+    assert [n for n in ("whole", "line") if places[n].offset % tensor_files.ALIGNMENT] == []
+
+
+def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source({f"t{i}": torch.zeros(10, dtype=torch.uint8) for i in range(5)} | {"big": torch.zeros(99)})
+    assert tensor_files.plan_shards(source, "w/m") == {"w/m.safetensors": [*source]}
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 25)
+    planned = tensor_files.plan_shards(source, "w/m")
+    assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
+    files = [*planned, "w/model.safetensors", "w/m-1.safetensors", "w/accelerator.safetensors"]
+    assert tensor_files.weight_files(files, "w/m") == list(planned)
+
+
+class Stored:
+    """Weights in memory, as a source; counts what is read."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors, self.read_rows = tensors, []
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        self.read_rows.append(rows)
+        return self.tensors[name] if rows is None else self.tensors[name][rows[0] : rows[1]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(10, 6)
+    monkeypatch.setattr("fastcar_compile.weights.BLOCK_ELEMENTS", 18)
+    source = Stored(**{"a.0.w": weight, "a.1.w": 2 * weight})
+    lazy = LazyWeights(source)
+    lazy.derive(("a.0.w_int8", "a.0.w_scale"), "a.0.w", quantize_weight)
+    lazy.derive(("a.0.t",), "a.0.w", lambda w: (w.t().contiguous(),), by_rows=False)
+    lazy.derive(("a.0.t_int8", "a.0.t_scale"), "a.0.t", quantize_weight)
+    lazy.repeat("a.0", "a.1")
+    for name, expected in (("a.0", weight), ("a.1", 2 * weight)):
+        for given, wanted in ((f"{name}.w", expected), (f"{name}.t", expected.t())):
+            integers, scale = quantize_weight(wanted)
+            assert torch.equal(lazy.load(f"{given}_int8"), integers)
+            assert torch.equal(lazy.load(f"{given}_scale"), scale)
+    assert source.read_rows == [*((r, min(r + 3, 10)) for r in range(0, 10, 3)), None] * 2
+
+
+def test_a_parameter_without_source_is_an_internal_error() -> None:
+    with pytest.raises(fc.errors.InternalError, match="parameter a has no value and no source"):
+        Parameters({"a": torch.empty(1, device="meta")})["a"]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.ops.quant import quantize_weight
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.runtime.tensor_files import write_streamed
+
+place = Path(sys.argv[1])
+program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)
+run_pipeline(program, [*analysis_pipeline(), RepeatLayers("model.layers", 16), QuantizeW8A8()])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write_streamed(place, "out.safetensors", program.params, program.params)
+print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """113 M parameters, 227 MB of bfloat16 in, 113 MB of int8 out; in memory: one weight and its blocks."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=6,
+        vocab_size=32, max_position_embeddings=64, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config.save_pretrained(folder)
+    shapes = Skeleton(config, "LlamaForCausalLM", "here").shapes
+    tensors = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in shapes.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    size = sum(t.nbytes for t in tensors.values())
+    del tensors
+    run = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    written, growth = map(int, run.stdout.split())
+    assert size > 220e6
+    assert written > 110e6
+    assert growth < size / 3
