@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.linear_weights import pack_linear
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.emit_control import control_table, controller_json
+from fastcar_compile.emit_control import attention_of, control_table, controller_json
 from fastcar_compile.errors import CompileError
 from fastcar_compile.estimate.explore import explore, mlp_of
 from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
@@ -64,7 +64,7 @@ def emit_accelerator(
     )
     calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(spec, board, linears)
+    found = explore(spec, board, attention_of(program), linears)
     design, mlp = found.design, mlp_of(found.design)
     table = control_table(program, config, mlp.spec.cores)
     emit_hls(design, writer.root / "hls", table)

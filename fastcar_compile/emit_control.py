@@ -14,6 +14,23 @@ from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir import DecoderProgram
 
 
+def attention_of(program: DecoderProgram) -> AttentionShape:
+    """Heads that the TAS unit is built for.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+    """
+    shapes: dict[AttentionShape, int] = {}
+    for site in program.sites:
+        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
+    if len(shapes) > 1:
+        raise CompileError(
+            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
+            mend="compile for a CPU target; the TAS unit has one shape for all layers",
+        )
+    return next(iter(shapes))
+
+
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
     """The DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
@@ -26,18 +43,10 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
     sites, replay = program.sites, config.replay
     refresh = replay.refresh_every if replay else None
     own = [decided_on_accelerator(s.gate, s.heads, refresh) for s in sites]
-    shapes: dict[AttentionShape, int] = {}
-    for site in sites:
-        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
-    if len(shapes) > 1:
-        raise CompileError(
-            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
-            mend="compile for a CPU target; the TAS unit has one shape for all layers",
-        )
     return build_table(
         *(len(sites), config.batch_size, cores, config.tokens_per_frame),
         [s.threshold if unit and s.threshold is not None else float("inf") for s, unit in zip(sites, own, strict=True)],
-        attention=next(iter(shapes)),
+        attention=attention_of(program),
         scales=[s.scale if unit else None for s, unit in zip(sites, own, strict=True)],
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fastcar_compile.codegen.drs.table import AttentionShape, Limits
 from fastcar_compile.codegen.hls import design as mlp_design
 from fastcar_compile.codegen.hls import engine_design
 from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, choose_design, designs
+from fastcar_compile.codegen.hls.drs_cost import controller_usage
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine, engines
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
+from fastcar_compile.codegen.hls.resources import Usage
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
 from fastcar_compile.errors import TargetError
 from fastcar_compile.estimate.engine import memory_rate
@@ -56,18 +59,21 @@ def design_from_json(data: Mapping[str, Any]) -> Design:
     return EngineDesign.from_json(data) if "linears" in data else MlpDesign.from_json(data)
 
 
-def explore(spec: MlpSpec, target: Target, linears: Sequence[LinearSpec] = ()) -> Exploration:
+def explore(
+    spec: MlpSpec, target: Target, attention: AttentionShape, linears: Sequence[LinearSpec] = ()
+) -> Exploration:
     """Compare cores, ports, tile lengths and tile memories.
 
     Args:
         spec: the MLP; its `cores` are chosen here.
+        attention: heads that the TAS unit is built for; the engine has to leave room for it.
         linears: every other linear of a step that the engine computes, in call order; none: a kernel for MLPs alone.
 
     Raises:
         CompileError: there is no kernel for this MLP, or nothing fits the board; the text has the numbers.
         TargetError: the target has no fabric.
     """
-    budget = budget_of(target)
+    budget = _beside(budget_of(target), controller_usage_of(attention))
     spec = replace(spec, cores=1)
     least = choose_engine(EngineSpec(spec, tuple(linears)), budget) if linears else choose_design(spec, budget)
     found = [(_seconds(d, target), d) for d in _candidates(spec, tuple(linears), budget)]
@@ -142,10 +148,20 @@ def budget_of(target: Target) -> BoardBudget:
     )
 
 
-def resources_of(design: Design, target: Target) -> dict[str, Any]:
-    """Per resource: estimated use, the limit (device times utilisation limit) and the use's share of it."""
-    limits = target.budget()
+def controller_usage_of(attention: AttentionShape) -> Usage:
+    """Resources of the TAS unit and DRS controller beside the engine."""
+    return controller_usage(Limits(cores=MAX_CORES, key_words=attention.key_words))
+
+
+def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
+    return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
+
+
+def resources_of(design: Design, attention: AttentionShape, target: Target) -> dict[str, Any]:
+    """Per resource: estimated use of engine and controller, the device's limit for a design, and the share of it."""
+    limits, controller = target.budget(), asdict(controller_usage_of(attention))
+    used = {name: count + controller[name] for name, count in asdict(design.usage).items()}
     return {
-        name: {"used": used, "limit": limits[name], "share": used / limits[name] if limits[name] else 0.0}
-        for name, used in asdict(design.usage).items()
+        name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
+        for name, count in used.items()
     }

@@ -8,8 +8,20 @@ from typing import Any
 from fastcar_compile.errors import BackendError
 from fastcar_compile.estimate.system import Estimate
 
-LANES = {"engine": ("memory", "ports", "compute"), "rows in and out": ("edge",), "attention": ("attention",)}
-COLOURS = {"memory": "#2f6db3", "ports": "#4f9bd9", "compute": "#7b52ab", "edge": "#8c8c8c", "attention": "#e0912f"}
+LANES = {
+    "engine": ("memory", "ports", "compute"),
+    "rows in and out": ("edge",),
+    "attention": ("attention",),
+    "DRS": ("drs",),
+}
+COLOURS = {
+    "memory": "#2f6db3",
+    "ports": "#4f9bd9",
+    "compute": "#7b52ab",
+    "edge": "#8c8c8c",
+    "attention": "#e0912f",
+    "drs": "#b8433c",
+}
 HOST_COLOUR = "#5b9a58"
 HEAD_LAYERS = 3
 """Layers shown in full beside the whole token."""

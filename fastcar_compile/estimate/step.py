@@ -19,7 +19,7 @@ ROPE_FLOPS = 6
 
 @dataclass(frozen=True)
 class Segment:
-    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, host or attention."""
+    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, drs, host or attention."""
 
     name: str
     layer: int
@@ -31,7 +31,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Board:
-    """What runs the step. `kv_bytes`: bytes of one position of one layer's key and value caches, all rows."""
+    """What runs the step. `kv_bytes`: bytes of one position of one layer's key and value caches, all rows.
+    `controller_seconds`: TAS unit and DRS controller for one layer; 0: no layer has a gate."""
 
     engine: Engine
     host: HostModel
@@ -41,6 +42,7 @@ class Board:
     fabric_linears: bool
     fabric_attention: bool
     kv_bytes: int
+    controller_seconds: float = 0.0
 
 
 @dataclass
@@ -89,8 +91,10 @@ class _Simulation:
         self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
         self._linear(qkv, layer)
         width = (shape.heads + shape.kv_heads) * shape.head_dim
-        tas = 2 * shape.heads * shape.head_dim
-        self._host("rope, TAS", layer, (ROPE_FLOPS * width + tas) * board.batch)
+        self._host("rope", layer, ROPE_FLOPS * width * board.batch)
+        if board.controller_seconds:
+            self.step.add("start DRS", layer, "host", board.host.call_seconds)
+            self.step.add("TAS, DRS", layer, "drs", board.controller_seconds)
         self._attention(layer, attended)
         self._linear(o, layer)
         if load == 0:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.codegen.hls.drs_cost import controller_cycles
 from fastcar_compile.codegen.hls.linear_spec import LinearSpec
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.errors import InputError
@@ -71,6 +73,20 @@ class Workload:
     def attended(self) -> int:
         """Positions that attention reads."""
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
+
+    def attention(self) -> AttentionShape:
+        """What the TAS unit is built for."""
+        return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+
+    def control_table(self, cores: int) -> DrsTable:
+        """A control table of these sizes, every layer with a gate."""
+        layers = self.shape.layers
+        return build_table(
+            *(layers, self.batch, cores, self.shape.tokens_per_frame),
+            [0.0] * layers,
+            attention=self.attention(),
+            scales=[1.0] * layers,
+        )
 
     def mlp_spec(self) -> MlpSpec:
         """The MLP that the engine is built for."""
@@ -175,9 +191,10 @@ def estimate(
         require_fit(workload.footprint(), target, quant=workload.quant, positions=workload.attended)
     found = None
     if design is None:
-        found = explore(workload.mlp_spec(), target, workload.linear_specs())
+        found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
         design = found.design
-    board = _board(workload, target, design)
+    gated = workload.replay > 0 if decisions is None else bool(decisions.any())
+    board = _board(workload, target, design, gated)
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
     attended = np.full(len(trace), workload.attended)
     if decisions is not None:
@@ -194,7 +211,8 @@ def estimate(
     return replace(result, exploration=found.to_json()) if found else result
 
 
-def _board(workload: Workload, target: Target, design: Design) -> Board:
+def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
+    """`gated`: whether the TAS unit and DRS controller are called; a dense decoder is scheduled without them."""
     engine = Engine.of(design, target)
     if not workload.side_by_side:
         engine = engine.one_row_after_another()
@@ -206,6 +224,7 @@ def _board(workload: Workload, target: Target, design: Design) -> Board:
         workload.batch,
         fabric_linears=workload.offload in ("linears", "all"),
         fabric_attention=workload.offload == "all",
+        controller_seconds=controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz if gated else 0.0,
         kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits) // workload.shape.layers,
     )
 
@@ -308,7 +327,7 @@ def _result(
         speedup_over_dense=seconds["dense"] / run.seconds,
         comparison={name: work.batch / value for name, value in seconds.items()},
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
-        resources=resources_of(design, target),
+        resources=resources_of(design, work.attention(), target),
         design=design.to_json(),
         time_line=[asdict(segment) for segment in run.typical.segments],
     )

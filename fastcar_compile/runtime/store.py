@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.runtime.atomic import replace_folder, sync
 from fastcar_compile.runtime.tensor_files import Placement, TensorSource, write_streamed
 
 SCHEMA_VERSION = 1
@@ -109,14 +110,6 @@ def _entry(path: Path) -> FileEntry:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileEntry(sha256=digest, size=os.fstat(stream.fileno()).st_size)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ArtifactWriter:
@@ -218,12 +211,12 @@ class ArtifactWriter:
                 raise InternalError(f"the manifest holds the absolute path {place}, so it would differ between folders")
         (root / MANIFEST).write_bytes(data)
         for _, path in _walk(root):
-            _fsync(path)
+            sync(path)
         for folder, _, _ in os.walk(root):
-            _fsync(Path(folder))
+            sync(Path(folder))
         _check_destination(self.path)
-        _replace(root, self.path)
-        _fsync(self.path.parent)
+        replace_folder(root, self.path)
+        sync(self.path.parent)
 
     def _files(self) -> dict[str, FileEntry]:
         entries = {}
@@ -260,22 +253,6 @@ def _check_destination(path: Path) -> None:
         ours = False
     if not ours:
         raise ArtifactError("the output folder exists and is not a fastcar artifact", where=str(path), mend=mend)
-
-
-def _replace(source: Path, destination: Path) -> None:
-    """Renames source to destination; an old destination is moved aside first, and back if the rename fails."""
-    if not destination.exists():
-        source.rename(destination)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old-", dir=destination.parent))
-    destination.rename(aside / "artifact")
-    try:
-        source.rename(destination)
-    except OSError:
-        (aside / "artifact").rename(destination)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_manifest(path: str | Path) -> Manifest:

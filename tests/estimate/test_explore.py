@@ -32,7 +32,7 @@ def no_uram(board: str) -> Fabric | None:
 def explored(shape: str, quant: str, batch: int, target: Target, offload: str = "mlp") -> Exploration:
     """The best engine for a shape."""
     work = Workload(load_shape(shape), quant, 1, batch, offload)  # type: ignore[arg-type]
-    return explore(work.mlp_spec(), target, work.linear_specs())
+    return explore(work.mlp_spec(), target, work.attention(), work.linear_specs())
 
 
 @pytest.mark.parametrize("offload", ["mlp", "linears"])
@@ -41,7 +41,8 @@ def explored(shape: str, quant: str, batch: int, target: Target, offload: str = 
 def test_no_design_exceeds_its_target(board: str, shape: str, batch: int, offload: str) -> None:
     target = load_target(board)
     design = explored(shape, "w4a8", batch, target, offload).design
-    for name, row in resources_of(design, target).items():
+    heads = Workload(load_shape(shape), "w4a8", 1).attention()
+    for name, row in resources_of(design, heads, target).items():
         assert row["used"] <= row["limit"], name
 
 
@@ -56,9 +57,11 @@ def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
 
 
 def test_it_is_the_least_of_all_that_fit() -> None:
-    spec, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8).mlp_spec(), small_board(dsp=400)
-    found = explore(spec, target)
-    candidates = list(module._candidates(spec, (), budget_of(target)))
+    work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), small_board(dsp=400)
+    spec, heads = work.mlp_spec(), work.attention()
+    found = explore(spec, target, heads)
+    budget = module._beside(budget_of(target), module.controller_usage_of(heads))
+    candidates = list(module._candidates(spec, (), budget))
     times = [module._seconds(d, target) for d in candidates if not module._excess(d)]
     assert found.seconds_per_step == min(times)
     assert found.tried == len(candidates) > 20
@@ -66,7 +69,7 @@ def test_it_is_the_least_of_all_that_fit() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(CompileError, match=r"does not fit xczu7ev-ffvc1156-2-e: .*BRAM36 \d+ of 8"):
+    with pytest.raises(CompileError, match=r"does not fit xczu7ev-ffvc1156-2-e: .*BRAM36 \d+ of 3"):
         explored("vila-u-7b", "w8a8", 1, small_board(bram36=10))
 
 
