@@ -49,22 +49,9 @@ def emit_accelerator(
         return None
     _check_equal(program.sites)
     require_fit(_footprint(program, board), board, quant=config.quant, positions=config.max_seq_len)
-    site = program.sites[0]
-    spec = MlpSpec(
-        hidden=site.hidden,
-        intermediate=site.intermediate,
-        batch=config.batch_size,
-        layers=len(program.sites),
-        cores=1,
-        activation=site.activation,
-        gated=site.gated,
-        quant=config.quant,
-        up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
-        down_bias=any(s.biases[-1] is not None for s in program.sites),
-    )
     calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(spec, board, attention_of(program), linears)
+    found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
     design, mlp = found.design, mlp_of(found.design)
     table = control_table(program, config, mlp.spec.cores)
     emit_hls(design, writer.root / "hls", table)
@@ -88,6 +75,23 @@ def emit_accelerator(
     writer.write_bytes(TABLE, table.to_bytes())
     writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
     return section
+
+
+def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
+    """The MLP that all layers share; the exploration chooses the cores."""
+    site = program.sites[0]
+    return MlpSpec(
+        hidden=site.hidden,
+        intermediate=site.intermediate,
+        batch=config.batch_size,
+        layers=len(program.sites),
+        cores=1,
+        activation=site.activation,
+        gated=site.gated,
+        quant=config.quant,
+        up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
+        down_bias=any(s.biases[-1] is not None for s in program.sites),
+    )
 
 
 def _footprint(program: DecoderProgram, board: Target) -> Footprint:

@@ -58,13 +58,14 @@ def test_the_seven_billion_parameter_shape_fits_zcu102() -> None:
 
 
 def test_fewer_ports_when_the_lanes_do_not_fit() -> None:
-    assert design(128, 352, 32, 4).ports == 4  # 2,048 lanes in 1,024 DSP
-    assert design(128, 352, 32, 4, quant="w4a8").ports == 2  # 4 ports would take 2,048 DSP of 2,016 for products
+    assert design(128, 352, 16, 4).ports == 4  # twice 1,024 lanes in 1,024 DSP
+    assert design(128, 352, 32, 4).ports == 2  # 4 ports would take 2,048 DSP of 2,016 for products
+    assert design(128, 352, 32, 4, quant="w4a8").ports == 1
 
 
 def test_what_does_not_fit_is_told_in_numbers() -> None:
     spec = MlpSpec(hidden=128, intermediate=352, batch=2, layers=4, cores=2)
-    with pytest.raises(UserError, match=r"does not fit xczu9eg.*DSP 120 of 10"):
+    with pytest.raises(UserError, match=r"does not fit xczu9eg.*DSP 152 of 10"):
         choose_design(spec, replace(zcu102(), dsp=10))
     with pytest.raises(UserError, match=r"has 2 memory port.s. of 128 bits; the kernel needs 3 of 128"):
         choose_design(spec, zcu102(2))

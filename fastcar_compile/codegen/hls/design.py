@@ -20,6 +20,9 @@ FACTOR_ROM = (1, 32, 513)
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
 
+MAC_ARRAYS = 2
+"""Each of the two products has an array of its own: as functions of different sizes they share none."""
+
 SECTION_WORDS = 256
 """A port's section of the stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
 
@@ -264,7 +267,7 @@ def cut_tiles(stage: StageShape, words: int, parts: int) -> StageShape:
 
 def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape, uram: bool) -> Usage:
     rows = ceil(spec.batch / spec.cores)
-    lanes = ports * gate_up.lanes * rows * spec.cores
+    lanes = MAC_ARRAYS * ports * gate_up.lanes * rows * spec.cores
     stages = (gate_up, down)
     memories = [m for stage in stages for m in _stage_memories(stage, ports, rows)]
     tiles = [(2 * ports, WORD_BITS, stage.tile_words) for stage in stages]
@@ -283,7 +286,7 @@ def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape, ura
     return Usage(
         lut=lanes * resources.LANE_LUT + spec.cores * core_lut + axi * resources.PORT_LUT + resources.BASE_LUT,
         ff=lanes * resources.LANE_FF + spec.cores * core_ff + axi * resources.PORT_FF + resources.BASE_FF,
-        dsp=spec.cores * (gate_up.lanes * multipliers(rows, ports) + core_dsp),
+        dsp=spec.cores * (MAC_ARRAYS * gate_up.lanes * multipliers(rows, ports) + core_dsp),
         bram36=spec.cores * core_bram + axi * resources.PORT_BRAM + fifo_bram + resources.BASE_BRAM,
         uram=spec.cores * sum(n * uram_blocks(bits, depth) for n, bits, depth in tiles) if uram else 0,
     )
