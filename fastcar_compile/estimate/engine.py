@@ -7,6 +7,7 @@ multiplied and finished in a three-deep pipeline, then rows are stored.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, cut_tiles
@@ -79,17 +80,7 @@ class Engine:
 
     def stream_seconds(self, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
         """Time of the tile pipeline and what bounds it: "memory", "ports" or "compute"."""
-        whole = StageShape(linear.inputs, linear.outputs, self.ports, 1, 1, WEIGHT_BITS[quant])
-        stage = cut_tiles(whole, self.tile_words, 1)
-        fetch, finish = stage.head_words + stage.tile_words, stage.tile * self.ports * load
-        multiply = stage.tile_words * (1 if self.side_by_side else load)
-        steps = (fetch, multiply, stage.scale_cycles(load), finish)
-        fill = sum(steps) - max(steps)
-        cycles = stage.tiles * max(steps) + fill
-        waiting = linear.weight_bytes(quant) / self.memory_rate
-        if waiting >= cycles / self.clock_hz:
-            return waiting + fill / self.clock_hz, "memory"
-        return cycles / self.clock_hz, "ports" if max(steps) == fetch else "compute"
+        return _stream_seconds(self, linear, quant, load)
 
     def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
         """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; a value a clock.
@@ -98,6 +89,21 @@ class Engine:
             between: values that are quantised between two products of one call (the MLP's activations).
         """
         return load * (3 * inputs + 2 * between + outputs) / self.clock_hz
+
+
+@lru_cache(maxsize=1024)
+def _stream_seconds(engine: Engine, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
+    whole = StageShape(linear.inputs, linear.outputs, engine.ports, 1, 1, WEIGHT_BITS[quant])
+    stage = cut_tiles(whole, engine.tile_words, 1)
+    fetch, finish = stage.head_words + stage.tile_words, stage.tile * engine.ports * load
+    multiply = stage.tile_words * (1 if engine.side_by_side else load)
+    steps = (fetch, multiply, stage.scale_cycles(load), finish)
+    fill = sum(steps) - max(steps)
+    cycles = stage.tiles * max(steps) + fill
+    waiting = linear.weight_bytes(quant) / engine.memory_rate
+    if waiting >= cycles / engine.clock_hz:
+        return waiting + fill / engine.clock_hz, "memory"
+    return cycles / engine.clock_hz, "ports" if max(steps) == fetch else "compute"
 
 
 def memory_rate(target: Target, ports: int) -> float:
