@@ -161,16 +161,18 @@ template <class C>
 void engine_load_rows(hls::stream<word_t>& in, int rows, int inputs,
                       float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS]) {
     FASTCAR_NO_INLINE
-    word_t word = 0;
     for (int r = 0; r < rows; ++r) {
         FASTCAR_TRIPS(1, EngineShapes<C>::ROWS)
-        for (int k = 0; k < inputs; ++k) {
+        for (int k = 0; k < inputs; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(1, EngineShapes<C>::INPUTS)
-            if (k % FLOAT_LANES == 0) {
-                word = in.read();
+            FASTCAR_TRIPS(1, EngineShapes<C>::INPUTS / FLOAT_LANES + 1)
+            const word_t word = in.read();
+            for (int i = 0; i < FLOAT_LANES; ++i) {
+                FASTCAR_UNROLL
+                if (k + i < inputs) {
+                    values[r][k + i] = unpack_float(word, i);
+                }
             }
-            values[r][k] = unpack_float(word, k % FLOAT_LANES);
         }
     }
 }
@@ -186,6 +188,7 @@ void engine_core(uint32_t index_register, uint32_t op, int inputs, int channels,
     const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
     const int products = rows > 0 ? call.products : 0;
     float values[S::ROWS][S::INPUTS];
+    FASTCAR_PARTITION_CYCLIC(values, 2, 4)
     int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES];
     float row_scale[S::ROWS];
     FASTCAR_PARTITION(q, 1)

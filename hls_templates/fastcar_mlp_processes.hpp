@@ -186,15 +186,17 @@ void down_stage(hls::stream<Beat<S::PORTS> >& weights, const int8_t q[S::ROWS][S
 template <class C>
 void load_core_rows(hls::stream<word_t>& in, int rows, float x[Shapes<C>::ROWS][C::HIDDEN]) {
     FASTCAR_NO_INLINE
-    word_t word = 0;
     for (int r = 0; r < rows; ++r) {
         FASTCAR_TRIPS(1, Shapes<C>::ROWS)
-        for (int k = 0; k < C::HIDDEN; ++k) {
+        for (int k = 0; k < Shapes<C>::ROW_WORDS; ++k) {
             FASTCAR_PIPELINE(1)
-            if (k % FLOAT_LANES == 0) {
-                word = in.read();
+            const word_t word = in.read();
+            for (int i = 0; i < FLOAT_LANES; ++i) {
+                FASTCAR_UNROLL
+                if (k * FLOAT_LANES + i < C::HIDDEN) {
+                    x[r][k * FLOAT_LANES + i] = unpack_float(word, i);
+                }
             }
-            x[r][k] = unpack_float(word, k % FLOAT_LANES);
         }
     }
 }
@@ -204,14 +206,15 @@ void store_core_rows(const float y[Shapes<C>::ROWS][C::HIDDEN], int rows, hls::s
     FASTCAR_NO_INLINE
     for (int r = 0; r < rows; ++r) {
         FASTCAR_TRIPS(1, Shapes<C>::ROWS)
-        float lanes[FLOAT_LANES] = {0.0f, 0.0f, 0.0f, 0.0f};
-        FASTCAR_PARTITION(lanes, 0)
-        for (int k = 0; k < Shapes<C>::ROW_WORDS * FLOAT_LANES; ++k) {
+        for (int k = 0; k < Shapes<C>::ROW_WORDS; ++k) {
             FASTCAR_PIPELINE(1)
-            lanes[k % FLOAT_LANES] = k < C::HIDDEN ? y[r][k] : 0.0f;
-            if (k % FLOAT_LANES == FLOAT_LANES - 1) {
-                out.write(pack_float(lanes));
+            float lanes[FLOAT_LANES];
+            FASTCAR_PARTITION(lanes, 0)
+            for (int i = 0; i < FLOAT_LANES; ++i) {
+                FASTCAR_UNROLL
+                lanes[i] = k * FLOAT_LANES + i < C::HIDDEN ? y[r][k * FLOAT_LANES + i] : 0.0f;
             }
+            out.write(pack_float(lanes));
         }
     }
 }
@@ -231,6 +234,9 @@ void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::
     int8_t a_int8[Down::ROWS][Down::CHANNEL_WORDS][Down::LANES];
     float a_scale[Down::ROWS];
     float y[Down::ROWS][Down::N];
+    FASTCAR_PARTITION_CYCLIC(x, 2, 4)
+    FASTCAR_PARTITION_CYCLIC(a, 2, 4)
+    FASTCAR_PARTITION_CYCLIC(y, 2, 4)
     FASTCAR_PARTITION(x_int8, 1)
     FASTCAR_RESHAPE(x_int8, 3)
     FASTCAR_PARTITION(a_int8, 1)

@@ -55,26 +55,32 @@ void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
 // One row: float32 [K] -> int8 [WORDS][LANES], spare lanes zero; returns the row's scale.
 // |x| is compared as an integer, which orders like the float and takes one clock; a NaN is passed over.
 // q is written in whole words: its lanes are one wide memory. Inlined, because the caller's q is split by row.
-// A shorter row than K takes its own count of values and words.
+// A shorter row than K takes its own count of values and words. FLOAT_LANES values per clock: x has that many banks.
 template <int K, int WORDS, int LANES>
 float quantize_row(const float x[K], int8_t q[WORDS][LANES], int count = K, int words = WORDS) {
     FASTCAR_INLINE
     uint32_t amax = 0;
-    for (int k = 0; k < count; ++k) {
+    for (int k = 0; k < count; k += FLOAT_LANES) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, K)
-        const uint32_t size = bits_of_float(x[k]) & 0x7FFFFFFFu;
-        amax = size > amax && size <= INFINITY_BITS ? size : amax;
+        FASTCAR_TRIPS(1, K / FLOAT_LANES + 1)
+        for (int i = 0; i < FLOAT_LANES; ++i) {
+            FASTCAR_UNROLL
+            const uint32_t size = k + i < count ? bits_of_float(x[k + i]) & 0x7FFFFFFFu : 0u;
+            amax = size > amax && size <= INFINITY_BITS ? size : amax;
+        }
     }
     const float floored = row_amax_floor(float_of_bits(amax));
     const float inverse = 127.0f / floored;
     int8_t lanes[LANES] = {};
     FASTCAR_PARTITION(lanes, 0)
-    for (int k = 0; k < words * LANES; ++k) {
+    for (int k = 0; k < words * LANES; k += FLOAT_LANES) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(LANES, WORDS * LANES)
-        lanes[k % LANES] = k < count ? quantize(x[k], inverse) : static_cast<int8_t>(0);
-        if (k % LANES == LANES - 1) {
+        FASTCAR_TRIPS(LANES / FLOAT_LANES, WORDS * LANES / FLOAT_LANES)
+        for (int i = 0; i < FLOAT_LANES; ++i) {
+            FASTCAR_UNROLL
+            lanes[k % LANES + i] = k + i < count ? quantize(x[k + i], inverse) : static_cast<int8_t>(0);
+        }
+        if (k % LANES == LANES - FLOAT_LANES) {
             store_lanes<LANES>(lanes, q[k / LANES]);
         }
     }

@@ -17,6 +17,8 @@
 #define FASTCAR_UNROLL FASTCAR_PRAGMA(HLS UNROLL)
 #define FASTCAR_TRIPS(least, most) FASTCAR_PRAGMA(HLS LOOP_TRIPCOUNT min = least max = most)
 #define FASTCAR_PARTITION(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = complete dim = dimension)
+#define FASTCAR_PARTITION_CYCLIC(array, dimension, banks) \
+    FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = cyclic factor = banks dim = dimension)
 #define FASTCAR_RESHAPE(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_RESHAPE variable = array type = complete dim = dimension)
 #define FASTCAR_FIFO(name, entries) FASTCAR_PRAGMA(HLS STREAM variable = name depth = entries)
 #define FASTCAR_BLOCKS(array, copies) FASTCAR_PRAGMA(HLS STREAM variable = array type = pipo depth = copies)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, cut_tiles
+from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, cut_tiles, float_words
 from fastcar_compile.codegen.hls.engine_design import EngineDesign
 from fastcar_compile.codegen.hls.spec import WEIGHT_BITS
 from fastcar_compile.estimate.dram import timing_of
@@ -83,12 +83,13 @@ class Engine:
         return _stream_seconds(self, linear, quant, load)
 
     def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
-        """Time outside the tile pipeline: load a row, find its maximum, quantise it, store the result; a value a clock.
+        """Time outside the tile pipeline: load a row, find its maximum, quantise it, store it; four values a clock.
 
         Args:
             between: values that are quantised between two products of one call (the MLP's activations).
         """
-        return load * (3 * inputs + 2 * between + outputs) / self.clock_hz
+        words = 3 * float_words(inputs) + 2 * float_words(between) + float_words(outputs)
+        return load * words / self.clock_hz
 
 
 @lru_cache(maxsize=1024)

@@ -61,12 +61,12 @@ def find_forbidden(text: str) -> list[str]:
 
 
 def find_unbounded_loops(text: str) -> list[str]:
-    """`for` loops whose bound is neither a constant (in capitals) nor told with FASTCAR_TRIPS."""
+    """`for` loops whose bound is neither a constant (in capitals) nor told with FASTCAR_TRIPS; steps are 1 or a constant."""
     code = code_of(text)
     loops = re.findall(r"\bfor \(([^)]*)\) \{(?=((?:[^\n]*\n){3}))", code)
     found = [] if len(loops) == len(re.findall(r"\bfor\s*\(", code)) else ["a loop is not of the form for (...) {"]
     for head, body in loops:
-        bound = re.search(r"; (\w+) < ([^;]+); \+\+\1$", head)
+        bound = re.search(r"; (\w+) < ([^;]+); (?:\+\+\1|\1 \+= [A-Z_]+)$", head)
         constant = bound is not None and re.fullmatch(r"\d+|[^a-z]*|.*(?:::[A-Z_]+)[^a-z]*", bound[2]) is not None
         if bound is None or not (constant or "FASTCAR_TRIPS" in body):
             found.append(f"loop: {head}")

@@ -106,6 +106,11 @@ class StageShape:
         return (self.tiles - 1) * max(steps) + sum(steps)
 
 
+def float_words(values: int) -> int:
+    """128-bit words of float32 values; rows are moved and quantised a word's worth per clock."""
+    return ceil(values / FLOATS_PER_WORD)
+
+
 def row_lanes(rows: int) -> int:
     """Rows whose groups are scaled side by side (Stage::ROW_LANES)."""
     return ceil(rows / 4)
@@ -164,14 +169,14 @@ class MlpDesign:
     @property
     def row_words(self) -> int:
         """128-bit words of one float32 row."""
-        return ceil(self.spec.hidden / FLOATS_PER_WORD)
+        return float_words(self.spec.hidden)
 
     @property
     def cycles(self) -> int:
         """Estimated clocks of a call in which some row computes; pipeline depths and memory latency are left out."""
         spec, rows = self.spec, self.rows_per_core
-        quantise = 2 * rows * (spec.hidden + spec.intermediate)
-        move = 2 * rows * spec.hidden
+        quantise = 2 * rows * (float_words(spec.hidden) + float_words(spec.intermediate))
+        move = 2 * rows * self.row_words
         neurons = self.gate_up.tile * self.ports // (2 if spec.gated else 1)
         gate_up = self.gate_up.cycles(rows, neurons * rows)
         return gate_up + self.down.cycles(rows, self.down.tile * self.ports * rows) + quantise + move
@@ -272,7 +277,7 @@ def _usage(spec: MlpSpec, ports: int, gate_up: StageShape, down: StageShape, ura
     memories = [m for stage in stages for m in _stage_memories(stage, ports, rows)]
     tiles = [(2 * ports, WORD_BITS, stage.tile_words) for stage in stages]
     memories += [] if uram else tiles
-    memories += [(rows, 32, spec.hidden), (rows, 32, spec.intermediate), (rows, 32, spec.hidden)]
+    memories += [(rows * FLOATS_PER_WORD, 32, float_words(n)) for n in (spec.hidden, spec.intermediate, spec.hidden)]
     memories += [] if spec.activation == "relu" else [FACTOR_ROM]
     core_bram = sum(count * bram_blocks(bits, depth) for count, bits, depth in memories)
     core_lut_ram = sum(count * lut_ram(bits, depth) for count, bits, depth in memories)
@@ -299,7 +304,8 @@ def multipliers(rows: int, ports: int) -> int:
 
 def float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
     """(multipliers, adders) of float32 in one core, counted in the sources."""
-    quantise = (2 * 2, 2 * 1)  # two stages: x * inverse, the scale; the rest of the rounding
+    # Two stages: x * inverse and the rest of its rounding, four values at a time; the row's scale.
+    quantise = (2 * (FLOATS_PER_WORD + 1), 2 * FLOATS_PER_WORD)
     activate = (1 if spec.activation != "relu" else 0) * 3 + (1 if spec.gated else 0)
     rounding = 1 if spec.activation != "relu" else 0
     biases = int(spec.up_bias) + int(spec.down_bias)

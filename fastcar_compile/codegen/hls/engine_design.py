@@ -21,6 +21,7 @@ from fastcar_compile.codegen.hls.design import (
     WORD_BYTES,
     MlpDesign,
     StageShape,
+    float_words,
     multipliers,
     row_lanes,
 )
@@ -104,7 +105,7 @@ class EngineDesign:
     def max_row_words(self) -> int:
         """128-bit words of the longest float32 row in or out."""
         longest = max([self.mlp.spec.hidden, *(max(s.inputs, s.channels) for s in self.linears.values())])
-        return ceil(longest / FLOATS_PER_WORD)
+        return float_words(longest)
 
     def shapes(self) -> list[LinearStage]:
         """One unbiased product per distinct shape, for the test bench."""
@@ -114,19 +115,19 @@ class EngineDesign:
     def mlp_cycles(self) -> int:
         """Estimated clocks of an MLP call in which some row computes, under the same terms as `cycles`."""
         mlp = self.mlp
-        moved = mlp.rows_per_core * mlp.spec.hidden
+        moved = mlp.rows_per_core * mlp.row_words
         return moved + sum(self._product_cycles(stage) for stage in (mlp.gate_up, mlp.down))
 
     def cycles(self, name: str) -> int:
         """Estimated clocks of one linear call; pipeline depths and memory latency are left out."""
         stage = self.linears[name]
-        return self._product_cycles(stage) + self.mlp.rows_per_core * stage.inputs
+        return self._product_cycles(stage) + self.mlp.rows_per_core * float_words(stage.inputs)
 
     def _product_cycles(self, stage: StageShape) -> int:
         """Two passes that quantise, then the stage's processes, and sending, which takes no longer than finishing."""
         rows = self.mlp.rows_per_core
         finish = stage.tile * stage.ports * rows
-        return 2 * rows * stage.inputs + stage.cycles(rows, finish) + finish
+        return 2 * rows * float_words(stage.inputs) + stage.cycles(rows, finish) + finish
 
     def fit(self, linear: LinearSpec) -> LinearStage:
         """A product for any linear on this very engine: its tiles are as long as the buffers allow.
@@ -296,8 +297,8 @@ def _float_operators(spec: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
     activate = (3 if table else 0) + (1 if spec.gated else 0)
     groups = ports * row_lanes(rows)
     scale = (2, 0) if spec.weight_bits == 8 else (groups + 1, groups)
-    # x * inverse and the row's scale; their rounding; a bias.
-    return 2 + activate + scale[0], 1 + int(table) + 1 + scale[1]
+    # x * inverse and the rest of its rounding, four values at a time; the row's scale; a bias.
+    return FLOATS_PER_WORD + 1 + activate + scale[0], FLOATS_PER_WORD + int(table) + 1 + scale[1]
 
 
 def _memories(design: EngineDesign, ports: int, rows: int) -> list[tuple[int, int, int]]:
@@ -310,7 +311,7 @@ def _memories(design: EngineDesign, ports: int, rows: int) -> list[tuple[int, in
         (2 * ports * rows, 32, design.max_tile),
         (2, WORD_BITS, rows * ceil(design.max_tile * ports / FLOATS_PER_WORD)),
         (rows, 8 * design.mlp.gate_up.lanes, design.max_channel_words),
-        (1, 32, rows * design.max_inputs),
+        (FLOATS_PER_WORD, 32, rows * float_words(design.max_inputs)),
         *([] if spec.weight_bits == 8 else [(ports * rows, 32, design.max_tile)]),
         *([] if spec.activation == "relu" else [FACTOR_ROM]),
     ]
