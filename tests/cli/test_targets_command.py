@@ -19,7 +19,7 @@ def test_table(fastcar: Callable[..., Result]) -> None:
 def test_json(fastcar: Callable[..., Result]) -> None:
     result = fastcar("targets", "--json")
     names = [target["name"] for target in json.loads(result.stdout)["targets"]]
-    assert (result.exit_code, names) == (0, ["cpu", "kv260", "u280", "zcu102", "zcu104"])
+    assert (result.exit_code, names) == (0, ["cpu", "kv260", "u280", "zcu102", "zcu104", "zcu104-sodimm"])
 
 
 def test_one_with_its_sources(fastcar: Callable[..., Result]) -> None:
