@@ -11,7 +11,7 @@ from torch import Tensor
 from fastcar_compile.codegen.drs.gate import pack_heads
 from fastcar_compile.codegen.drs.reader import read_table
 from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import Status
+from fastcar_compile.codegen.drs.table import Opcode, Status
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.offload_gate import GateDecision
 from fastcar_compile.runtime.backends.base import Array
@@ -55,6 +55,7 @@ class GateController:
         if tuple(own) != self._table.thresholds:
             self._table = self._table.with_thresholds(own)
             self._binary = self._table.to_bytes()
+            self._held = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
         """Decide for one layer; see ops.offload_gate.GateUnit.
@@ -80,6 +81,20 @@ class GateController:
             empty = np.zeros((0, 4), np.float32)
             self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
         return self._traces[layer]
+
+    def prefetch(self, layer: int) -> tuple[int, int | None]:
+        """What the controller's records want of the prefetch buffer at this layer's MLP.
+
+        Returns:
+            bytes that the buffer holds of this layer's weights; the layer whose weights are to be fetched, or None.
+        """
+        held, following = 0, None
+        for record in self.dispatched(layer).records:
+            if record.opcode is Opcode.LOAD_WEIGHTS:
+                held = record.argument
+            if record.opcode is Opcode.PREFETCH_NEXT:
+                following = (layer + 1) % self._table.layers
+        return held, following
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)

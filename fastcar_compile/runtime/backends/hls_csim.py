@@ -75,12 +75,14 @@ class HlsCsimBackend(CpuBackend):
     ) -> None:
         self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
         self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
+        self._fetched: int | None = None
         super().__init__(root, decode="offload", **options)
 
     def reset(self) -> None:
         """Set every state to zero and empty the prefetch buffer."""
         super().reset()
         self._gate.reset()
+        self._fetched = None
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """One decode forward; see Backend.decode."""
@@ -97,5 +99,19 @@ class HlsCsimBackend(CpuBackend):
             computed &= wanted
         if computed != wanted:
             raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
-        y = self._library.mlp(x.numpy(), computed, cached.numpy(), self._weights[f"layer_{layer}"])
-        return torch.from_numpy(y)
+        return torch.from_numpy(self._call(layer, computed, x.numpy(), cached.numpy()))
+
+    def _call(self, layer: int, computed: int, x: Array, cached: Array) -> Array:
+        """The MLP kernel, and its prefetch buffer as the controller's records say."""
+        weights = self._weights[f"layer_{layer}"]
+        if not self._library.prefetch_bytes:
+            return self._library.mlp(x, computed, cached, weights)
+        held, following = self._gate.prefetch(layer)
+        if held and (held, layer) != (self._library.prefetch_bytes, self._fetched):
+            has = f"layer {self._fetched} in {self._library.prefetch_bytes} bytes"
+            raise InternalError(f"layer {layer}: the controller counts on {held} prefetched bytes; the kernel has {has}")
+        y = self._library.mlp(x, computed, cached, weights, held=held > 0)
+        if following is not None:
+            self._library.prefetch(self._weights[f"layer_{following}"])
+            self._fetched = following
+        return y
