@@ -82,19 +82,16 @@ class GateController:
             self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
         return self._traces[layer]
 
-    def prefetch(self, layer: int) -> tuple[int, int | None]:
-        """What the controller's records want of the prefetch buffer at this layer's MLP.
+    def prefetched(self, layer: int) -> int:
+        """Bytes of this layer's weights that its MLP takes from the prefetch buffer: the argument of LOAD_WEIGHTS."""
+        records = self.dispatched(layer).records
+        return sum(record.argument for record in records if record.opcode is Opcode.LOAD_WEIGHTS)
 
-        Returns:
-            bytes that the buffer holds of this layer's weights; the layer whose weights are to be fetched, or None.
-        """
-        held, following = 0, None
-        for record in self.dispatched(layer).records:
-            if record.opcode is Opcode.LOAD_WEIGHTS:
-                held = record.argument
-            if record.opcode is Opcode.PREFETCH_NEXT:
-                following = (layer + 1) % self._table.layers
-        return held, following
+    def to_prefetch(self, layer: int) -> int | None:
+        """The layer whose weights PREFETCH_NEXT fetches while this one's MLP is skipped; None: not dispatched."""
+        records = self.dispatched(layer).records
+        fetches = any(record.opcode is Opcode.PREFETCH_NEXT for record in records)
+        return (layer + 1) % self._table.layers if fetches else None
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)

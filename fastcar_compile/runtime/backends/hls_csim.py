@@ -18,7 +18,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.lowering.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
 from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
-from fastcar_compile.ops.offload_gate import bound_gate_unit
+from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
 from fastcar_compile.runtime.backends.board import BoardLibrary
 from fastcar_compile.runtime.backends.controller import GateController
@@ -87,8 +87,17 @@ class HlsCsimBackend(CpuBackend):
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """One decode forward; see Backend.decode."""
         self._gate.start(step, thresholds)
-        with bound_accelerator(self._mlp), bound_gate_unit(self._gate):
+        with bound_accelerator(self._mlp), bound_gate_unit(self._decide):
             return super().decode(inputs, position, step, thresholds)
+
+    def _decide(self, layer: int, *operands: Any) -> GateDecision:
+        """The gate of one layer. PREFETCH_NEXT is followed here: the host does not call an MLP whose rows all replay."""
+        decision = self._gate(layer, *operands)
+        following = self._gate.to_prefetch(layer)
+        if following is not None and self._library.prefetch_bytes:
+            self._library.prefetch(self._weights[f"layer_{following}"])
+            self._fetched = following
+        return decision
 
     def _mlp(self, layer: int, x: Tensor, replay: Tensor, cached: Tensor) -> Tensor:
         """The rows that the controller dispatched; of a layer without a gate in its table, those of the host's mask."""
@@ -102,16 +111,14 @@ class HlsCsimBackend(CpuBackend):
         return torch.from_numpy(self._call(layer, computed, x.numpy(), cached.numpy()))
 
     def _call(self, layer: int, computed: int, x: Array, cached: Array) -> Array:
-        """The MLP kernel, and its prefetch buffer as the controller's records say."""
+        """The MLP kernel, whose weights begin in the prefetch buffer where LOAD_WEIGHTS says so."""
         weights = self._weights[f"layer_{layer}"]
         if not self._library.prefetch_bytes:
             return self._library.mlp(x, computed, cached, weights)
-        held, following = self._gate.prefetch(layer)
+        held = self._gate.prefetched(layer)
         if held and (held, layer) != (self._library.prefetch_bytes, self._fetched):
             has = f"layer {self._fetched} in {self._library.prefetch_bytes} bytes"
-            raise InternalError(f"layer {layer}: the controller counts on {held} prefetched bytes; the kernel has {has}")
-        y = self._library.mlp(x, computed, cached, weights, held=held > 0)
-        if following is not None:
-            self._library.prefetch(self._weights[f"layer_{following}"])
-            self._fetched = following
-        return y
+            raise InternalError(
+                f"layer {layer}: the controller counts on {held} prefetched bytes; the kernel has {has}"
+            )
+        return self._library.mlp(x, computed, cached, weights, held=held > 0)
