@@ -53,7 +53,7 @@ def emit_accelerator(
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
     found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
     design, mlp = found.design, mlp_of(found.design)
-    table = control_table(program, config, mlp.spec.cores)
+    table = control_table(program, config, mlp.spec.cores, mlp.prefetch_bytes)
     emit_hls(design, writer.root / "hls", table)
     section = offloaded | {
         "offload": config.offload,

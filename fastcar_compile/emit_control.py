@@ -31,10 +31,11 @@ def attention_of(program: DecoderProgram) -> AttentionShape:
     return next(iter(shapes))
 
 
-def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
     """The DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
-    The MLP kernel has no prefetch buffer yet, so nothing is ever prefetched.
+    Args:
+        prefetch_bytes: of the kernel's prefetch buffer; all layers have one stream size, so it is that of every layer.
 
     Raises:
         CompileError: the layers have different attention shapes.
@@ -50,6 +51,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
         scales=[s.scale if unit else None for s, unit in zip(sites, own, strict=True)],
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
+        prefetch=[prefetch_bytes] * len(sites),
     )
 
 
@@ -62,7 +64,7 @@ def controller_json(table: DrsTable) -> dict[str, Any]:
         "gated_layers": [layer for layer, factor in enumerate(table.factors) if factor != 0],
         "couple_cfg": table.couple_cfg,
         "max_chain": table.max_chain,
-        "prefetch_bytes": sum(table.prefetch),
+        "prefetch_bytes": max(table.prefetch),
         "limits": asdict(limits),
         "usage_estimate": asdict(controller_usage(limits)),
         "cycles_estimate": controller_cycles(table),

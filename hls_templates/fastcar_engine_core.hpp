@@ -47,7 +47,6 @@ struct EngineShapes {
     static const int RESULT_WORDS = WordsFor<C::MAX_TILE * C::PORTS, FLOAT_LANES>::VALUE;
     static const int ROW_LANES = (ROWS + 3) / 4;
     static const int ROW_BLOCKS = (ROWS + ROW_LANES - 1) / ROW_LANES;
-    static const int MOST_BEATS = 1 << 30;
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
 };
 

@@ -10,56 +10,54 @@
 
 namespace fastcar {
 
+// The prefetch buffer holds weights of an MLP: a linear leaves it alone.
+inline uint32_t engine_prefetch(uint32_t op, uint32_t prefetch) {
+    FASTCAR_INLINE
+    return op == OP_MLP || prefetch == PREFETCH_FILL ? prefetch : 0u;
+}
+
 // One port's section of the weight stream; nothing is read when no row computes.
 template <class C>
-void engine_read_weights(const word_t* weights, uint32_t index_register, uint32_t op, int inputs, int channels,
-                         int tile, int tiles, hls::stream<word_t>& out) {
+void engine_read_weights(const word_t* weights, uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs,
+                         int channels, int tile, int tiles, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     const int words = call_words(make_call<C>(op, inputs, channels, tile, tiles));
     const int count = count_rows(index_register, C::BATCH) > 0 ? words : 0;
-    for (int i = 0; i < count; ++i) {
+    const Span span = words_from_memory(count, C::PREFETCH_WORDS, engine_prefetch(op, prefetch));
+    for (int i = span.first; i < span.end; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, EngineShapes<C>::MOST_BEATS)
+        FASTCAR_TRIPS(0, MOST_BEATS)
         out.write(weights[i]);
     }
 }
 
 // The one weight stream, shared by all cores that have a row.
 template <class C>
-void engine_share_weights(hls::stream<word_t> in[C::PORTS], uint32_t index_register, uint32_t op, int inputs,
-                          int channels, int tile, int tiles, hls::stream<Beat<C::PORTS> > out[C::CORES]) {
+static void engine_share_weights(hls::stream<word_t> in[C::PORTS], uint32_t index_register, uint32_t prefetch,
+                                 uint32_t op, int inputs, int channels, int tile, int tiles,
+                                 hls::stream<Beat<C::PORTS> > out[C::CORES]) {
     FASTCAR_NO_INLINE
-    const int rows = count_rows(index_register, C::BATCH);
+    const uint32_t mode = engine_prefetch(op, prefetch);
+    const int rows = count_rows(computing_rows(index_register, mode), C::BATCH);
     const int beats = rows > 0 ? call_words(make_call<C>(op, inputs, channels, tile, tiles)) : 0;
-    for (int i = 0; i < beats; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, EngineShapes<C>::MOST_BEATS)
-        Beat<C::PORTS> beat;
-        for (int p = 0; p < C::PORTS; ++p) {
-            FASTCAR_UNROLL
-            beat.port[p] = in[p].read();
-        }
-        for (int c = 0; c < C::CORES; ++c) {
-            FASTCAR_UNROLL
-            if (c < rows) {
-                out[c].write(beat);
-            }
-        }
-    }
+    const int filled = mode == PREFETCH_FILL ? C::PREFETCH_WORDS : 0;
+    const int held = mode == PREFETCH_HELD ? C::PREFETCH_WORDS : 0;
+    share_stream<C>(in, filled, held, beats, rows, out);
 }
 
 // Rows that compute, each to its core.
 template <class C>
-void engine_read_rows(const word_t* x, uint32_t index_register, uint32_t op, int inputs, int channels, int tile,
-                      int tiles, hls::stream<word_t> out[C::CORES]) {
+void engine_read_rows(const word_t* x, uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs,
+                      int channels, int tile, int tiles, hls::stream<word_t> out[C::CORES]) {
     FASTCAR_NO_INLINE
+    const uint32_t computing = computing_rows(index_register, prefetch);
     const Call call = make_call<C>(op, inputs, channels, tile, tiles);
     const int words = call.products > 0 ? words_for(call_inputs(call), FLOAT_LANES) : 0;
     ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
-    map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
+    map_rows<MappingBits<C::CORES>::VALUE>(computing, C::BATCH, C::CORES, mapping);
     for (int row = 0; row < C::BATCH; ++row) {
         const int core = mapping[row].to_int();
-        const int count = row_computes(index_register, row) ? words : 0;
+        const int count = row_computes(computing, row) ? words : 0;
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, EngineShapes<C>::INPUTS)
@@ -77,16 +75,17 @@ void engine_read_rows(const word_t* x, uint32_t index_register, uint32_t op, int
 // Computed rows come tile by tile, row by row within a tile. A replayed row of an MLP is copied from the cache bit for
 // bit; a row that a linear does not compute is not written.
 template <class C>
-void engine_write_rows(const word_t* cached, uint32_t index_register, uint32_t op, int inputs, int channels, int tile,
-                       int tiles, hls::stream<word_t> in[C::CORES], word_t* y) {
+void engine_write_rows(const word_t* cached, uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs,
+                       int channels, int tile, int tiles, hls::stream<word_t> in[C::CORES], word_t* y) {
     FASTCAR_NO_INLINE
+    const bool fills = prefetch == PREFETCH_FILL;
     const Call call = make_call<C>(op, inputs, channels, tile, tiles);
     const int words = words_for(call.last.channels, FLOAT_LANES);
-    const int steps = call.products > 0 ? call.last.tiles : 0;
+    const int steps = call.products > 0 && !fills ? call.last.tiles : 0;
     ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
     map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
     for (int row = 0; row < C::BATCH; ++row) {
-        const int count = op == OP_MLP && !row_computes(index_register, row) ? words : 0;
+        const int count = op == OP_MLP && !fills && !row_computes(index_register, row) ? words : 0;
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, EngineShapes<C>::INPUTS)
@@ -180,12 +179,12 @@ void engine_load_rows(hls::stream<word_t>& in, int rows, int inputs,
 // One core: its rows (if any) through the products of the call. One call site, so one MAC array: an MLP's second product
 // takes the activations that the first left in `values`.
 template <class C, int CORE>
-void engine_core(uint32_t index_register, uint32_t op, int inputs, int channels, int tile, int tiles,
+void engine_core(uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs, int channels, int tile, int tiles,
                  hls::stream<word_t>& in, hls::stream<Beat<C::PORTS> >& weights, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     typedef EngineShapes<C> S;
     const Call call = make_call<C>(op, inputs, channels, tile, tiles);
-    const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
+    const int rows = rows_of_core(count_rows(computing_rows(index_register, prefetch), C::BATCH), CORE, C::CORES);
     const int products = rows > 0 ? call.products : 0;
     float values[S::ROWS][S::INPUTS];
     FASTCAR_PARTITION_CYCLIC(values, 2, 4)

@@ -10,56 +10,108 @@
 
 namespace fastcar {
 
+static const int MOST_BEATS = 1 << 30;
+
 // One word of every weight port.
 template <int PORTS>
 struct Beat {
     word_t port[PORTS];
 };
 
+// Values of the argument `prefetch`; any other reads all weights from memory.
+static const uint32_t PREFETCH_HELD = 1;  // the buffer holds the first PREFETCH_WORDS words of every section
+static const uint32_t PREFETCH_FILL = 2;  // nothing is computed: the buffer is filled from the weights given
+
+// Rows that a call computes: none when it only fills the buffer, whatever the register says.
+inline uint32_t computing_rows(uint32_t index_register, uint32_t prefetch) {
+    FASTCAR_INLINE
+    return prefetch == PREFETCH_FILL ? 0u : index_register;
+}
+
+// Words first .. end - 1 of a section.
+struct Span {
+    int first;
+    int end;
+};
+
+// What a port reads of a section of which a call needs `words`; `held`: words of the buffer.
+inline Span words_from_memory(int words, int held, uint32_t prefetch) {
+    FASTCAR_INLINE
+    Span span;
+    span.first = prefetch == PREFETCH_HELD ? held : 0;
+    span.end = prefetch == PREFETCH_FILL ? held : words;
+    return span;
+}
+
 // One port's section of the weight stream, in one long burst; nothing is read when no row computes.
 template <class C>
-void read_weights(const word_t* weights, uint32_t index_register, hls::stream<word_t>& out) {
+void read_weights(const word_t* weights, uint32_t index_register, uint32_t prefetch, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
-    if (count_rows(index_register, C::BATCH) > 0) {
-        for (int i = 0; i < Shapes<C>::PORT_WORDS; ++i) {
-            FASTCAR_PIPELINE(1)
-            out.write(weights[i]);
-        }
+    const int words = count_rows(index_register, C::BATCH) > 0 ? Shapes<C>::PORT_WORDS : 0;
+    const Span span = words_from_memory(words, C::PREFETCH_WORDS, prefetch);
+    for (int i = span.first; i < span.end; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, Shapes<C>::PORT_WORDS)
+        out.write(weights[i]);
     }
 }
 
-// The one weight stream, shared by all cores that have a row.
+// The one weight stream, shared by all cores that have a row: `held` words of each port from the buffer, the rest from the
+// ports, which read ahead meanwhile. Before that, `filled` words go from the ports into the buffer.
+//
+// The buffer keeps its words from call to call. The function has internal linkage, so that the buffer belongs to this
+// kernel alone, whatever else a process loads.
 template <class C>
-void share_weights(hls::stream<word_t> in[C::PORTS], uint32_t index_register,
-                   hls::stream<Beat<C::PORTS> > out[C::CORES]) {
-    FASTCAR_NO_INLINE
-    const int count = count_rows(index_register, C::BATCH);
-    const int beats = count > 0 ? Shapes<C>::PORT_WORDS : 0;
+static void share_stream(hls::stream<word_t> in[C::PORTS], int filled, int held, int beats, int cores,
+                         hls::stream<Beat<C::PORTS> > out[C::CORES]) {
+    FASTCAR_INLINE
+    static word_t buffer[C::PORTS][C::PREFETCH_WORDS > 0 ? C::PREFETCH_WORDS : 1];
+    FASTCAR_PARTITION(buffer, 1)
+    FASTCAR_TILE_MEMORY(buffer)
+    for (int i = 0; i < filled; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, C::PREFETCH_WORDS)
+        for (int p = 0; p < C::PORTS; ++p) {
+            FASTCAR_UNROLL
+            buffer[p][i] = in[p].read();
+        }
+    }
     for (int i = 0; i < beats; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, Shapes<C>::PORT_WORDS)
+        FASTCAR_TRIPS(0, MOST_BEATS)
         Beat<C::PORTS> beat;
         for (int p = 0; p < C::PORTS; ++p) {
             FASTCAR_UNROLL
-            beat.port[p] = in[p].read();
+            beat.port[p] = i < held ? buffer[p][i] : in[p].read();
         }
         for (int c = 0; c < C::CORES; ++c) {
             FASTCAR_UNROLL
-            if (c < count) {
+            if (c < cores) {
                 out[c].write(beat);
             }
         }
     }
 }
 
+template <class C>
+static void share_weights(hls::stream<word_t> in[C::PORTS], uint32_t index_register, uint32_t prefetch,
+                          hls::stream<Beat<C::PORTS> > out[C::CORES]) {
+    FASTCAR_NO_INLINE
+    const int count = count_rows(computing_rows(index_register, prefetch), C::BATCH);
+    const int filled = prefetch == PREFETCH_FILL ? C::PREFETCH_WORDS : 0;
+    const int held = prefetch == PREFETCH_HELD ? C::PREFETCH_WORDS : 0;
+    share_stream<C>(in, filled, held, count > 0 ? Shapes<C>::PORT_WORDS : 0, count, out);
+}
+
 // Rows that compute, each to its core; replayed rows are not read.
 template <class C>
-void read_rows(const word_t* x, uint32_t index_register, hls::stream<word_t> out[C::CORES]) {
+void read_rows(const word_t* x, uint32_t index_register, uint32_t prefetch, hls::stream<word_t> out[C::CORES]) {
     FASTCAR_NO_INLINE
+    const uint32_t computing = computing_rows(index_register, prefetch);
     ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
-    map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
+    map_rows<MappingBits<C::CORES>::VALUE>(computing, C::BATCH, C::CORES, mapping);
     for (int row = 0; row < C::BATCH; ++row) {
-        if (row_computes(index_register, row)) {
+        if (row_computes(computing, row)) {
             const int core = mapping[row].to_int();
             for (int i = 0; i < Shapes<C>::ROW_WORDS; ++i) {
                 FASTCAR_PIPELINE(1)
@@ -90,11 +142,14 @@ word_t read_from_core(hls::stream<word_t> in[C::CORES], int core) {
 
 // Rows back in order: from their core, or bit for bit from the cache. Two loops: a read under a condition is no burst.
 template <class C>
-void write_rows(const word_t* cached, uint32_t index_register, hls::stream<word_t> in[C::CORES], word_t* y) {
+void write_rows(const word_t* cached, uint32_t index_register, uint32_t prefetch, hls::stream<word_t> in[C::CORES],
+                word_t* y) {
     FASTCAR_NO_INLINE
+    const int rows = prefetch == PREFETCH_FILL ? 0 : C::BATCH;
     ap_uint<MappingBits<C::CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
     map_rows<MappingBits<C::CORES>::VALUE>(index_register, C::BATCH, C::CORES, mapping);
-    for (int row = 0; row < C::BATCH; ++row) {
+    for (int row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(0, C::BATCH)
         const int first = row * Shapes<C>::ROW_WORDS;
         if (row_computes(index_register, row)) {
             const int core = mapping[row].to_int();
@@ -221,12 +276,12 @@ void store_core_rows(const float y[Shapes<C>::ROWS][C::HIDDEN], int rows, hls::s
 
 // One core: its rows (if any) through the first product, the activation and the second product.
 template <class C, int CORE>
-void core(uint32_t index_register, hls::stream<word_t>& in, hls::stream<Beat<C::PORTS> >& weights,
+void core(uint32_t index_register, uint32_t prefetch, hls::stream<word_t>& in, hls::stream<Beat<C::PORTS> >& weights,
           hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     typedef typename Shapes<C>::GateUp GateUp;
     typedef typename Shapes<C>::Down Down;
-    const int rows = rows_of_core(count_rows(index_register, C::BATCH), CORE, C::CORES);
+    const int rows = rows_of_core(count_rows(computing_rows(index_register, prefetch), C::BATCH), CORE, C::CORES);
     float x[GateUp::ROWS][GateUp::K];
     int8_t x_int8[GateUp::ROWS][GateUp::CHANNEL_WORDS][GateUp::LANES];
     float x_scale[GateUp::ROWS];

@@ -9,7 +9,14 @@ from typing import Any
 from fastcar_compile.codegen.drs.table import AttentionShape, Limits
 from fastcar_compile.codegen.hls import design as mlp_design
 from fastcar_compile.codegen.hls import engine_design
-from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape, choose_design, designs
+from fastcar_compile.codegen.hls.design import (
+    WORD_BYTES,
+    MlpDesign,
+    StageShape,
+    choose_design,
+    designs,
+    with_prefetch,
+)
 from fastcar_compile.codegen.hls.drs_cost import controller_usage
 from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engine, engines
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
@@ -82,7 +89,7 @@ def explore(
     beyond = [(s, d) for s, d in found if _excess(d) and s < seconds * 0.999]
     faster = _excess(min(beyond, key=lambda item: item[0])[1]) if beyond else []
     return Exploration(
-        design=design,
+        design=_with_prefetch(design),
         seconds_per_step=seconds,
         bound_by=faster[0].split()[0] if faster else _bound(mlp_of(design), target),
         tried=len(found),
@@ -95,6 +102,13 @@ def _candidates(spec: MlpSpec, linears: tuple[LinearSpec, ...], budget: BoardBud
     for cores in range(1, min(spec.batch, MAX_CORES) + 1):
         one = replace(spec, cores=cores)
         yield from engines(EngineSpec(one, linears), budget) if linears else designs(one, budget)
+
+
+def _with_prefetch(design: Design) -> Design:
+    """The prefetch buffer takes what the chosen design leaves; no design is chosen for it."""
+    if isinstance(design, EngineDesign):
+        return replace(design, mlp=with_prefetch(design.mlp))
+    return with_prefetch(design)
 
 
 def _excess(design: Design) -> list[str]:

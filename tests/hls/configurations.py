@@ -20,7 +20,7 @@ KINDS = list(product(WEIGHT_BITS, (True, False), ACTIVATIONS))
 SIZES = (1, 3, 16, 17, 32, 100, 127, 128, 129, 160, 255, 256, 300)
 FLAGS = ["-std=c++14", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fPIC"]
 SANITIZE = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
-ENTRIES = ("sizes", "mlp", "accumulators", "drs")
+ENTRIES = ("sizes", "mlp", "prefetch", "accumulators", "drs")
 
 
 def random_design(number: int) -> MlpDesign:

@@ -87,7 +87,7 @@ def test_weights_are_not_read_when_no_row_computes(library: CsimLibrary) -> None
     x = np.zeros((library.batch, library.hidden), np.float32)
     cached = np.arange(x.size, dtype=np.uint32).reshape(x.shape) | np.uint32(0x7F800000)
     y = np.zeros_like(x)
-    library._library.fastcar_csim_mlp(x.ctypes.data_as(P), 0, cached.ctypes.data_as(P), None, y.ctypes.data_as(P))
+    library._library.fastcar_csim_mlp(x.ctypes.data_as(P), 0, cached.ctypes.data_as(P), None, y.ctypes.data_as(P), 0)
     np.testing.assert_array_equal(y.view(np.uint32), cached)
 
 

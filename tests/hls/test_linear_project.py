@@ -193,7 +193,7 @@ def test_one_multiplier_array_serves_every_product(project: dict[str, str]) -> N
 def test_interface_and_link(project: dict[str, str], name: str) -> None:
     kernel = engine_interface(ENGINES[name])
     ports = ENGINES[name].mlp.ports
-    names = [*(f"weights_{p}" for p in range(ports)), "x", "cached", "y", "index_register", "op"]
+    names = [*(f"weights_{p}" for p in range(ports)), "x", "cached", "y", "index_register", "prefetch", "op"]
     assert [p.name for p in kernel.ports] == [*names, "inputs", "channels", "tile", "tiles"]
     assert "syn.top=fastcar_engine\n" in project["fastcar_engine_hls_config.cfg"]
     assert "tb.file=engine_testbench.cpp\n" in project["fastcar_engine_hls_config.cfg"]

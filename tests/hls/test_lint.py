@@ -176,7 +176,7 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
     [
         ("core_in[1], beats[1], core_out[1]", "core_in[0], beats[1], core_out[1]"),
         ("core_in[1], beats[1], core_out[1]", "core_in[1], beats[1], core_out[0]"),
-        ("index_register, ports[3]", "index_register, ports[2]"),
+        ("index_register, prefetch, ports[3]", "index_register, prefetch, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
         ("out[c].write(word)", "out[c].read()"),
     ],

@@ -78,6 +78,7 @@ class CsimLibrary:
 
     Attributes:
         drs: its TAS unit and DRS controller; only of a library with the prefix `fastcar_csim`.
+        prefetch_bytes: of the prefetch buffer, all ports; 0: there is none.
     """
 
     SOURCES: ClassVar[tuple[str, ...]] = (
@@ -90,10 +91,11 @@ class CsimLibrary:
     def __init__(self, path: Path, prefix: str = "fastcar_csim") -> None:
         self._library, self._prefix = ctypes.CDLL(str(path)), prefix
         self.drs = DrsLibrary(self._library)
-        sizes = (ctypes.c_uint64 * 9)()
+        sizes = (ctypes.c_uint64 * 10)()
         self._entry("sizes")(sizes)
         self.hidden, self.intermediate, self.batch, self.cores, self.stream_bytes = (int(s) for s in sizes[:5])
-        self._weight_bits, self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:])
+        self._weight_bits, self._matrices, self._first_sums, self._down_sums = (int(s) for s in sizes[5:9])
+        self.prefetch_bytes = int(sizes[9])
 
     def _entry(self, name: str) -> Any:
         return getattr(self._library, f"{self._prefix}_{name}")
@@ -102,12 +104,17 @@ class CsimLibrary:
     def build(cls, hls_dir: Path, build_dir: Path) -> Self:
         """Compile `hls_dir` (as written by emit_hls) into `build_dir`, or take the library already built from it.
 
+        Each call is an accelerator of its own: a kernel keeps its prefetch buffer from call to call, and a process
+        loads the same file only once. So a copy is loaded, whose file is not needed any more.
+
         Raises:
             BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         """
-        return cls(build_library(hls_dir, build_dir, cls.SOURCES))
+        path = build_library(hls_dir, build_dir, cls.SOURCES)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            return cls(Path(shutil.copy(path, folder)))
 
-    def mlp(self, x: Array, index_register: int, cached: Array, weights: Array) -> Array:
+    def mlp(self, x: Array, index_register: int, cached: Array, weights: Array, *, held: bool = False) -> Array:
         """One kernel call.
 
         Args:
@@ -115,6 +122,7 @@ class CsimLibrary:
             index_register: bit b = 1: row b computes, 0: row b is copied from `cached`.
             cached: float32 [B, H].
             weights: uint8 [stream bytes] of one layer; not read when no row computes.
+            held: the prefetch buffer holds the beginning of these weights, and is read instead of it.
 
         Returns:
             float32 [B, H].
@@ -123,8 +131,13 @@ class CsimLibrary:
         stream = self._stream(weights)
         y = np.empty_like(x)
         register = ctypes.c_uint32(index_register & 0xFFFFFFFF)
-        self._entry("mlp")(_at(x), register, _at(cached), _at(stream), _at(y))
+        self._entry("mlp")(_at(x), register, _at(cached), _at(stream), _at(y), ctypes.c_uint32(held))
         return y
+
+    def prefetch(self, weights: Array) -> None:
+        """Fill the prefetch buffer with the beginning of these weights (uint8 [stream bytes])."""
+        stream = self._stream(weights)
+        self._entry("prefetch")(_at(stream))
 
     def mlp_accumulators(self, x: Array, weights: Array) -> tuple[Array, ...]:
         """The exact sums of every row of x (float32 [B, H]), from the kernel's own compute cores.

@@ -36,6 +36,9 @@ TILE_WORD_CHOICES = (1024, 512, 256, 128, 64)
 URAM_TILE_WORD_CHOICES = (2048, 1024)
 """The same where tiles are in UltraRAM: half a block or less. Longer tiles only lengthen the first and the last."""
 
+PREFETCH_WORD_CHOICES = (4096, 2048, 1024, 512, 256, 128)
+"""Words of the prefetch buffer per port: from the depth of one URAM to what is no longer worth a block RAM."""
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -125,7 +128,8 @@ class MlpDesign:
         gate_up: stage of gate and up; channel 2n is gate n, 2n + 1 is up n.
         down: stage of down.
         usage: estimated resources (not synthesised).
-        tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
+        tiles_in_uram: whether the weight tiles and the prefetch buffer are in UltraRAM instead of block RAM.
+        prefetch_words: 128-bit words per port of the next layer's weights that fit on chip; 0: no buffer.
     """
 
     spec: MlpSpec
@@ -135,6 +139,7 @@ class MlpDesign:
     down: StageShape
     usage: Usage
     tiles_in_uram: bool = False
+    prefetch_words: int = 0
 
     @property
     def rows_per_core(self) -> int:
@@ -167,6 +172,11 @@ class MlpDesign:
         return self.ports * self.section_words * WORD_BYTES
 
     @property
+    def prefetch_bytes(self) -> int:
+        """Bytes of the prefetch buffer, all ports."""
+        return self.ports * self.prefetch_words * WORD_BYTES
+
+    @property
     def row_words(self) -> int:
         """128-bit words of one float32 row."""
         return float_words(self.spec.hidden)
@@ -190,6 +200,7 @@ class MlpDesign:
             "gate_up": asdict(self.gate_up),
             "down": asdict(self.down),
             "tiles_in_uram": self.tiles_in_uram,
+            "prefetch_words": self.prefetch_words,
             "lanes": self.lanes,
             "rows_per_core": self.rows_per_core,
             "stream_bytes": self.stream_bytes,
@@ -208,6 +219,7 @@ class MlpDesign:
             down=StageShape(**data["down"]),
             usage=Usage(**data["usage_estimate"]),
             tiles_in_uram=data["tiles_in_uram"],
+            prefetch_words=data["prefetch_words"],
         )
 
 
@@ -227,13 +239,28 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
     tried = list(designs(spec, budget))
     if fitting := [d for d in tried if not excess(d)]:
         most = max(d.ports for d in fitting)
-        return min((d for d in fitting if d.ports == most), key=lambda d: d.cycles)
+        return with_prefetch(min((d for d in fitting if d.ports == most), key=lambda d: d.cycles))
     least = tried[-1]
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
         f"{budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, {least.lanes} lanes)",
         mend="use a larger board, a smaller batch or fewer cores",
     )
+
+
+def with_prefetch(design: MlpDesign) -> MlpDesign:
+    """The design with the longest prefetch buffer in half of the blocks that it leaves, at most a section.
+
+    The other half is for what a design's own estimate leaves out: the controller's key buffer, and routing.
+    """
+    budget, usage, uram = design.budget, design.usage, design.tiles_in_uram
+    left = (budget.uram - usage.uram if uram else budget.bram36 - usage.bram36) // 2
+    for words in PREFETCH_WORD_CHOICES:
+        blocks = design.ports * (uram_blocks if uram else bram_blocks)(WORD_BITS, words)
+        if words <= design.port_words and blocks <= left:
+            more = {"uram": usage.uram + blocks} if uram else {"bram36": usage.bram36 + blocks}
+            return replace(design, prefetch_words=words, usage=replace(usage, **more))
+    return design
 
 
 def designs(spec: MlpSpec, budget: BoardBudget) -> Iterator[MlpDesign]:

@@ -24,6 +24,7 @@ from fastcar_compile.codegen.hls.design import (
     float_words,
     multipliers,
     row_lanes,
+    with_prefetch,
 )
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, lut_ram, uram_blocks
@@ -195,7 +196,8 @@ def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
     for _ports, group in groupby(engines(spec, budget), key=lambda d: d.mlp.ports):
         tried = list(group)
         if fitting := [d for d in tried if not excess(d)]:
-            return min(fitting, key=_forward_cycles)
+            best = min(fitting, key=_forward_cycles)
+            return replace(best, mlp=with_prefetch(best.mlp))
     mlp, least = spec.mlp, tried[-1]
     widest = max(spec.linears, key=lambda linear: linear.inputs, default=None)
     also = f" and linears of up to {widest.inputs} inputs ({widest.name})" if widest else ""

@@ -12,7 +12,8 @@ OP_MLP, OP_LINEAR, OP_LINEAR_BIAS = 0, 1, 2
 def engine_interface(design: EngineDesign) -> KernelInterface:
     """The engine. Argument weights_p takes section p of the call's stream.
 
-    `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP.
+    `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP. `prefetch` is as for
+    `mlp_interface`; a linear's weights are always read from memory.
     """
     mlp = design.mlp
     rows = mlp.spec.batch * design.max_row_words
@@ -30,6 +31,7 @@ def engine_interface(design: EngineDesign) -> KernelInterface:
             KernelPort("cached", "fastcar::word_t", "m_axi", "gmem_y", rows),
             KernelPort("y", "fastcar::word_t", "m_axi", "gmem_y", rows, writable=True),
             KernelPort("index_register", "uint32_t"),
+            KernelPort("prefetch", "uint32_t"),
             KernelPort("op", "uint32_t"),
             *sizes,
         ),

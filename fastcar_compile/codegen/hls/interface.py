@@ -83,7 +83,10 @@ class KernelInterface:
 
 
 def mlp_interface(design: MlpDesign) -> KernelInterface:
-    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory."""
+    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory.
+
+    `prefetch`: 0: all weights from memory; 1: the prefetch buffer holds their beginning; 2: only fill it with that.
+    """
     rows = design.spec.batch * design.row_words
     weights = [
         KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.section_words, streamed=True)
@@ -97,6 +100,7 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
             KernelPort("cached", "fastcar::word_t", "m_axi", "gmem_y", rows),
             KernelPort("y", "fastcar::word_t", "m_axi", "gmem_y", rows, writable=True),
             KernelPort("index_register", "uint32_t"),
+            KernelPort("prefetch", "uint32_t"),
         ),
     )
 

@@ -62,10 +62,13 @@ class BoardLibrary:
 
     Attributes:
         drs: TAS unit and DRS controller.
+        prefetch_bytes: 0: the kernel's prefetch buffer is not used (docs/board.md).
 
     Raises:
         BackendError: pyxrt, the device or the xclbin is missing, or the xclbin is of another design.
     """
+
+    prefetch_bytes = 0
 
     def __init__(self, kernels: Sequence[Mapping[str, Any]], hidden: int, batch: int) -> None:
         compute, controller = (Kernel.from_json(k) for k in kernels)
@@ -115,7 +118,7 @@ class BoardLibrary:
         for port, buffer in zip(self._ports, weights, strict=True):
             self._unit.bind(port, buffer)
         self._write_rows("x", x)
-        self._unit.set("index_register", index_register)
+        self._set({"index_register": index_register, "prefetch": 0})
         self._unit.run()
         pitch = _pitch(width)
         rows = self._unit.read("y", self.batch * pitch).reshape(self.batch, pitch)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastcar_compile.codegen.drs.gate import pack_heads
 from fastcar_compile.codegen.drs.reader import read_table
 from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import Status
+from fastcar_compile.codegen.drs.table import Opcode, Status
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.offload_gate import GateDecision
 from fastcar_compile.runtime.backends.base import Array
@@ -55,6 +55,7 @@ class GateController:
         if tuple(own) != self._table.thresholds:
             self._table = self._table.with_thresholds(own)
             self._binary = self._table.to_bytes()
+            self._held = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
         """Decide for one layer; see ops.offload_gate.GateUnit.
@@ -80,6 +81,17 @@ class GateController:
             empty = np.zeros((0, 4), np.float32)
             self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
         return self._traces[layer]
+
+    def prefetched(self, layer: int) -> int:
+        """Bytes of this layer's weights that its MLP takes from the prefetch buffer: the argument of LOAD_WEIGHTS."""
+        records = self.dispatched(layer).records
+        return sum(record.argument for record in records if record.opcode is Opcode.LOAD_WEIGHTS)
+
+    def to_prefetch(self, layer: int) -> int | None:
+        """The layer whose weights PREFETCH_NEXT fetches while this one's MLP is skipped; None: not dispatched."""
+        records = self.dispatched(layer).records
+        fetches = any(record.opcode is Opcode.PREFETCH_NEXT for record in records)
+        return (layer + 1) % self._table.layers if fetches else None
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)

@@ -18,7 +18,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.lowering.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
 from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
-from fastcar_compile.ops.offload_gate import bound_gate_unit
+from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.runtime.backends.base import Array, StepResult
 from fastcar_compile.runtime.backends.board import BoardLibrary
 from fastcar_compile.runtime.backends.controller import GateController
@@ -75,18 +75,29 @@ class HlsCsimBackend(CpuBackend):
     ) -> None:
         self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
         self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
+        self._fetched: int | None = None
         super().__init__(root, decode="offload", **options)
 
     def reset(self) -> None:
         """Set every state to zero and empty the prefetch buffer."""
         super().reset()
         self._gate.reset()
+        self._fetched = None
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """One decode forward; see Backend.decode."""
         self._gate.start(step, thresholds)
-        with bound_accelerator(self._mlp), bound_gate_unit(self._gate):
+        with bound_accelerator(self._mlp), bound_gate_unit(self._decide):
             return super().decode(inputs, position, step, thresholds)
+
+    def _decide(self, layer: int, *operands: Any) -> GateDecision:
+        """The gate of one layer. PREFETCH_NEXT is followed here: where all rows replay, no MLP is called."""
+        decision = self._gate(layer, *operands)
+        following = self._gate.to_prefetch(layer)
+        if following is not None and self._library.prefetch_bytes:
+            self._library.prefetch(self._weights[f"layer_{following}"])
+            self._fetched = following
+        return decision
 
     def _mlp(self, layer: int, x: Tensor, replay: Tensor, cached: Tensor) -> Tensor:
         """The rows that the controller dispatched; of a layer without a gate in its table, those of the host's mask."""
@@ -97,5 +108,17 @@ class HlsCsimBackend(CpuBackend):
             computed &= wanted
         if computed != wanted:
             raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
-        y = self._library.mlp(x.numpy(), computed, cached.numpy(), self._weights[f"layer_{layer}"])
-        return torch.from_numpy(y)
+        return torch.from_numpy(self._call(layer, computed, x.numpy(), cached.numpy()))
+
+    def _call(self, layer: int, computed: int, x: Array, cached: Array) -> Array:
+        """The MLP kernel, whose weights begin in the prefetch buffer where LOAD_WEIGHTS says so."""
+        weights = self._weights[f"layer_{layer}"]
+        if not self._library.prefetch_bytes:
+            return self._library.mlp(x, computed, cached, weights)
+        held = self._gate.prefetched(layer)
+        if held and (held, layer) != (self._library.prefetch_bytes, self._fetched):
+            has = f"layer {self._fetched} in {self._library.prefetch_bytes} bytes"
+            raise InternalError(
+                f"layer {layer}: the controller counts on {held} prefetched bytes; the kernel has {has}"
+            )
+        return self._library.mlp(x, computed, cached, weights, held=held > 0)
