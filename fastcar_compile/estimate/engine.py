@@ -21,7 +21,7 @@ BURST_BYTES = 4096
 """Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, is also the 4 KiB page."""
 
 FIFO_WORDS = 512
-"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512)): what is read ahead while the engine idles."""
+"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512))."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Engine:
 
     Args:
         memory_rate: bytes per second that the weight memories deliver to the engine's ports.
-        prefetch_bytes: weights that the engine can hold before it is started.
+        fifo_bytes: weights that the ports' FIFOs take before the first product starts.
+        prefetch_bytes: weights of the next layer that the prefetch buffer holds.
         side_by_side: whether a core multiplies its rows at the same time (as emitted) or one after another.
     """
 
@@ -40,6 +41,7 @@ class Engine:
     rows: int
     tile_words: int
     memory_rate: float
+    fifo_bytes: int
     prefetch_bytes: int
     side_by_side: bool = True
 
@@ -54,7 +56,8 @@ class Engine:
             rows=design.spec.batch,
             tile_words=whole.max_tile_words,
             memory_rate=memory_rate(target, design.ports),
-            prefetch_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
+            fifo_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
+            prefetch_bytes=design.prefetch_bytes,
         )
 
     def one_row_after_another(self) -> Engine:

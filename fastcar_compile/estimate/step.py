@@ -71,7 +71,7 @@ def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefet
     Args:
         loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
         attended: positions that attention reads.
-        prefetch: whether idle time of the engine is used to read ahead.
+        prefetch: whether, after a replay, idle time of the engine fills the prefetch buffer.
     """
     run = _Simulation(board, prefetch)
     for layer, load in enumerate(loads):
@@ -84,6 +84,8 @@ class _Simulation:
     def __init__(self, board: Board, prefetch: bool) -> None:
         self.board, self.prefetch, self.step = board, prefetch, Step()
         self._engine_free = 0.0
+        self._prefetched = 0.0
+        self._prefetching = False
 
     def layer(self, layer: int, load: int, attended: float) -> None:
         board, shape = self.board, self.board.shape
@@ -127,22 +129,40 @@ class _Simulation:
     def _mlp(self, layer: int, load: int) -> None:
         first, down = self.board.shape.mlp_linears
         edge = self.board.engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
-        self._call("mlp", layer, [first, down], load, edge)
+        self._count_idle_time()
+        held, self._prefetched, self._prefetching = self._prefetched, 0.0, False
+        self._call("mlp", layer, [first, down], load, edge, held)
 
     def _copy(self, layer: int) -> None:
+        """A replay. From here on, idle time of the engine fills the prefetch buffer for the next layer's MLP."""
+        self._count_idle_time()
+        self._prefetched, self._prefetching = 0.0, self.prefetch
         moved = 2 * 4 * self.board.shape.hidden * self.board.batch
         self.step.add("replay", layer, "host", self.board.host.seconds(bytes_read=moved), moved)
 
-    def _call(self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float) -> None:
-        """One start of the engine: its registers, its rows, its weights less what was read ahead while it idled."""
+    def _count_idle_time(self) -> None:
+        engine = self.board.engine
+        if self._prefetching:
+            idle = self.step.seconds - self._engine_free
+            self._prefetched = min(self._prefetched + idle * engine.stream_rate, engine.prefetch_bytes)
+        self._engine_free = self.step.seconds
+
+    def _call(
+        self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float, held: float = 0.0
+    ) -> None:
+        """One start of the engine: its registers, its rows, its weights.
+
+        While rows are loaded and quantised, the FIFOs fill; `held` bytes are in the prefetch buffer already.
+        """
         board, engine = self.board, self.board.engine
         self.step.add(f"start {name}", layer, "host", board.host.call_seconds)
+        self._count_idle_time()
         self.step.add(f"{name} rows", layer, "edge", edge)
-        ready = min((self.step.seconds - self._engine_free) * engine.stream_rate, engine.prefetch_bytes)
+        ready = held + min(edge * engine.stream_rate, engine.fifo_bytes)
         for linear in linears:
             seconds, bound = engine.stream_seconds(linear, board.quant, load)
-            saved = min(ready, linear.weight_bytes(board.quant)) / engine.stream_rate if self.prefetch else 0.0
             size = linear.weight_bytes(board.quant)
+            saved = min(ready, size) / engine.stream_rate
             self.step.weight_bytes += size
             self.step.add(linear.name, layer, bound, seconds - saved, size)
             ready = 0.0

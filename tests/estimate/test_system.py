@@ -127,7 +127,7 @@ def test_one_computing_row_keeps_the_whole_weight_stream() -> None:
 
 
 def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
-    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0)
+    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0, 0)
     rows = (False, True, False, True)  # rows 0 and 2 compute; both belong to core 0
     assert engine.load(rows, drs=False) == 2
     assert engine.load(rows, drs=True) == 1

@@ -61,7 +61,7 @@ def find_forbidden(text: str) -> list[str]:
 
 
 def find_unbounded_loops(text: str) -> list[str]:
-    """`for` loops whose bound is neither a constant (in capitals) nor told with FASTCAR_TRIPS, or whose step is none."""
+    """`for` loops whose bound or step is not a constant (in capitals), nor told with FASTCAR_TRIPS."""
     code = code_of(text)
     loops = re.findall(r"\bfor \(([^)]*)\) \{(?=((?:[^\n]*\n){3}))", code)
     found = [] if len(loops) == len(re.findall(r"\bfor\s*\(", code)) else ["a loop is not of the form for (...) {"]
