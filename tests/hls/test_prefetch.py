@@ -10,7 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.design import PREFETCH_WORD_CHOICES, MlpDesign, choose_design, designs, excess, with_prefetch
+from fastcar_compile.codegen.hls.design import (
+    PREFETCH_WORD_CHOICES,
+    MlpDesign,
+    choose_design,
+    designs,
+    excess,
+    with_prefetch,
+)
 from fastcar_compile.codegen.hls.resources import Usage, bram_blocks, uram_blocks
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.codegen.hls.weights import pack_mlp
