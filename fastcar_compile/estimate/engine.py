@@ -29,8 +29,8 @@ class Engine:
 
     Args:
         memory_rate: bytes per second that the weight memories deliver to the engine's ports.
-        prefetch_bytes: weights that the engine reads ahead while a call's rows are loaded: its FIFOs. The prefetch buffer
-            is not in it: the board's host programs do not fill it (docs/board.md).
+        prefetch_bytes: weights that the engine reads ahead while a call's rows are loaded: its FIFOs. The prefetch
+            buffer is not in it: the board's host programs do not fill it (docs/board.md).
         side_by_side: whether a core multiplies its rows at the same time (as emitted) or one after another.
     """
 
