@@ -28,7 +28,7 @@ Event = tuple[str, int]
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """A small Llama for zcu102, two rows; linears between the MLPs must not touch the buffer of the same kernel."""
+    """A small Llama for zcu102, two rows. Linears use the same kernel between MLPs, and must spare the buffer."""
     check_tool("g++")
     check_module("hls4ml")
     return fc.compile(

@@ -105,7 +105,7 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
     ("fault", "text"),
     [
         ("no kernel", r"the xclbin has no kernel fastcar_mlp\n  where: .*table.bin\n  mend:  link the kernels"),
-        ("other design", r"of another design: fastcar_mlp has 7 arguments, expected are 8\n  where: .*table.bin"),
+        ("other design", r"of another design: fastcar_mlp has 8 arguments, expected are 9\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  mend:  another program"),
         (
             "no memory",

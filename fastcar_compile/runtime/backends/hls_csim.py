@@ -91,7 +91,7 @@ class HlsCsimBackend(CpuBackend):
             return super().decode(inputs, position, step, thresholds)
 
     def _decide(self, layer: int, *operands: Any) -> GateDecision:
-        """The gate of one layer. PREFETCH_NEXT is followed here: where all rows replay, no MLP is called."""
+        """The gate of one layer. PREFETCH_NEXT is followed here: an MLP whose rows all replay may not be called."""
         decision = self._gate(layer, *operands)
         following = self._gate.to_prefetch(layer)
         if following is not None and self._library.prefetch_bytes:
@@ -117,8 +117,6 @@ class HlsCsimBackend(CpuBackend):
             return self._library.mlp(x, computed, cached, weights)
         held = self._gate.prefetched(layer)
         if held and (held, layer) != (self._library.prefetch_bytes, self._fetched):
-            has = f"layer {self._fetched} in {self._library.prefetch_bytes} bytes"
-            raise InternalError(
-                f"layer {layer}: the controller counts on {held} prefetched bytes; the kernel has {has}"
-            )
+            there = f"the kernel has layer {self._fetched} in {self._library.prefetch_bytes} bytes"
+            raise InternalError(f"layer {layer}: the controller counts on {held} prefetched bytes; {there}")
         return self._library.mlp(x, computed, cached, weights, held=held > 0)
