@@ -19,6 +19,8 @@ OPSET = 18
 DOMAIN = "fastcar"
 """Of the functions."""
 
+_TALKATIVE = ("torch.onnx._internal.exporter._registration", "onnx_ir.passes.common.initializer_deduplication")
+
 
 def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list[onnx.FunctionProto]]:
     """The segment as the function `DOMAIN.name`, and the functions that it calls.
@@ -64,16 +66,19 @@ def _function(proto: onnx.ModelProto, name: str, inputs: list[str]) -> onnx.Func
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Without the exporter's notes on torchvision, which no decoder needs, and on its own deprecated calls."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without the exporter's notes on torchvision, which no decoder needs, on constants that it leaves as they are, and
+    on its own deprecated calls."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         try:
             yield
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
