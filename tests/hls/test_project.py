@@ -65,7 +65,7 @@ def test_fewer_ports_when_the_lanes_do_not_fit() -> None:
 
 def test_what_does_not_fit_is_told_in_numbers() -> None:
     spec = MlpSpec(hidden=128, intermediate=352, batch=2, layers=4, cores=2)
-    with pytest.raises(UserError, match=r"does not fit xczu9eg.*DSP 152 of 10"):
+    with pytest.raises(UserError, match=r"does not fit xczu9eg.*DSP 212 of 10"):
         choose_design(spec, replace(zcu102(), dsp=10))
     with pytest.raises(UserError, match=r"has 2 memory port.s. of 128 bits; the kernel needs 3 of 128"):
         choose_design(spec, zcu102(2))
