@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from conftest import check_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -24,7 +26,7 @@ SIZE_LIMIT = 4 * 2**20
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as its own scripts import them."""
-    pytest.importorskip("PIL")
+    check_module("PIL")
     sys.path.insert(0, str(FOLDER))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
@@ -101,7 +103,6 @@ def test_lone_sprites_stay_whole(example: SimpleNamespace) -> None:
 
 
 def test_frame_nll(example: SimpleNamespace) -> None:
-    torch = pytest.importorskip("torch")
     logits = torch.zeros(2, 512, 17)
     targets = torch.zeros(2, 512, dtype=torch.int64)
     logits[:, 256:, 0] = 50.0
@@ -122,7 +123,6 @@ def test_shipped_decoder_is_small_and_good(example: SimpleNamespace) -> None:
 
 
 def test_training_lowers_the_loss_and_logs(example: SimpleNamespace, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     model = example.train.build_model()
     optimizers = example.train.build_optimizers(model, 3e-3)
@@ -161,7 +161,7 @@ def test_difference_names_both_kinds(example: SimpleNamespace) -> None:
 
 
 def test_pictures_are_readable_and_repeat(example: SimpleNamespace, tmp_path: Path) -> None:
-    image_module = pytest.importorskip("PIL.Image")
+    image_module = importlib.import_module("PIL.Image")
     truth, other = example.video.make_videos(2, 6)
     for name in ("a", "b"):
         example.render.write_strip({"truth": truth, "other": other}, tmp_path / f"{name}.png", reference="truth")
