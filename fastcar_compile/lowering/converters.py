@@ -15,6 +15,7 @@ from tvm.tirx import IntImm, PrimFunc
 from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
+from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
@@ -106,8 +107,9 @@ def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
 
 def _attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    kernel = attention(_shape(node.args[0]), _shape(node.args[1]), float(node.args[4]))  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
+    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    kernel = attention if query[2] == 1 else attention_chunk
+    return e.kernel(kernel(query, cache, float(node.args[4])), e.args[:4], _shape(node), "float32")  # type: ignore[arg-type]
 
 
 def _tas(node: fx.Node, importer: Any) -> relax.Var:

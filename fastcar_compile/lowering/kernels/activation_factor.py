@@ -22,10 +22,10 @@ def activation_factor(size: int, activation: str) -> PrimFunc:
             with T.sblock("point"):
                 T.reads(x[0:size], table[0:knots])
                 T.writes(y[0:size])
-                u = T.alloc_buffer((1,), "int32", scope="local")
-                j = T.alloc_buffer((1,), "int32", scope="local")
-                f = T.alloc_buffer((1,), "int32", scope="local")
-                clamped: T.float32 = T.max(T.min(x[i], T.float32(limit)), T.float32(-limit))
+                u = T.alloc_buffer((1,), "int32")
+                j = T.alloc_buffer((1,), "int32")
+                f = T.alloc_buffer((1,), "int32")
+                clamped: T.let = T.max(T.min(x[i], T.float32(limit)), T.float32(-limit))
                 u[0] = T.Cast("int32", T.nearbyint(clamped * T.float32(steps))) + INPUT_STEPS
                 j[0] = T.min(T.shift_right(u[0], 6), knots - 2)
                 f[0] = u[0] - T.shift_left(j[0], 6)

@@ -118,7 +118,7 @@ def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                                 for v in T.unroll(min(lanes, 4) - 1):
                                     dot[r * lanes] += dot[r * lanes + v + 1]
                                 weights[part * KEYS + r] = dot[r * lanes] * T.float32(scale)
-                                stat[0] = T.max(stat[0], weights[part * KEYS + r])
+                                stat[0] = T.max(weights[part * KEYS + r], stat[0])
                         stat[1] = exp_not_positive(tops[item * group + g] - stat[0])
                         tops[item * group + g] = stat[0]
                         for r in T.vectorized(BLOCK):

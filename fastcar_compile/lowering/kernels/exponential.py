@@ -18,8 +18,11 @@ LOWEST = -87.0
 
 
 def exp_not_positive(x: Any) -> Any:
-    """exp(x) of a float32 expression x <= 0, within 2 units in the last place; below -87 it stays at exp(-87)."""
-    bounded = T.max(x, T.float32(LOWEST))
+    """exp(x) of a float32 expression x <= 0, within 2 units in the last place; below -87 it stays at exp(-87).
+
+    T.max gives its second operand where one is NaN: in this order a NaN stays one.
+    """
+    bounded = T.max(T.float32(LOWEST), x)
     power = T.nearbyint(bounded * T.float32(_LOG2_E))
     r = bounded - power * T.float32(_LN2_HIGH) - power * T.float32(_LN2_LOW)
     series = T.float32(_COEFFICIENTS[0])

@@ -35,8 +35,8 @@ def linear(m: int, n: int, k: int) -> PrimFunc:
                 with T.sblock("rows"):
                     T.reads(x[0:m, 0:k], w[0:n, 0:k])
                     T.writes(y[0:m, 0:n])
-                    acc = T.alloc_buffer((rows * LANES,), "float32", scope="local")
-                    j: T.int32 = jo * block + ji * rows
+                    acc = T.alloc_buffer((rows * LANES,), "float32")
+                    j: T.let = jo * block + ji * rows
                     for r in T.unroll(rows):
                         for v in T.vectorized(LANES):
                             acc[r * LANES + v] = T.float32(0)

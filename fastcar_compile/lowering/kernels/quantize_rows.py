@@ -25,8 +25,8 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k])
                 T.writes(q[0:m, 0:k], s[0:m])
-                largest = T.alloc_buffer((_LANES,), "float32", scope="local")
-                inverse = T.alloc_buffer((1,), "float32", scope="local")
+                largest = T.alloc_buffer((_LANES,), "float32")
+                inverse = T.alloc_buffer((1,), "float32")
                 for v in T.vectorized(_LANES):
                     largest[v] = T.float32(_TINY)
                 for c in range(whole):

@@ -30,9 +30,9 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((1,), "int64", scope="local")
-                product = T.alloc_buffer((1,), "float64", scope="local")
-                before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
+                acc = T.alloc_buffer((1,), "int64")
+                product = T.alloc_buffer((1,), "float64")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 acc[0] = T.int64(0)
                 for h, c in T.grid(hq, d):
                     product[0] = (
