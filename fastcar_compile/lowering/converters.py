@@ -19,7 +19,6 @@ from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.linear import linear
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
@@ -74,7 +73,8 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     x, weight = node.args[0], node.args[1]
     n, k = _shape(weight)  # type: ignore[arg-type]
     m = math.prod(_shape(x)) // k  # type: ignore[arg-type]
-    y = e.kernel(linear(m, n, k), [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
+    kernel = portable(f"linear_{_dtype(weight)}", m, n, k)  # type: ignore[arg-type]
+    y = e.kernel(kernel, [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
 
@@ -229,6 +229,7 @@ CONVERTERS: dict[str, Converter] = {
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
+    "linear_bf16.default": _linear,
     "linear_w8a8.default": _quantized_linear,
     "linear_w4a8.default": _quantized_linear,
     "activation_factor.default": _activation_factor,

@@ -11,7 +11,6 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.linear import linear
 from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
@@ -28,22 +27,6 @@ fastcar = torch.ops.fastcar
 
 def seeded(seed: int) -> None:
     torch.manual_seed(seed)
-
-
-@few
-@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.integers(0, 99))
-def test_linear(m: int, n: int, k: int, seed: int) -> None:
-    seeded(seed)
-    x, w = torch.randn(m, k), torch.randn(n, k)
-    y = run(linear(m, n, k), x, w, torch.zeros(m, n))[-1]
-    torch.testing.assert_close(y, x @ w.T, atol=1e-4, rtol=1e-4)
-
-
-def test_linear_parallel() -> None:
-    seeded(0)
-    x, w = torch.randn(1, 640), torch.randn(480, 640)
-    y = run(linear(1, 480, 640), x, w, torch.zeros(1, 480))[-1]
-    torch.testing.assert_close(y, x @ w.T, atol=1e-3, rtol=1e-4)
 
 
 @few
