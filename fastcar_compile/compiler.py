@@ -52,7 +52,8 @@ def compile(
             config's `tokens_per_frame`, else 256 with a warning.
         max_seq_len: cache capacity in tokens; default: the model config's.
         batch_size: rows B, at most 32.
-        quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
+        quant: "none" (float32), "bf16" (bfloat16 weights), "w8a8" or "w4a8"; default: w8a8 where the target has an
+            accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.
         prefill_chunk: tokens per prefill call.
         offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).

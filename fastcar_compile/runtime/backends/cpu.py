@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import tvm
+from torch import Tensor
 from tvm import relax
 
 from fastcar_compile.errors import BackendError
@@ -24,8 +26,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def adopt(array: Array) -> Any:
+def adopt(array: Array | Tensor) -> Any:
     """A TVM tensor over the array's own memory where that is aligned to 64 bytes, as the kernels want; else a copy."""
+    if isinstance(array, Tensor):
+        aligned = array.is_contiguous() and array.data_ptr() % _ALIGNMENT == 0
+        own = array.detach()
+        return tvm.runtime.from_dlpack(own if aligned else own.clone(memory_format=torch.contiguous_format))
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
         return tvm.runtime.from_dlpack(array)
     return tvm.runtime.tensor(np.asarray(array, order="C"))
@@ -56,7 +62,7 @@ class CpuBackend(Backend):
     """Decode and prefill through the artifact's TVM libraries.
 
     Args:
-        root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name, as numpy arrays.
+        root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name.
         state, config: of the program.
         threads: TVM threads; None: every core that the process may use. The pool is the calling thread's: of two
             backends on one thread, the one constructed last sets its size.
@@ -70,7 +76,7 @@ class CpuBackend(Backend):
         self,
         root: Path,
         programs: Mapping[str, Any],
-        params: Mapping[str, Array],
+        params: Mapping[str, Array | Tensor],
         state: Sequence[StateSpec],
         config: DecoderConfig,
         threads: int | None,
