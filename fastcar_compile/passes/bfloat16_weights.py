@@ -24,7 +24,7 @@ def to_bfloat16(weight: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Bfloat16Weights(Pass):
-    """Every linear of both graphs becomes `fastcar.linear_bf16`; a bfloat16 checkpoint keeps its weights bit for bit."""
+    """Every linear of both graphs becomes `fastcar.linear_bf16`; weights of a bfloat16 checkpoint keep their bits."""
 
     name: ClassVar[str] = "bfloat16-weights"
 
