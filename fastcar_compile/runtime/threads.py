@@ -11,19 +11,19 @@ from pathlib import Path
 from fastcar_compile.errors import BackendError
 
 SPIN_COUNT = "4000"
-"""Times that an idle worker of TVM's pool yields before it sleeps: about 2 ms, more than passes between two steps. TVM's
-own default is about 160 ms, for which it would take a core from whatever runs next."""
+"""Times that an idle worker of TVM's pool yields before it sleeps: about 2 ms, more than passes between two steps.
+TVM's own default is about 160 ms, for which it would take a core from whatever runs next."""
 
 _SHARE_ALL_CORES = -3
-"""TVM's `kSpecifyThreadShareAllCore`: workers may run on any of the named cores. Its other modes bind each worker, and the
-calling thread, to one core, where every other process that does so is too."""
+"""TVM's `kSpecifyThreadShareAllCore`: workers may run on any of the named cores. Its other modes bind each worker, and
+the calling thread, to one core, where every other process that does so is too."""
 
 _pool = threading.local()
 """TVM has one pool per calling thread; `size` is what this thread's was last set to."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the whole cores of its control group's CPU quota; at least 1."""
+    """Cores that this process may use: of its affinity, and whole ones of its control group's CPU quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))

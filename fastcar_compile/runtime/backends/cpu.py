@@ -52,8 +52,10 @@ class _Program:
         self._arguments = [known[n] for n in (*spec["inputs"], *spec["params"])]
 
     def __call__(self, *names: str) -> list[Array | None]:
-        """Runs it; the results of these names (None: it has no such result) over the VM's own memory, which the VM takes
-        for something else once they are gone."""
+        """Runs it; the results of these names (None: it has no such result).
+
+        They are views of the VM's memory, which it uses again once they are gone.
+        """
         results = self._run(*self._arguments)
         return [np.from_dlpack(results[self._places[n]]) if n in self._places else None for n in names]
 
@@ -87,7 +89,7 @@ class _Feeds:
 class CpuBackend(Backend):
     """Decode and prefill through the artifact's TVM libraries.
 
-    Nothing is allocated per step: inputs, state and weights stay where they are, and the VM takes its buffers from a pool.
+    Nothing is allocated per step: inputs, state and weights stay where they are, and the VM's buffers come from a pool.
 
     Args:
         root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name.
