@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,23 @@ class Evaluator:
             parts = [[(_losses(*pair), pair[0].argmax(-1)) for pair in group] for group in self._predictions(0)]
         losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
         return Details(losses, predicted, torch.stack([s.replayed for s in self._done]))
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return len(self._stages.layers)
+
+    def set_gate(self, layer: int, gate: Gate) -> None:
+        """Another gate for one layer; what was computed from it on is forgotten."""
+        gates = self._rules.gates
+        self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
+        del self._done[layer:]
+
+    def scores(self, layer: int) -> Tensor:
+        """Of the forwards t >= F while this layer and those before it are closed, float32 [n]."""
+        with torch.inference_mode():
+            self._run([None] * (layer + 1))
+        return self._done[layer].scores
 
     def _run(self, thresholds: Sequence[float | None]) -> None:
         """All layers, beginning with the first whose threshold is another one than last time."""
