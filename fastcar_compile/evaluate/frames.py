@@ -74,13 +74,17 @@ def ssim(made: np.ndarray, true: np.ndarray) -> float:
     """Structural similarity (Wang et al. 2004; scikit-image's, with its largest odd window up to 7), mean over frames.
 
     Raises:
-        UserError: scikit-image is not installed.
+        InputError: frames of less than three pixels. UserError: scikit-image is not installed.
     """
     try:
         from skimage.metrics import structural_similarity
     except ImportError as error:
         raise UserError("SSIM needs scikit-image", mend="pip install 'fastcar_compile[evaluate]'") from error
     side = min(7, made.shape[2], made.shape[3])
+    if side < 3:
+        raise InputError(
+            f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", mend="enlarge them"
+        )
     options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
     pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)
     return float(np.mean([structural_similarity(a, b, **options) for a, b in pairs]))
