@@ -131,7 +131,8 @@ def _compile(ir_module: Any, isa: InstructionSet) -> Any:
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
-    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow()]
+    unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
+    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow(), unused]
     return tvm.transform.Sequential([*prepare, relax.backend.cpu_generic.get_default_pipeline(target)])
 
 

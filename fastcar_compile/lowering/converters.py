@@ -13,6 +13,7 @@ from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
 from fastcar_compile.lowering.kernels import gate_scores
+from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
@@ -22,6 +23,7 @@ from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
+from fastcar_compile.lowering.patterns import gated_product
 from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
@@ -78,13 +80,27 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
 
+def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var, relax.Var]:
+    """int8 rows of x and their scales. The inner row of a gated MLP is made in the same kernel; equal calls of linears
+    that share x are merged later."""
+    outs = [((m, k), "int8"), ((m,), "float32")]
+    found = gated_product(x)
+    if found is None:
+        pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
+    else:
+        gate, up, activation = found
+        rows = [e.reshape(e.importer.env[n], (m, k)) for n in (gate, up)]
+        table = relax.const(factor_table(activation).numpy(), "int32")
+        pair = e.kernels(activate_quantize(m, k, activation), [*rows, table], outs)
+    return e.builder.emit(pair[0]), e.builder.emit(pair[1])
+
+
 def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     n = _shape(node.args[1])[0]  # type: ignore[arg-type]
     *rows, k = _shape(node.args[0])  # type: ignore[arg-type]
     m = math.prod(rows)
-    quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
-    q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
+    q, s = _quantized_rows(e, node.args[0], m, k)  # type: ignore[arg-type]
     kind = "linear_w8a8" if _dtype(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
     y = e.kernel(portable(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
