@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tvm
 from torch import fx
 from tvm import relax
 from tvm.ir import StringImm
@@ -45,6 +46,9 @@ def _dtype(node: fx.Node) -> str:
     return str(node.meta["val"].dtype).removeprefix("torch.")
 
 
+_RESHAPE = tvm.ir.Op.get("relax.reshape")
+
+
 class _Emitter:
     """Emits kernels for one fx node."""
 
@@ -67,6 +71,11 @@ class _Emitter:
         return self.builder.emit(relax.op.call_tir_inplace(target, args, [0], out))
 
     def reshape(self, value: relax.Expr, shape: tuple[int, ...]) -> relax.Var:
+        """A reshape of a reshape is one: TVM would fuse two into a kernel that copies."""
+        bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
+        while isinstance(bound, relax.Call) and bound.op == _RESHAPE:
+            value = bound.args[0]
+            bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
         return self.builder.emit(relax.op.reshape(value, shape))
 
 
@@ -227,6 +236,18 @@ def _all(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
 
+def _transpose(node: fx.Node, importer: Any) -> relax.Var:
+    """Of two axes with at most one longer than 1 between the first and the last of them: no element moves."""
+    e = _Emitter(node, importer)
+    before = _shape(node.args[0])  # type: ignore[arg-type]
+    first, last = sorted(int(a) % len(before) for a in node.args[1:3])  # type: ignore[arg-type]
+    if sum(n > 1 for n in before[first : last + 1]) <= 1:
+        return e.reshape(e.args[0], _shape(node))
+    axes = list(range(len(before)))
+    axes[first], axes[last] = last, first
+    return e.builder.emit(relax.op.permute_dims(e.args[0], axes))
+
+
 def _embedding(node: fx.Node, importer: Any) -> relax.Var:
     """TVM's own converter reads out of bounds for an id outside the vocabulary; this one clips it."""
     e = _Emitter(node, importer)
@@ -242,6 +263,7 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
 
 CONVERTERS: dict[str, Converter] = {
     "select.int": _select,
+    "transpose.int": _transpose,
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
