@@ -189,6 +189,7 @@ def _import_segment(part: Segment) -> Any:
 def _import(exported: ExportedProgram) -> Any:
     """TVM calls a custom converter with the importer in the main graph, but without it in branches of a cond."""
     importer = ExportedProgramImporter()
+    importer.own_converters = dict(importer.convert_map)  # type: ignore[attr-defined]
 
     def bound(converter: Converter) -> Converter:
         return lambda node, _importer=None: converter(node, importer)

@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
+from fastcar_compile.lowering import patterns
 from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
@@ -22,9 +23,9 @@ from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
+from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.lowering.patterns import gated_product
 from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
@@ -93,7 +94,7 @@ def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var,
     """int8 rows of x and their scales. The inner row of a gated MLP is made in the same kernel; equal calls of linears
     that share x are merged later."""
     outs = [((m, k), "int8"), ((m,), "float32")]
-    found = gated_product(x)
+    found = patterns.gated_product(x)
     if found is None:
         pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
     else:
@@ -236,6 +237,18 @@ def _all(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
 
+def _add(node: fx.Node, importer: Any) -> relax.Var:
+    """A rotary embedding is one kernel; any other sum is TVM's own."""
+    found = patterns.rotary(node)
+    if found is None:
+        return importer.own_converters["add.Tensor"](node)
+    e = _Emitter(node, importer)
+    x, cos, sin = found
+    kernel = rotary(_shape(x), _shape(cos)[0])  # type: ignore[arg-type]
+    tables = [e.reshape(importer.env[n], _shape(n)) for n in (cos, sin)]
+    return e.kernel(kernel, [importer.env[x], *tables], _shape(node), "float32")
+
+
 def _transpose(node: fx.Node, importer: Any) -> relax.Var:
     """Of two axes with at most one longer than 1 between the first and the last of them: no element moves."""
     e = _Emitter(node, importer)
@@ -264,6 +277,7 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
 CONVERTERS: dict[str, Converter] = {
     "select.int": _select,
     "transpose.int": _transpose,
+    "add.Tensor": _add,
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,

@@ -29,3 +29,43 @@ def _operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 
 def _same_shape(*nodes: fx.Node) -> bool:
     return len({tuple(n.meta["val"].shape) for n in nodes}) == 1
+
+
+def rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(x, cos, sin) where node is x * cos + cat(-x[..., half:], x[..., :half]) * sin of four axes; else None.
+
+    cos and sin are [1 or B, 1, T, D] for x [B, H, T, D].
+    """
+    if not is_op(node, aten.add) or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    for straight, turned in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+        for x, cos in _operands(straight):  # type: ignore[arg-type]
+            for half, sin in _operands(turned):  # type: ignore[arg-type]
+                if _turns(half, x) and _fits_rows(cos, x) and _fits_rows(sin, x):
+                    return x, cos, sin
+    return None
+
+
+def _turns(node: fx.Node, x: fx.Node) -> bool:
+    """Whether node is cat(-x[..., half:], x[..., :half])."""
+    shape = tuple(x.meta["val"].shape)
+    if len(shape) != 4 or shape[3] % 2 or not is_op(node, aten.cat) or node.args[1:] not in ((-1,), (3,)):
+        return False
+    parts = node.args[0]
+    if not isinstance(parts, list | tuple) or len(parts) != 2 or not is_op(parts[0], aten.neg):
+        return False
+    high, low = parts[0].args[0], parts[1]
+    return _is_slice(high, x, shape[3] // 2, shape[3]) and _is_slice(low, x, 0, shape[3] // 2)
+
+
+def _is_slice(node: object, x: fx.Node, begin: int, end: int) -> bool:
+    if not isinstance(node, fx.Node) or not is_op(node, aten.slice) or node.args[0] is not x or len(node.args) != 4:
+        return False
+    _, axis, first, last = node.args
+    width = x.meta["val"].shape[3]
+    return axis in (3, -1) and first == begin and isinstance(last, int) and min(last, width) == end
+
+
+def _fits_rows(node: fx.Node, x: fx.Node) -> bool:
+    batch, _, rows, width = x.meta["val"].shape
+    return tuple(node.meta["val"].shape) in {(1, 1, rows, width), (batch, 1, rows, width)}

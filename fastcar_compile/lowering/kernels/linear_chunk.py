@@ -10,6 +10,9 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
+TURNED = 16
+"""Columns of x that are transposed together: a cache line of each row."""
+
 
 def tile(m: int, isa: InstructionSet) -> tuple[int, int]:
     """Rows of x and rows of w of one register tile: as many sums as registers hold beside what is loaded.
@@ -42,8 +45,10 @@ def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Ins
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])
             turned = T.alloc_buffer((tiles, k, columns), "float32")
-            for o, i, c in T.grid(tiles, columns, k):
-                turned[o, c, i] = x[T.min(o * columns + i, m - 1), c]
+            for piece in loop(-(-k // TURNED)):
+                for o, i, c in T.grid(tiles, columns, TURNED):
+                    if piece * TURNED + c < k:
+                        turned[o, piece * TURNED + c, i] = x[T.min(o * columns + i, m - 1), piece * TURNED + c]
             for j in loop(blocks):
                 for o in range(tiles):
                     low = T.alloc_buffer((rows * half,), "float32")
