@@ -150,6 +150,8 @@ def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prom
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     digest.update(json.dumps(replay.to_json() | {"threshold": None, "prompt": prompt}, sort_keys=True).encode())
     digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())
+    if program.config.ring is not None:
+        digest.update(repr(program.config.ring).encode())
     digest.update(videos.tobytes())
     return digest.hexdigest()
 
