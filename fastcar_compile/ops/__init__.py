@@ -16,4 +16,14 @@ from fastcar_compile.ops import (
     window,
 )
 
-__all__ = ["activations", "attention", "gates", "offload", "offload_gate", "offload_linear", "quant", "replay", "window"]
+__all__ = [
+    "activations",
+    "attention",
+    "gates",
+    "offload",
+    "offload_gate",
+    "offload_linear",
+    "quant",
+    "replay",
+    "window",
+]

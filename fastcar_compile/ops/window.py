@@ -87,9 +87,7 @@ def window_attention(
     recent = torch.arange(min(max(sinks, start - window + 1), end), end, device=query.device)
     columns = torch.cat([first, recent])
     rows = row_of(columns, sinks, ring)
-    keys, values = (
-        c[:, :, rows].repeat_interleave(query.shape[1] // c.shape[1], 1) for c in (key_cache, value_cache)
-    )
+    keys, values = (c[:, :, rows].repeat_interleave(query.shape[1] // c.shape[1], 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:

@@ -89,9 +89,7 @@ class SinkQueries:
     def _limited_copy(self, node: fx.Node) -> fx.Node:
         if self._is_positions(node):
             with self.graph.inserting_after(node):
-                return call(
-                    self.graph, fastcar.limit.default, (node, self.limit), origin=node, made_by=self.made_by
-                )
+                return call(self.graph, fastcar.limit.default, (node, self.limit), origin=node, made_by=self.made_by)
         if node is self.position:
             what = "positions='cache': the positions of a chunk cannot be told from the position of its first token"
             raise CompileError(what, where=where(node), mend=_MEND)
@@ -131,7 +129,9 @@ class SinkQueries:
             keys = key_at.repeat_interleave(query_at.shape[1] // key_at.shape[1], 1)
             products.append((query_at * keys).sum(-1))
         if not torch.allclose(*products, rtol=1e-3, atol=1e-3):
-            what = "positions='cache' needs rotary embeddings: the product of query and key depends on more than distance"
+            what = (
+                "positions='cache' needs rotary embeddings: the product of query and key depends on more than distance"
+            )
             raise CompileError(what, where=where(attention), mend=_MEND)
 
     def _value_at(self, value: fx.Node, start: int) -> Tensor | None:

@@ -50,7 +50,9 @@ def test_options_round_trip_through_text() -> None:
     assert pipeline_from_string(text, PASSES) == [item]
 
 
-@pytest.mark.parametrize(("gate", "rows"), [("tas", FRAME + CHUNK), ("bound", FRAME + CHUNK), ("input_delta", CHUNK + 1)])
+@pytest.mark.parametrize(
+    ("gate", "rows"), [("tas", FRAME + CHUNK), ("bound", FRAME + CHUNK), ("input_delta", CHUNK + 1)]
+)
 def test_the_ring_holds_what_is_read(gate: str, rows: int) -> None:
     """A gate that reads no key needs none beyond the window; the chunk's other tokens come on top."""
     program = sparse(InsertReplay((0.0,), gate=gate))
@@ -72,7 +74,9 @@ def test_both_orders_with_replay_decide_and_compute_alike() -> None:
 
 
 def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
-    with pytest.raises(CompileError, match=r"gate tas reads the key of 3 tokens ago.*ring of 5 rows.*one of 3") as caught:
+    with pytest.raises(
+        CompileError, match=r"gate tas reads the key of 3 tokens ago.*ring of 5 rows.*one of 3"
+    ) as caught:
         after(*analysis_pipeline(), SPARSE, REPLAY)
     assert caught.value.mend == "name insert-replay before sparse-attention in the pipeline"
     after(*analysis_pipeline(), SPARSE, InsertReplay((0.0,), gate="input_delta"))

@@ -96,9 +96,7 @@ def test_the_sinks_meet_their_own_query() -> None:
     actual = fastcar.window_attention(query, cache, cache, at(position), 0.5, sinks, window, other)
     first, last = keys[:, :, :sinks], keys[:, :, position - window + 1 :]
     both = torch.cat([first, last], 2).repeat_interleave(2, 1)
-    logits = torch.cat(
-        [other @ first.repeat_interleave(2, 1).mT, query @ last.repeat_interleave(2, 1).mT], -1
-    )
+    logits = torch.cat([other @ first.repeat_interleave(2, 1).mT, query @ last.repeat_interleave(2, 1).mT], -1)
     torch.testing.assert_close(actual, (logits * 0.5).softmax(-1) @ both)
     assert not torch.allclose(actual, fastcar.window_attention(query, cache, cache, at(position), 0.5, sinks, window))
 
@@ -168,10 +166,15 @@ def test_onnx(tmp_path: Path, sinks: int) -> None:
     with quiet_exporter():
         exported = torch.export.export(Model(), (at(0),), strict=False)
         torch.onnx.export(
-            exported, f=path, dynamo=True, custom_translation_table=translation_table(), opset_version=OPSET, verbose=False
+            exported,
+            f=path,
+            dynamo=True,
+            custom_translation_table=translation_table(),
+            opset_version=OPSET,
+            verbose=False,
         )
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for position in (0, 1, 3, 4, 20):
         actual = session.run(None, {session.get_inputs()[0].name: np.array([position])})
-        for name, a, e in zip("cache row limit full sink".split(), actual, Model()(at(position)), strict=True):
+        for name, a, e in zip(["cache", "row", "limit", "full", "sink"], actual, Model()(at(position)), strict=True):
             assert torch.allclose(torch.from_numpy(a), e, atol=1e-6), (name, position)
