@@ -51,8 +51,8 @@ def compile(
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.
-        max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention the KV cache
-            has as many rows.
+        max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
+            the rows of the KV cache.
         batch_size: rows B, at most 32.
         quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.

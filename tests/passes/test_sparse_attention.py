@@ -70,7 +70,9 @@ def test_both_orders_with_replay_decide_and_compute_alike() -> None:
     first, second = sparse(REPLAY, item=wide), after(*analysis_pipeline(), wide, REPLAY)
     assert first.config.ring == second.config.ring
     for a, b in zip(decode(first, 0.0), decode(second, 0.0), strict=True):
-        assert (a.decisions == b.decisions).all() and (a.scores == b.scores).all() and (a.logits == b.logits).all()
+        assert (a.decisions == b.decisions).all()
+        assert (a.scores == b.scores).all()
+        assert (a.logits == b.logits).all()
 
 
 def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
@@ -88,7 +90,8 @@ def test_scores_are_those_of_the_full_cache_in_the_first_layer() -> None:
     ring = decode(sparse(REPLAY), 0.0)
     assert len(full) > FRAME + 2
     for a, b in zip(full, ring, strict=True):
-        assert (a.scores == b.scores).all() and (a.decisions == b.decisions).all()
+        assert (a.scores == b.scores).all()
+        assert (a.decisions == b.decisions).all()
 
 
 def test_a_window_over_everything_changes_nothing() -> None:
@@ -103,7 +106,8 @@ def test_offloaded_gate_gets_the_row() -> None:
     for program in (before, later):
         (call,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.offloaded_gate)]
         (row,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.ring_row)]
-        assert call.args[3] is row and call.args[5] == 0
+        assert call.args[3] is row
+        assert call.args[5] == 0
         assert row.args[1:] == (FRAME, 1, FRAME + CHUNK)
 
 

@@ -67,7 +67,8 @@ def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
 def test_every_position_is_that_of_streaming_attention(positions: str, sinks: int, window: int) -> None:
     """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns over several times."""
     program, ids = rewritten(sinks, window, positions), token_ids()
-    assert program.config.ring is not None and 3 * program.config.ring.capacity < ROWS
+    assert program.config.ring is not None
+    assert 3 * program.config.ring.capacity < ROWS
     with torch.inference_mode():
         expected = streaming(dense(), ids, sinks, window, positions)
     for prompt in (2, 17):
