@@ -25,7 +25,6 @@ from fastcar_compile.estimate.explore import Design, design_from_json
 from fastcar_compile.estimate.shapes import load_shape, shape_of_sections
 from fastcar_compile.estimate.system import Estimate, Workload, estimate
 from fastcar_compile.estimate.trace import load_trace
-from fastcar_compile.ir_io import config_from_json
 from fastcar_compile.targets import Target, load_target
 
 SHAPE_CONTEXT = 512
@@ -92,7 +91,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     own = Target.model_validate(sections["target"])
     board = own if target is None else load_target(target)
     design = design_from_json(accelerator["design"]) if accelerator is not None and board == own else None
-    ring = config_from_json(sections["decoder"]).ring
+    ring = sections["decoder"].get("ring")
     work = Workload(
         shape_of_sections(sections),
         config["quant"] if config["quant"] != "none" else SHAPE_QUANT,
@@ -100,8 +99,8 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
         kv_bits=ARTIFACT_KV_BITS,
-        sink_window=None if ring is None else (ring.sinks, ring.window),
-        kv_rows=None if ring is None else ring.capacity,
+        sink_window=None if ring is None else (ring["sinks"], ring["window"]),
+        kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
     )
     return work, board, design
 

@@ -161,8 +161,8 @@ class _Inserter:
         needed = config.tokens_per_frame + max(config.prefill_chunk, 1)
         if ring.rows < needed:
             what = (
-                f"gate {self.options.gate} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring of "
-                f"{needed} rows, but sparse-attention made one of {ring.rows}"
+                f"gate {self.options.gate} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
+                f"of {needed} rows, but sparse-attention made one of {ring.rows}"
             )
             raise CompileError(what, mend="name insert-replay before sparse-attention in the pipeline")
 

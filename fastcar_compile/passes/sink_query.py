@@ -37,8 +37,8 @@ class SinkQueries:
         """The second query of an attention.
 
         Raises:
-            CompileError: query and key are not rotated by the position alone, or not by a rotation whose product depends
-                on the distance only.
+            CompileError: query and key are not rotated by the position alone, or the product of both depends on more
+                than their distance.
         """
         query, write = node_arg(attention, 0), node_arg(attention, 1)
         rotated = self._rotated(query)
@@ -57,9 +57,10 @@ class SinkQueries:
         found: set[fx.Node] = {self.position}
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
-            if node.op == "call_function" and any(n in found for n in inputs):
-                if all(n in found or n.op == "get_attr" or _constant(n) for n in inputs):
-                    found.add(node)
+            if node.op != "call_function" or not any(n in found for n in inputs):
+                continue
+            if all(n in found or n.op == "get_attr" or _constant(n) for n in inputs):
+                found.add(node)
         return found
 
     def _rotated(self, value: fx.Node) -> set[fx.Node]:

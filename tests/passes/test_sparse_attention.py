@@ -85,7 +85,7 @@ def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
 
 
 def test_scores_are_those_of_the_full_cache_in_the_first_layer() -> None:
-    """Of one layer, whose queries and keys no window has touched: the key of t - F is there after the window left it."""
+    """Queries and keys of one layer, which no window has touched: the key of t - F is there after the window left."""
     full = decode(after(*analysis_pipeline(), REPLAY), 0.0)
     ring = decode(sparse(REPLAY), 0.0)
     assert len(full) > FRAME + 2

@@ -65,7 +65,7 @@ def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 @pytest.mark.parametrize(("sinks", "window"), [(3, 4), (0, 5), (4, 1)])
 def test_every_position_is_that_of_streaming_attention(positions: str, sinks: int, window: int) -> None:
-    """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns over several times."""
+    """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns several times."""
     program, ids = rewritten(sinks, window, positions), token_ids()
     assert program.config.ring is not None
     assert 3 * program.config.ring.capacity < ROWS
