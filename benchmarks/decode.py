@@ -81,7 +81,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
     parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
-    parser.add_argument("--folder", type=Path, default=None, help="keep checkpoint and engines' files here, and use them")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="keep checkpoint and engines' files here, and use them"
+    )
     return parser.parse_args()
 
 

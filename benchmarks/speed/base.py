@@ -57,7 +57,9 @@ class Weights:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._files: dict[str, str] = json.loads((self._folder / "model.safetensors.index.json").read_text())["weight_map"]
+        self._files: dict[str, str] = json.loads((self._folder / "model.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._folder / self._files[name], framework="pt") as file:

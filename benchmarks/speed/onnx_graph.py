@@ -109,7 +109,9 @@ LINEARS: dict[str, Linear] = {
 def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) -> dict[str, int]:
     """Write the decode step; returns the bytes of every constant by name."""
     w = GraphWriter(folder)
-    cos, sin = (w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.cache_length), strict=True))
+    cos, sin = (
+        w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.cache_length), strict=True)
+    )
     hidden = w.node("Gather", [w.constant("embedding", _float(weights, "model.embed_tokens.weight")), "token"], ["h"])
     norms = [_float(weights, f"model.layers.{i}.input_layernorm.weight") for i in range(sizes.layers)]
     norms.append(_float(weights, "model.norm.weight"))

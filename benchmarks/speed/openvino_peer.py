@@ -65,7 +65,7 @@ class _Step:
     def _rotate(self, x: Any, rope: list[Any]) -> Any:
         half = self._sizes.head_dim // 2
         split = op.variadic_split(x, op.constant(3), op.constant([half, half]))
-        turned = op.concat([op.multiply(split.output(1), op.constant(np.float32(-1))), split.output(0)], 3)
+        turned = op.concat([op.multiply(split.output(1), op.constant(np.float32(-1))), split.output(0)], -1)
         return op.add(op.multiply(x, rope[0]), op.multiply(turned, rope[1]))
 
     def _cached(self, name: str, new: Any) -> Any:

@@ -35,7 +35,9 @@ def groups(sizes: Sizes, checkpoint: Path, folder: Path, precisions: tuple[str, 
     for precision in precisions:
         base = default_length(sizes)
 
-        def job(engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), *, p: str = precision, **more: int) -> Job:
+        def job(
+            engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), *, p: str = precision, **more: int
+        ) -> Job:
             place = str(folder / p / f"{engine}-{name}{tag}".replace(" ", "-"))
             return Job(engine, name, sizes, str(checkpoint), place, variants, **more)
 

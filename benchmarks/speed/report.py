@@ -73,7 +73,9 @@ def table(rows: list[Row]) -> str:
     for r in rows:
         if "missing" not in r:
             spread = f"{r['ms_min']:.1f} - {r['ms_max']:.1f}"
-            numbers = f"{r['ms_per_token']:.1f} | {spread} | {r['bytes_per_token'] / 1e6:.0f} | {r['bandwidth_share']:.0%}"
+            numbers = (
+                f"{r['ms_per_token']:.1f} | {spread} | {r['bytes_per_token'] / 1e6:.0f} | {r['bandwidth_share']:.0%}"
+            )
             lines.append(f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {numbers} | {_remark(r)} |")
     for r in rows:
         if "missing" in r and r["replay"] == 0:
