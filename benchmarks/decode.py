@@ -4,8 +4,8 @@
     python benchmarks/decode.py --docs          # writes docs/speed_table.md and docs/images/speed.png
     python benchmarks/decode.py --quick         # a small decoder, less than a minute
 
-All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that is
-stopped between its blocks of tokens; blocks of the engines of a group alternate. How each peer is set up: docs/speed.md.
+All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that
+is stopped between its blocks of tokens; blocks of a group's engines alternate. How peers are set up: docs/speed.md.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
     parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="keep checkpoint and engines' files here, and use them"
-    )
+    parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use those that are there")
     return parser.parse_args()
 
 
