@@ -64,7 +64,7 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
     Returns:
         The manifest's `host.board`: triple, cpu, compiler, linked, and per program its library and argument names.
     """
-    from fastcar_compile.lowering.target import host_target
+    from fastcar_compile.lowering.target import board_instruction_set
 
     triple, cpu = board.host_triple, board.host.cpu
     compiler = cross_compiler(triple, machine)
@@ -76,11 +76,11 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
         )
         warnings.warn(text, UserWarning, stacklevel=2)
     folder = f"host/{triple}" if triple != machine else f"host/{triple}-{cpu}"
-    target = host_target(cpu, triple)
+    isa = board_instruction_set(cpu, triple)
     programs = {}
     for name, module in lowered.items():
         file = f"{folder}/{name}.{'so' if linked else 'tar'}"
-        compiled = module.retarget(target)
+        compiled = module.retarget(isa)
         if linked:
             compiled.export(writer.file(file), compiler)
         else:

@@ -21,6 +21,8 @@ from tvm.support import cc
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import LayerSite, where
 from fastcar_compile.lowering.converters import CONVERTERS, Converter
+from fastcar_compile.lowering.isa import InstructionSet, host_instruction_set
+from fastcar_compile.lowering.kernels.choice import specialise
 from fastcar_compile.lowering.segment import Segment, segment
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.passes.edit import output_nodes
@@ -39,7 +41,7 @@ class LoweredModule:
         params: names of the arguments after them.
         outputs: result names in order; state results are the argument tensors, updated in place.
         distinct_layers: how many layer functions were compiled.
-        ir_module: the Relax module before TVM's own passes.
+        ir_module: the Relax module before TVM's own passes, its kernels in their portable form.
     """
 
     executable: Any
@@ -62,9 +64,9 @@ class LoweredModule:
         """Write the object files that the shared library is linked from, as a .tar; same module, same bytes."""
         self.executable.export_library(str(path), fcompile=_pack_objects)
 
-    def retarget(self, target: tvm.target.Target) -> LoweredModule:
-        """The same module compiled for another CPU."""
-        return replace(self, executable=_compile(self.ir_module, target))
+    def retarget(self, isa: InstructionSet) -> LoweredModule:
+        """The same module compiled for another CPU, with the kernels for it."""
+        return replace(self, executable=_compile(self.ir_module, isa))
 
 
 def lower(
@@ -72,13 +74,13 @@ def lower(
     outputs: Sequence[str],
     sites: Sequence[LayerSite],
     state: Sequence[str],
-    cpu: str | None = None,
+    isa: InstructionSet | None = None,
 ) -> LoweredModule:
-    """Lower a decode step or a prefill chunk to the build machine's CPU.
+    """Lower a decode step or a prefill chunk to a CPU.
 
     Args:
         module: fx graph. outputs: names of its results. sites: where to cut it into layers. state: names of its state.
-        cpu: LLVM CPU name; default: this machine's.
+        isa: instruction set; default: the best one of this machine.
 
     Raises:
         CompileError: operators that TVM cannot import, all of them.
@@ -94,7 +96,7 @@ def lower(
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
     ir_module = builder.finalize()
-    executable = _compile(ir_module, host_target(cpu))
+    executable = _compile(ir_module, isa or host_instruction_set())
     names = tuple(str(n.target) for n in inputs)
     exits = {s.exit for s in sites}
     layers = len({part.key for part in segments if exits & {n.name for n in part.outputs}})
@@ -122,8 +124,9 @@ def _pack_objects(path: str, objects: Sequence[str], **_options: Any) -> None:
             archive.addfile(member, io.BytesIO(data))
 
 
-def _compile(ir_module: Any, target: tvm.target.Target) -> Any:
-    return tvm.compile(ir_module, target=target, relax_pipeline=_pipeline(target))
+def _compile(ir_module: Any, isa: InstructionSet) -> Any:
+    target = host_target(isa)
+    return tvm.compile(specialise(ir_module, isa), target=target, relax_pipeline=_pipeline(target))
 
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:

@@ -16,10 +16,9 @@ from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
+from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.linear import linear
-from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
-from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
@@ -85,8 +84,8 @@ def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     m = math.prod(rows)
     quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
     q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
-    product = linear_w8a8 if _dtype(node.args[1]) == "int8" else linear_w4a8  # type: ignore[arg-type]
-    y = e.kernel(product(m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
+    kind = "linear_w8a8" if _dtype(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
+    y = e.kernel(portable(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
 
 

@@ -16,7 +16,7 @@ from tvm import relax
 
 from fastcar_compile.emit_host import cross_compiler, emit_board
 from fastcar_compile.lowering.build import LoweredModule
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import load_target
 
@@ -29,7 +29,7 @@ def lowered() -> LoweredModule:
     with builder.function("run", [x]):
         builder.emit_func_output(relax.Tuple([builder.emit(relax.op.add(x, x))]))
     module = builder.finalize()
-    return LoweredModule(None, ("x",), (), ("y",), 0, module).retarget(host_target())
+    return LoweredModule(None, ("x",), (), ("y",), 0, module).retarget(host_instruction_set())
 
 
 def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, block_rows
 from fastcar_compile.ops.quant import GROUP
 
@@ -16,7 +17,7 @@ _FLOAT_EXPONENT = 112 << 23
 """Difference of the exponent biases of float32 and float16, in place."""
 
 
-def linear_w4a8(m: int, n: int, k: int) -> PrimFunc:
+def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Group by group: y = float(sum q * w) * ws, added in ascending order; then times the row's scale.
 
     q int8 [m, k], s float32 [m], w uint8 [n, 64 * G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n].

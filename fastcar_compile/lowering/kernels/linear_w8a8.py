@@ -5,13 +5,14 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, ROWS, block_rows
 
 LANES = 32
 STEP = 2 * LANES
 
 
-def linear_w8a8(m: int, n: int, k: int) -> PrimFunc:
+def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
 
     Two products are added in int16 before they are widened: |q| <= 127 and |w| <= 128, so 2 * 127 * 128 < 2**15.

@@ -1,0 +1,40 @@
+"""Kernels that depend on the instruction set: imported in their portable form, replaced when the target is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.lowering.isa import InstructionSet
+from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
+from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
+
+KERNELS: dict[str, Callable[..., PrimFunc]] = {
+    "linear_w4a8": linear_w4a8,
+    "linear_w8a8": linear_w8a8,
+}
+"""Name -> `kernel(*sizes, isa=...)`; sizes are integers, and the arguments are the same for every instruction set."""
+
+KIND, SIZES = "fastcar.kernel", "fastcar.sizes"
+
+
+def portable(kind: str, *sizes: int) -> PrimFunc:
+    """The kernel of that kind in its portable form, marked so that `specialise` finds it."""
+    kernel = KERNELS[kind](*sizes)
+    marked = kernel.with_attrs({KIND: kind, SIZES: list(sizes)})
+    assert isinstance(marked, PrimFunc)
+    marked.__name__ = kernel.__name__
+    return marked
+
+
+def specialise(module: tvm.IRModule, isa: InstructionSet) -> tvm.IRModule:
+    """The module with every marked kernel replaced by the best one of the instruction set."""
+    functions = {}
+    for variable, function in module.functions_items():
+        if isinstance(function, PrimFunc) and function.attrs is not None and KIND in function.attrs:
+            sizes = [int(size) for size in function.attrs[SIZES]]
+            function = KERNELS[str(function.attrs[KIND])](*sizes, isa=isa)
+        functions[variable] = function
+    return tvm.IRModule(functions, attrs=module.attrs)
