@@ -23,37 +23,42 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from compile import Case, write_checkpoint
-from speed.engines import OURS
-from speed.plan import PEERS, groups
-from speed.report import Row, rows_of, speedups, table
+from speed.plan import LONG, PEERS, Plan
+from speed.plot import plot
+from speed.report import Row, conditions, rows_of, speedups, table
 from speed.runner import Result, run_group
 from speed.sizes import Sizes
 
 ROOT = Path(__file__).parent.parent
 QUICK = Sizes(hidden=256, intermediate=512, layers=4, vocab=256, context=96, tokens_per_frame=32, rounds=2, samples=1)
 
+WRITTEN_BY = "<!-- Written by `python benchmarks/decode.py --docs`; do not edit. -->\n"
+QUICK_PRECISIONS = ("float32", "w4a8")
 
-def measure(sizes: Sizes, folder: Path, precisions: tuple[str, ...], keep: bool) -> list[Row]:
+
+def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
     """Write the checkpoint, run every group, and delete its files unless they are to be kept."""
     started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    checkpoint = folder / "checkpoint"
-    if not (checkpoint / "config.json").exists():
+    if not (plan.checkpoint / "config.json").exists():
         say("writing the checkpoint")
-        wide = Case(sizes.layers, sizes.hidden, sizes.intermediate, sizes.vocab, 4096, "none", "cpu")
-        write_checkpoint(checkpoint, wide)
-    rows: list[Row] = []
-    reference: list[float] = []
-    for precision, jobs in groups(sizes, checkpoint, folder, precisions).items():
-        results = run_group(jobs, say)
-        reference = reference or _reference(results)
-        rows += rows_of(results, reference, _bandwidth(results))
+        sizes = plan.sizes
+        longest = max(*LONG, 2 * sizes.context)
+        write_checkpoint(
+            plan.checkpoint,
+            Case(sizes.layers, sizes.hidden, sizes.intermediate, sizes.vocab, longest, "none", "cpu"),
+        )
+    groups: list[list[Result]] = []
+    for precision in precisions:
+        groups.append(run_group(plan.jobs(precision), say))
         if not keep:
-            shutil.rmtree(folder / precision, ignore_errors=True)
-    return rows
+            shutil.rmtree(plan.folder / precision, ignore_errors=True)
+    reference = _reference(groups[0])
+    every = _bandwidth([r for group in groups for r in group])
+    return [row for group in groups for row in rows_of(group, reference, _bandwidth(group) or every)]
 
 
 def _reference(results: list[Result]) -> list[float]:
@@ -63,12 +68,8 @@ def _reference(results: list[Result]) -> list[float]:
 
 
 def _bandwidth(results: list[Result]) -> float:
-    """Median of the readings that our engine's process made between the blocks, GB/s."""
-    readings = [g for r in results for g in r.gigabytes]
-    if not readings:
-        reasons = "; ".join(sorted({r.reason for r in results if r.job.engine == OURS}))
-        raise SystemExit(f"our own engine did not run, so that no bandwidth was measured: {reasons}")
-    return statistics.median(readings)
+    """Median of the readings that our engine's processes made between the blocks, GB/s; 0: there are none."""
+    return statistics.median([g for r in results for g in r.gigabytes] or [0.0])
 
 
 def parse() -> argparse.Namespace:
@@ -77,7 +78,7 @@ def parse() -> argparse.Namespace:
     for field in fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
     parser.add_argument("--quick", action="store_true", help="a small decoder and few tokens")
-    parser.add_argument("--precisions", default=",".join(PEERS), help=f"of {', '.join(PEERS)}, separated by commas")
+    parser.add_argument("--precisions", default="", help=f"of {', '.join(PEERS)}, separated by commas")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
     parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
@@ -101,12 +102,20 @@ def main() -> None:
     options = parse()
     given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
     sizes = replace(QUICK if options.quick else Sizes(), **given)
+    chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
+    precisions = tuple(chosen.split(","))
     with working_folder(options.folder) as folder:
-        rows = measure(sizes, folder, tuple(options.precisions.split(",")), options.folder is not None)
+        plan = Plan(sizes, folder / "checkpoint", folder, extras=not options.quick)
+        rows = measure(plan, precisions, options.folder is not None)
     text = table(rows) + "\n" + "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
     print(text)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    if options.plot is not None:
+        plot(rows, options.plot)
+    if options.docs:
+        (ROOT / "docs" / "speed_table.md").write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
+        plot(rows, ROOT / "docs" / "images" / "speed.png")
 
 
 if __name__ == "__main__":

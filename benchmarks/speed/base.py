@@ -22,15 +22,16 @@ class Engine(ABC):
     """One engine, opened in a worker process. The first argument is the batch's row 0; peers decode one row.
 
     Attributes:
-        package: what must be installed, or "". notes: what a reader of its row should know.
+        package: whose version its row gives. notes: what a reader of its row should know.
     """
 
-    package: ClassVar[str] = ""
+    package: ClassVar[str]
     notes: str = ""
 
     @staticmethod
+    @abstractmethod
     def prepare(job: Job) -> None:
-        """Write the engine's own files below `job.folder`; in a process of its own, so that its memory is given back."""
+        """Write the engine's own files below `job.folder`, in a process of its own, whose memory is given back."""
 
     @abstractmethod
     def __init__(self, job: Job) -> None: ...

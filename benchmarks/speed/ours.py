@@ -23,7 +23,7 @@ SEED = 20250514
 
 
 def schedule(ratio: float, tokens: int, layers: int) -> np.ndarray:
-    """Which layers replay, bool [tokens, layers]: in every GROUP of tokens the same number, spread evenly over its tokens."""
+    """Which layers replay, bool [tokens, layers]: every GROUP of tokens the same number, evenly over its tokens."""
     generator = np.random.default_rng(SEED)
     chosen = np.zeros((tokens, layers), bool)
     wanted = round(ratio * GROUP * layers)
@@ -66,6 +66,8 @@ def _kind(node: fx.Node) -> str:
 
 class Ours(Engine):
     """`fc.compile` of the checkpoint; thresholds of plus and minus infinity follow the schedule."""
+
+    package = "fastcar_compile"
 
     @staticmethod
     def prepare(job: Job) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from fastcar_compile.config import QUANT_MODES
 from speed.engines import OURS
-from speed.ours import QUANT
 from speed.sizes import DENSE, Job, Sizes
 
 RATIOS = ("0.5", "0.8", "0.875")
@@ -25,34 +24,38 @@ PEERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Our precision -> (engine, precision) of the peers that it is measured with."""
 
+PAIRED = ("w8a8", "w4a8")
+"""Our precisions that are also measured with a coupled pair of rows."""
+
 LONG = (2048, 4096)
 """Cache lengths at which the time of a step must be that of the default's."""
 
 
-def groups(sizes: Sizes, checkpoint: Path, folder: Path, precisions: tuple[str, ...]) -> dict[str, list[Job]]:
-    """Jobs by our precision."""
-    found = {}
-    for precision in precisions:
-        base = default_length(sizes)
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
 
-        def job(
-            engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), *, p: str = precision, **more: int
-        ) -> Job:
-            place = str(folder / p / f"{engine}-{name}{tag}".replace(" ", "-"))
-            return Job(engine, name, sizes, str(checkpoint), place, variants, **more)
+    Args:
+        checkpoint: folder of the weights. folder: of the engines' files. extras: also batch 2 and longer caches.
+    """
 
-        jobs = []
-        if QUANT[precision] in QUANT_MODES:
-            jobs.append(job(OURS, precision, "", (DENSE, *RATIOS), max_seq_len=base))
-        if precision == "w8a8":
-            jobs.append(job(OURS, precision, "-pair", PAIR, batch=2, max_seq_len=base))
-        if precision == "w4a8":
-            jobs += [job(OURS, precision, f"-{n}", max_seq_len=n) for n in LONG if n > base]
-        jobs += [job(engine, name, "") for engine, name in PEERS[precision]]
-        found[precision] = jobs
-    return found
+    sizes: Sizes
+    checkpoint: Path
+    folder: Path
+    extras: bool = True
 
+    def jobs(self, precision: str) -> list[Job]:
+        """The group of one of our precisions: our engine and its peers."""
+        base, ours = 2 * self.sizes.context, OURS
+        jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
+        if self.extras and precision in PAIRED:
+            jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
+        if self.extras and precision == "w4a8":
+            jobs += [self._job(precision, ours, precision, f"-{n}", max_seq_len=n) for n in LONG if n > base]
+        return jobs + [self._job(precision, engine, name, "") for engine, name in PEERS[precision]]
 
-def default_length(sizes: Sizes) -> int:
-    """Our max_seq_len where nothing else is said: twice the context."""
-    return 2 * sizes.context
+    def _job(
+        self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: int
+    ) -> Job:
+        place = self.folder / group / f"{engine}-{name}{tag}".replace(" ", "-")
+        return Job(engine, name, self.sizes, str(self.checkpoint), str(place), variants, **more)

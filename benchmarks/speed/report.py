@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 
 from speed.engines import OURS
 from speed.runner import Result
-from speed.sizes import DENSE
+from speed.sizes import DENSE, GROUP, Sizes
 
 Row = dict[str, Any]
+_PRODUCT = {"pytorch eager": "PyTorch", "torch.compile": "PyTorch", "llama.cpp": "llama-cpp-python"}
 
 
 def rows_of(results: list[Result], reference: list[float], bandwidth: float) -> list[Row]:
@@ -52,10 +54,11 @@ def _row(result: Result, reference: list[float], bandwidth: float) -> Row:
         "ms_min": min(milliseconds),
         "ms_max": max(milliseconds),
         "bytes_per_token": round(streamed),
-        "bandwidth_share": streamed / (median * 1e-3) / (bandwidth * 1e9),
+        "bandwidth_share": streamed / (median * 1e-3) / (bandwidth * 1e9) if bandwidth else None,
         "bandwidth_gb_s": bandwidth,
         "replay_achieved": result.replay,
         "cosine": cosine(result.logits, reference),
+        "version": result.version,
         "notes": result.notes,
     }
 
@@ -81,6 +84,26 @@ def table(rows: list[Row]) -> str:
         if "missing" in r and r["replay"] == 0:
             lines += ["", f"Missing: {r['engine']} {r['precision']}: {r['missing']}"]
     return "\n".join(lines) + "\n"
+
+
+def conditions(sizes: Sizes, rows: list[Row]) -> str:
+    """Shape, threads, machine and versions, as a paragraph."""
+    measured = [r for r in rows if "missing" not in r]
+    versions = sorted(
+        {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
+    )
+    bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured})
+    return (
+        f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads, vocabulary {sizes.vocab}, "
+        f"context {sizes.context}, {sizes.threads} threads, {_processor()}. Read bandwidth by group: "
+        f"{', '.join(map(str, bandwidth))} GB/s. Medians of {sizes.rounds * sizes.samples} samples of {GROUP} tokens. "
+        f"{', '.join(versions)}.\n"
+    )
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _remark(row: Row) -> str:

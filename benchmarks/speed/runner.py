@@ -46,6 +46,7 @@ class Result:
     replay: float = 0.0
     logits: list[float] = field(default_factory=list)
     notes: str = ""
+    version: str = ""
     traffic: Traffic | None = None
     reason: str = ""
 
@@ -168,7 +169,8 @@ def run_group(jobs: list[Job], say: Say) -> list[Result]:
             job, ready = jobs[number], worker.ready
             for variant in job.variants:
                 traffic = Traffic(**ready["traffic"])
-                result = Result(job, variant, logits=ready["logits"], notes=ready["notes"], traffic=traffic)
+                said = {name: ready[name] for name in ("logits", "notes", "version")}
+                result = Result(job, variant, traffic=traffic, **said)
                 tasks.append((worker, result))
         rounds = jobs[0].sizes.rounds
         for i in range(rounds):

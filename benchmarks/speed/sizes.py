@@ -88,8 +88,9 @@ class Traffic:
     """Bytes that a step reads, counted from what the engine holds.
 
     Attributes:
-        weights: read at every step. mlp: read only where some row computes the MLP. per_position: keys and values of one
-            cached token, all layers and rows. state: replay caches and TAS keys of one step.
+        weights: read at every step. mlp: read only where some row computes the MLP.
+        per_position: keys and values of one cached token, all layers and rows.
+        state: replay caches and TAS keys of one step.
         window: cached tokens that are attended at most; 0: all.
     """
 

@@ -78,6 +78,10 @@ class TorchEager(Engine):
     package = "torch"
     notes = "fused qkv and gate/up; static cache of the context's length, written in place"
 
+    @staticmethod
+    def prepare(job: Job) -> None:
+        """Nothing: the weights are read from the checkpoint."""
+
     def __init__(self, job: Job) -> None:
         self._sizes, self._dtype = job.sizes, DTYPES[job.precision]
         torch.set_num_threads(job.sizes.threads)

@@ -2,7 +2,7 @@
 
     python -m speed.worker prepare|run JOB
 
-The protocol is one JSON object per line. `run` first says {"ready": …}; each request {"variant", "tokens"} is answered by
+The protocol is one JSON object per line. `run` first says {"ready": …}; each request {"variant": …} is answered by
 {"seconds": [per token], "replay": ratio}; {"read": n} by {"gigabytes": [n figures]}. The parent stops the process
 (SIGSTOP) between its blocks, so that no idle thread spins on the cores of the next engine.
 """
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any, TextIO
 
 import numpy as np
@@ -63,9 +64,10 @@ def serve(job: Job, replies: TextIO) -> None:
     def say(reply: dict[str, Any]) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
+    facts = {"notes": engine.notes, "version": version(engine.package), "traffic": asdict(engine.traffic())}
     logits = first_logits(engine)
     block(engine, job, job.variants[0])
-    say({"ready": {"logits": logits, "notes": engine.notes, "traffic": asdict(engine.traffic())}})
+    say({"ready": {"logits": logits, **facts}})
     for line in sys.stdin:
         request = json.loads(line)
         if "read" in request:
