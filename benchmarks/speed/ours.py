@@ -81,6 +81,7 @@ class Ours(Engine):
             batch_size=job.batch,
             quant=QUANT[job.precision],
             replay=replay,
+            prefill_chunk=1,
             output=Path(job.folder) / "artifact",
         )
         traffic = count_traffic(artifact.program, job.batch)

@@ -93,10 +93,11 @@ def conditions(sizes: Sizes, rows: list[Row]) -> str:
         {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
     )
     bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured})
+    shape = f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads"
     return (
-        f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads, vocabulary {sizes.vocab}, "
-        f"context {sizes.context}, {sizes.threads} threads, {_processor()}. Read bandwidth by group: "
-        f"{', '.join(map(str, bandwidth))} GB/s. Medians of {sizes.rounds * sizes.samples} samples of {GROUP} tokens. "
+        f"{shape}, vocabulary {sizes.vocab}, context {sizes.context}, {sizes.threads} threads, {_processor()}. "
+        f"Read bandwidth by group: {', '.join(map(str, bandwidth))} GB/s. "
+        f"Medians of {sizes.rounds * sizes.samples} samples of {GROUP} tokens. "
         f"{', '.join(versions)}.\n"
     )
 
