@@ -14,6 +14,7 @@ from fastcar_compile.ops import (
     offload_linear,
     quant,
     replay,
+    window,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "offload_linear",
     "quant",
     "replay",
+    "window",
 ]

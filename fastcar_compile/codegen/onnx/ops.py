@@ -14,6 +14,7 @@ import torch
 from onnxscript import opset18 as op
 
 from fastcar_compile.codegen.onnx.gate_scores import SCORES
+from fastcar_compile.codegen.onnx.window import WINDOW
 from fastcar_compile.ops import activations, quant
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -184,5 +185,6 @@ def activation_factor(x: Value, activation: str) -> Value:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
     linears = (linear_bf16, linear_w8a8, linear_w4a8)
-    every = (cache_write, attention, tas, gate, slot_read, slot_write, *linears, activation_factor, *SCORES)
+    state = (cache_write, attention, tas, gate, slot_read, slot_write)
+    every = (*state, *linears, activation_factor, *WINDOW, *SCORES)
     return {getattr(torch.ops.fastcar, f.__name__).default: f for f in every}
