@@ -23,6 +23,7 @@ from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
+from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
@@ -91,17 +92,20 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
 
 
 def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var, relax.Var]:
-    """int8 rows of x and their scales. The inner row of a gated MLP is made in the same kernel; equal calls of linears
-    that share x are merged later."""
+    """int8 rows of x and their scales. A norm before them, or the product of a gated MLP, is in the same kernel; equal
+    calls of linears that share x are merged later."""
     outs = [((m, k), "int8"), ((m,), "float32")]
-    found = patterns.gated_product(x)
-    if found is None:
-        pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
-    else:
-        gate, up, activation = found
+    if (product := patterns.gated_product(x)) is not None:
+        gate, up, activation = product
         rows = [e.reshape(e.importer.env[n], (m, k)) for n in (gate, up)]
         table = relax.const(factor_table(activation).numpy(), "int32")
         pair = e.kernels(activate_quantize(m, k, activation), [*rows, table], outs)
+    elif (norm := patterns.rms_norm(x)) is not None:
+        before, weight, epsilon = norm
+        rows = [e.reshape(e.importer.env[before], (m, k)), e.importer.env[weight]]
+        pair = e.kernels(rms_norm_quantize(m, k, epsilon), rows, outs)
+    else:
+        pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
     return e.builder.emit(pair[0]), e.builder.emit(pair[1])
 
 
@@ -274,6 +278,19 @@ def _add(node: fx.Node, importer: Any) -> relax.Var:
     return e.kernel(kernel, [importer.env[x], *tables], _shape(node), "float32")
 
 
+def _mul(node: fx.Node, importer: Any) -> relax.Var:
+    """A root-mean-square norm is one kernel; any other product is TVM's own."""
+    found = patterns.rms_norm(node)
+    if found is None:
+        return importer.own_converters["mul.Tensor"](node)
+    e = _Emitter(node, importer)
+    x, weight, epsilon = found
+    k = _shape(weight)[0]
+    m = math.prod(_shape(x)) // k
+    y = e.kernel(rms_norm(m, k, epsilon), [e.reshape(importer.env[x], (m, k)), importer.env[weight]], (m, k), "float32")
+    return e.reshape(y, _shape(node))
+
+
 def _transpose(node: fx.Node, importer: Any) -> relax.Var:
     """Of two axes with at most one longer than 1 between the first and the last of them: no element moves."""
     e = _Emitter(node, importer)
@@ -303,6 +320,7 @@ CONVERTERS: dict[str, Converter] = {
     "select.int": _select,
     "transpose.int": _transpose,
     "add.Tensor": _add,
+    "mul.Tensor": _mul,
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,

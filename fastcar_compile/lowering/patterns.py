@@ -69,3 +69,31 @@ def _is_slice(node: object, x: fx.Node, begin: int, end: int) -> bool:
 def _fits_rows(node: fx.Node, x: fx.Node) -> bool:
     batch, _, rows, width = x.meta["val"].shape
     return tuple(node.meta["val"].shape) in {(1, 1, rows, width), (batch, 1, rows, width)}
+
+
+def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """(x, weight, epsilon) where node is x * rsqrt(mean(x^2, last axis) + epsilon) * weight, weight [K]; else None."""
+    for scaled, weight in _operands(node):
+        for x, inverse in _operands(scaled):
+            epsilon = _inverse_root(inverse, x)
+            if epsilon is not None and tuple(weight.meta["val"].shape) == tuple(x.meta["val"].shape[-1:]):
+                return x, weight, epsilon
+    return None
+
+
+def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
+    """epsilon where node is rsqrt(mean(x^2, last axis, keepdim) + epsilon)."""
+    if not is_op(node, aten.rsqrt):
+        return None
+    shifted = node.args[0]
+    if not isinstance(shifted, fx.Node) or not is_op(shifted, aten.add) or shifted.kwargs:
+        return None
+    mean, epsilon = shifted.args
+    if not isinstance(epsilon, float) or not isinstance(mean, fx.Node) or not is_op(mean, aten.mean):
+        return None
+    last = [x.meta["val"].dim() - 1]
+    if mean.args[1:] not in (([-1], True), (last, True)):
+        return None
+    square = mean.args[0]
+    same = isinstance(square, fx.Node) and square.args in ((x, 2), (x, x))
+    return epsilon if same and is_op(square, aten.pow, aten.mul) else None  # type: ignore[arg-type]
