@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from evaluate import HELD_OUT_SEED, MODEL, load_model
 from render import write_gif, write_strip
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from video import BOS, FRAMES, TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos
 
 
 def continue_videos(
-    model: LlamaForCausalLM, start: np.ndarray, frames: int = FRAMES, temperature: float = 0.0, seed: int = 0
+    model: PreTrainedModel, start: np.ndarray, frames: int = FRAMES, temperature: float = 0.0, seed: int = 0
 ) -> np.ndarray:
     """Generate the frames that follow.
 
