@@ -29,8 +29,8 @@ on. Everything is teacher-forced, so every token is predicted from the true past
 - *calibrated*: thresholds per layer from `fc.calibrate` on other videos (docs/gates.md); for `tas` the query heads are
   chosen too. *uniform*: the same gate and heads, one quantile of every layer's scores. *random*: a hash decides.
 
-The shipped thresholds are `examples/*/cases.json`, chosen by `python benchmarks/quality.py --calibrate`. The rows as JSON
-are in `build/quality/rows.json` after a run. `fastcar evaluate` measures your own decoder in the same way.
+The shipped thresholds are `examples/*/cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run
+the rows are in `build/quality/rows.json` too. `fastcar evaluate` measures your own decoder in the same way.
 """
 
 
@@ -132,7 +132,8 @@ def _beaten_by(rows: Rows, row: Row) -> Iterator[str]:
         comparable = row["replay_ratio"] >= other["replay_ratio"] - _NEAR
         if not comparable or float(row["nll"]) >= float(other["nll"]):
             shares = f"{100 * row['replay_ratio']:.1f} % against {100 * other['replay_ratio']:.1f} % replayed"
-            yield f"{calibration} at {100 * target:g} % ({float(row['nll']):.4f} and {float(other['nll']):.4f}, {shares})"
+            values = f"{float(row['nll']):.4f} and {float(other['nll']):.4f}"
+            yield f"{calibration} at {100 * target:g} % ({values}, {shares})"
 
 
 def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
