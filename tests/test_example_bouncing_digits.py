@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = EXAMPLES / "bouncing_digits"
 NAMES = ("video", "train", "common.training", "common.likelihood")
-NLL_LIMIT = 0.2  # nats per token on 8 unseen videos; copying the frame before costs 1.2
+NLL_LIMIT = 0.15  # nats per token on 8 unseen videos; 32 give 0.107, copying the frame before costs 1.16
 SIZE_LIMIT = 4 * 2**20
 
 
@@ -158,6 +158,6 @@ def test_shipped_decoder_is_small_another_architecture_and_models_motion(example
     tokens = video.with_bos(video.tokenize(video.make_videos(8, example.likelihood.HELD_OUT_SEED + 2)))
     nll = float(example.likelihood.nll_by_frame(model, tokens, 101)[1:].mean())
     assert nll <= NLL_LIMIT
-    assert nll < 0.2 * example.likelihood.copy_nll(tokens, 101, video.VOCAB_SIZE)
+    assert nll < 0.12 * example.likelihood.copy_nll(tokens, 101, video.VOCAB_SIZE)
     built = example.example.build_model().config
     assert {key: getattr(built, key) for key in expected} == expected
