@@ -19,7 +19,8 @@ def continue_videos(
     """Generate the frames that follow.
 
     Args:
-        model: a transformers decoder with `generate`. start: uint8 [N, given, 32, 32]. frames: total, given ones included. temperature: 0 is greedy.
+        model: a transformers decoder with `generate`.
+        start: uint8 [N, given, 32, 32]. frames: total, given ones included. temperature: 0 is greedy.
 
     Returns:
         uint8 [N, frames, 32, 32], beginning with `start`.
