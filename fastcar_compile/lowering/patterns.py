@@ -52,9 +52,12 @@ def _turns(node: fx.Node, x: fx.Node) -> bool:
     if len(shape) != 4 or shape[3] % 2 or not is_op(node, aten.cat) or node.args[1:] not in ((-1,), (3,)):
         return False
     parts = node.args[0]
-    if not isinstance(parts, list | tuple) or len(parts) != 2 or not is_op(parts[0], aten.neg):
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
         return False
-    high, low = parts[0].args[0], parts[1]
+    minus, low = parts
+    if not isinstance(minus, fx.Node) or not is_op(minus, aten.neg):
+        return False
+    high = minus.args[0]
     return _is_slice(high, x, shape[3] // 2, shape[3]) and _is_slice(low, x, 0, shape[3] // 2)
 
 
@@ -63,7 +66,7 @@ def _is_slice(node: object, x: fx.Node, begin: int, end: int) -> bool:
         return False
     _, axis, first, last = node.args
     width = x.meta["val"].shape[3]
-    return axis in (3, -1) and first == begin and isinstance(last, int) and min(last, width) == end
+    return bool(axis in (3, -1) and first == begin and isinstance(last, int) and min(last, width) == end)
 
 
 def _fits_rows(node: fx.Node, x: fx.Node) -> bool:
