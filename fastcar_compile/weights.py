@@ -16,8 +16,8 @@ Make = Callable[[Tensor], tuple[Tensor, ...]]
 """One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
 N, row n of each from row n of the weight only; so it may see the weight in blocks of rows."""
 
-BLOCK_ELEMENTS = 1 << 22
-"""Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
+BLOCK_ELEMENTS = 1 << 20
+"""Elements of a weight that are quantised at once: 4 MiB of float32, so that its temporaries stay in the cache."""
 
 
 def quantized(quantize: Make, value: Tensor) -> tuple[Tensor, ...]:
