@@ -174,6 +174,8 @@ def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.nda
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     digest.update(json.dumps(options, sort_keys=True).encode())
     digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())
+    if program.config.ring is not None:
+        digest.update(repr(program.config.ring).encode())
     digest.update(videos.tobytes())
     return digest.hexdigest()
 

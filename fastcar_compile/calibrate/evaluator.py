@@ -21,6 +21,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate, GateValues
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ops.replay import decide
+from fastcar_compile.ops.window import row_of
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,9 @@ class _LayerReplay:
         """Tokens become rows of the gate's own operator: [tokens * B]."""
         count, rows = now.shape[:2]
         earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
-        keys = key_cache[:, :, earlier].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
+        ring = self.config.ring
+        rows_of = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
+        keys = key_cache[:, :, rows_of].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
         values = GateValues(
             query=query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
             key_cache=keys,

@@ -14,6 +14,7 @@ from fastcar_compile.ir import get_attribute
 from fastcar_compile.passes.edit import ancestors, descendants, in_order, is_op, node_arg, output_nodes
 from fastcar_compile.passes.find_sites import mlp_region
 
+fastcar = torch.ops.fastcar
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query, written key cache, MLP input, MLP output) -> what the residual add gets instead of the MLP output."""
 
@@ -72,7 +73,7 @@ class Stages:
 
 
 def _layers(graph: fx.Graph) -> list[Layer]:
-    attentions = [n for n in graph.nodes if is_op(n, torch.ops.fastcar.attention)]
+    attentions = [n for n in graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention)]
     layers = []
     for index, attention in enumerate(attentions):
         residual, output, closing = mlp_region(graph, index, attentions)
