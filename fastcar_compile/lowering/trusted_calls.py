@@ -11,8 +11,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 _CHECKS = frozenset({"vm.builtin.check_tensor_info", "vm.builtin.match_shape"})
 
 
-def trust_inner_calls(entry: str) -> tvm.transform.Pass:
-    """Takes the argument checks, which TVM puts into every function, out of all functions but the entry.
+def trust_inner_calls(entry: str) -> Any:
+    """A module pass: only the entry keeps the argument checks that TVM puts into every function.
 
     The entry calls the others with values whose types TVM itself has inferred. Per layer the checks cost two calls per
     argument in every step. Runs after `VMShapeLower`, which makes them.
