@@ -315,7 +315,9 @@ def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.Mo
             integers, scale = quantize_weight(wanted)
             assert torch.equal(lazy.load(f"{given}_int8"), integers)
             assert torch.equal(lazy.load(f"{given}_scale"), scale)
-    assert source.read_rows == [*((r, min(r + 3, 10)) for r in range(0, 10, 3)), None] * 2
+    blocks = [(r, min(r + 3, 10)) for r in range(0, 10, 3)]
+    assert source.read_rows[4] is source.read_rows[9] is None
+    assert sorted(source.read_rows[:4]) == sorted(source.read_rows[5:9]) == blocks  # type: ignore[type-var]
 
 
 def test_a_parameter_without_source_is_an_internal_error() -> None:

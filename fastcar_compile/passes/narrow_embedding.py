@@ -12,7 +12,7 @@ from fastcar_compile.ir import DecoderProgram, get_attribute
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.edit import attribute, call, is_op, node_arg
 from fastcar_compile.passes.quantize import rename_sites
-from fastcar_compile.weights import BLOCK_ELEMENTS, LazyWeights, quantized
+from fastcar_compile.weights import LazyWeights, blocks_of_rows, quantized
 
 aten = torch.ops.aten
 _SUFFIX = "bf16"
@@ -62,9 +62,7 @@ def _lookups(module: fx.GraphModule) -> list[fx.Node]:
 def _is_bfloat16(module: fx.GraphModule, target: str, lazy: LazyWeights | None) -> bool:
     value = get_attribute(module, target)
     assert isinstance(value, Tensor)
-    step = max(1, BLOCK_ELEMENTS // max(1, value.shape[1]))
-    for begin in range(0, len(value), step):
-        rows = (begin, min(begin + step, len(value)))
+    for rows in blocks_of_rows(value.shape):
         part = lazy.source.read(target, rows) if lazy is not None and value.is_meta else value[slice(*rows)]
         if not torch.equal(_as_bfloat16(part)[0].float(), part):
             return False

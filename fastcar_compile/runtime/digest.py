@@ -1,18 +1,12 @@
-"""SHA-256 of files: several at once, and each state of a file once per process."""
+"""SHA-256 of files: each state of a file is read once per process."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-from fastcar_compile.runtime.threads import usable_cores
-
-T, R = TypeVar("T"), TypeVar("R")
 _Identity = tuple[int, int, int, int, int]
 
 SETTLED_NS = 1_000_000_000
@@ -20,12 +14,6 @@ SETTLED_NS = 1_000_000_000
 within the same tick would leave no trace."""
 
 _known: dict[_Identity, str] = {}
-
-
-def at_once(function: Callable[[T], R], values: Iterable[T]) -> list[R]:
-    """`function` of every value, in order, on as many threads as there are usable cores."""
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(function, values))
 
 
 def file_sha256(path: Path) -> str:

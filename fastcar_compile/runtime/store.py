@@ -26,8 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.parallel import at_once
 from fastcar_compile.runtime.atomic import replace_folder, sync
-from fastcar_compile.runtime.digest import at_once, file_sha256
+from fastcar_compile.runtime.digest import file_sha256
 from fastcar_compile.runtime.tensor_files import Placement, TensorSource, write_streamed
 
 SCHEMA_VERSION = 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from fastcar_compile.runtime import digest
-from fastcar_compile.runtime.digest import at_once, file_sha256
+from fastcar_compile.runtime.digest import file_sha256
 
 
 @pytest.fixture
@@ -60,11 +59,3 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path, readings
     file_sha256(path)
     file_sha256(path)
     assert readings == ["a", "a"]
-
-
-def test_results_are_in_order_and_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "usable_cores", lambda: 3)
-    meeting = threading.Barrier(3, timeout=10)
-    assert at_once(lambda i: (meeting.wait(), i)[1], range(6)) == [*range(6)]
-    with pytest.raises(OSError, match="nothing"):
-        at_once(file_sha256, [Path("/nothing/here")])
