@@ -8,7 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import row, total, totals4
+from fastcar_compile.lowering.kernels.vectors import lane_total, row, totals4
 
 
 def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
@@ -71,9 +71,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                                     row(q, [i + a], c * width),
                                 )
                     for p in T.unroll(-(-rs * cs // 4)):
-                        sums[T.Ramp(p * 4, 1, 4)] = totals4(
-                            [acc[T.Ramp(T.min(p * 4 + v, rs * cs - 1) * lanes, 1, lanes)] for v in range(4)], lanes
-                        )
+                        totals4(sums, p * 4, acc, [T.min(p * 4 + v, rs * cs - 1) for v in range(4)], lanes)
                     for t in range(tail):
                         for v in T.unroll(rs * cs):
                             sums[v] += T.Cast("int32", q[i + v % cs, whole * width + t]) * T.Cast(
@@ -100,7 +98,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                         acc[T.Ramp(0, 1, lanes)] = T.Broadcast(0, lanes)
                         for c in range(whole):
                             acc[T.Ramp(0, 1, lanes)] = step(acc[T.Ramp(0, 1, lanes)], nothing, row(q, [i], c * width))
-                        excess[i] = total(acc[T.Ramp(0, 1, lanes)], lanes)
+                        excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
                     else:
                         excess[i] = 0
             for jo in loop(n // rows):

@@ -1,4 +1,8 @@
-"""Vector expressions that kernels share: loads, sums of four vectors at once, and the arithmetic fence."""
+"""What kernels share: vector loads, the sums of four vectors at once, the arithmetic fence.
+
+A kernel's temporaries are buffers without a scope and below 1024 bytes: TVM puts only those on the stack, where LLVM
+finds registers for them. A vector that is used twice goes through one, because an expression is a tree.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ def pure(dtype: str, name: str, *arguments: Expr) -> Expr:
     return T.call_llvm_pure_intrin(dtype, name, *arguments)
 
 
-def fence(value: Expr) -> Expr:
+def fence(dtype: str, value: Expr) -> Expr:
     """The value, rounded: LLVM must not contract its product with a sum that follows."""
-    return pure(str(value.dtype), "llvm.arithmetic.fence", value)
+    return pure(dtype, "llvm.arithmetic.fence", value)
 
 
 def gather(values: Sequence[Expr]) -> Expr:
@@ -34,21 +38,9 @@ def gather(values: Sequence[Expr]) -> Expr:
     return T.Shuffle(list(values), list(range(len(values))))
 
 
-def total(vector: Expr, lanes: int) -> Expr:
+def lane_total(vector: Expr, lanes: int) -> Expr:
     """The sum of one int32 vector, a scalar."""
     return pure("int32", f"llvm.vector.reduce.add.v{lanes}i32", vector)
-
-
-def totals4(vectors: Sequence[Expr], lanes: int) -> Expr:
-    """int32x4: the sums of four int32 vectors; a third of the instructions of four single sums."""
-    first, second, third, fourth = vectors
-    low, high = _interleaved(first, second, lanes, 1), _interleaved(third, fourth, lanes, 1)
-    sums = _interleaved(low, high, lanes, 2)
-    while lanes > 4:
-        half = lanes // 2
-        sums = T.Shuffle([sums], list(range(half))) + T.Shuffle([sums], list(range(half, lanes)))
-        lanes = half
-    return sums
 
 
 def _interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
@@ -57,3 +49,31 @@ def _interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
     order = [which * lanes + lane for run in runs for which in (0, 1) for lane in run]
     halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
     return T.Shuffle([a, b], halves[0]) + T.Shuffle([a, b], halves[1])
+
+
+def _folded(load: Load, lanes: int) -> Expr:
+    """int32x4: every fourth lane added."""
+    sums = load(0, 4)
+    for offset in range(4, lanes, 4):
+        sums = sums + load(offset, 4)
+    return sums
+
+
+@T.inline
+def totals4(out, at, parts, numbers, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Statements: out[at .. at + 3] = the sums of the vectors parts[number * lanes ..], int32, of four numbers.
+
+    It takes a third of the instructions of four single sums.
+    """
+    pairs = T.alloc_buffer((2 * lanes,), "int32")
+    fours = T.alloc_buffer((lanes,), "int32")
+    pairs[T.Ramp(0, 1, lanes)] = _interleaved(
+        parts[T.Ramp(numbers[0] * lanes, 1, lanes)], parts[T.Ramp(numbers[1] * lanes, 1, lanes)], lanes, 1
+    )
+    pairs[T.Ramp(lanes, 1, lanes)] = _interleaved(
+        parts[T.Ramp(numbers[2] * lanes, 1, lanes)], parts[T.Ramp(numbers[3] * lanes, 1, lanes)], lanes, 1
+    )
+    fours[T.Ramp(0, 1, lanes)] = _interleaved(
+        pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+    )
+    out[T.Ramp(at, 1, 4)] = _folded(row(fours, [], 0), lanes)
