@@ -85,7 +85,9 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             @T.inline
             def tile(j, i, rs, cs):
                 with T.sblock("tile"):
-                    T.reads(x[0:m, 0:padded], s[0:m], w[0:n, 0 : groups * HALF], ws[0:n, 0:groups], excess[0:m, 0:groups])
+                    T.reads(
+                        x[0:m, 0:padded], s[0:m], w[0:n, 0 : groups * HALF], ws[0:n, 0:groups], excess[0:m, 0:groups]
+                    )
                     T.writes(y[0:m, 0:n])
                     total = T.alloc_buffer((-(-rs * cs // 4) * 4,), "float32")
                     for p in T.unroll(-(-rs * cs // 4)):

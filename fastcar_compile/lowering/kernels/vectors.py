@@ -60,7 +60,7 @@ def _folded(load: Load, lanes: int) -> Expr:
 
 
 @T.inline
-def totals4(out, at, parts, numbers, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def totals4(out, at, parts, numbers, lanes):  # type: ignore[no-untyped-def]
     """Statements: out[at .. at + 3] = the sums of the vectors parts[number * lanes ..], int32, of four numbers.
 
     It takes a third of the instructions of four single sums.
@@ -73,7 +73,5 @@ def totals4(out, at, parts, numbers, lanes):  # type: ignore[no-untyped-def]  # 
     pairs[T.Ramp(lanes, 1, lanes)] = _interleaved(
         parts[T.Ramp(numbers[2] * lanes, 1, lanes)], parts[T.Ramp(numbers[3] * lanes, 1, lanes)], lanes, 1
     )
-    fours[T.Ramp(0, 1, lanes)] = _interleaved(
-        pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
-    )
+    fours[T.Ramp(0, 1, lanes)] = _interleaved(pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2)
     out[T.Ramp(at, 1, 4)] = _folded(row(fours, [], 0), lanes)
