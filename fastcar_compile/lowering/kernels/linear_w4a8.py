@@ -8,7 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import Expr, fence, gather, lane_total, row, totals4
+from fastcar_compile.lowering.kernels.vectors import Expr, fence, folded, gather, interleaved, lane_total, row
 from fastcar_compile.ops.quant import GROUP
 
 _FLOAT_EXPONENT = 112 << 23
@@ -33,13 +33,13 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     """Group by group: y = float(sum q * w) * ws, added in ascending order; then times the row's scale.
 
     q int8 [m, k], s float32 [m], w uint8 [n, 64 * G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n].
-    Four outputs at a time, in the lanes of one vector. The fence keeps LLVM from contracting a product and the
+    Rows with s = 0 are zero and are not multiplied. Four outputs at a time, in the lanes of one vector. The fence keeps LLVM from contracting a product and the
     addition after it into one rounding. As for w8a8, another kernel adds the bias.
     """
     dot = INT4_DOTS[isa.int8]
     lanes, group = dot.lanes, dot.group
     groups = -(-k // GROUP)
-    padded = groups * GROUP
+    padded, packed = groups * GROUP, groups * HALF
     rows, columns = tile_of(m, n)
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
@@ -50,77 +50,90 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     def linear_i4(
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
-        w: T.Buffer((n, groups * HALF), "uint8"),
+        w: T.Buffer((n, packed), "uint8"),
         ws: T.Buffer((n, groups), "float16"),
         y: T.Buffer((m, n), "float32"),
     ):
         T.func_attr({"tir.noalias": True})
         with T.sblock("root"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0 : groups * HALF], ws[0:n, 0:groups])
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
             T.writes(y[0:m, 0:n])
             x = T.alloc_buffer((m, padded), "int8")
             excess = T.alloc_buffer((m, groups), "int32")
 
-            @T.inline
-            def quad(total, j, i, g, number, last, cs):
-                """Adds group g of outputs 4 * number ..; those beyond the last one repeat it."""
-                parts = T.alloc_buffer((4 * lanes,), "int32")
-                sums = T.alloc_buffer((4,), "int32")
-                for v in T.unroll(4):
-                    parts[T.Ramp(v * lanes, 1, lanes)] = group(
-                        row(w, [j + T.min(number * 4 + v, last) // cs], g * HALF),
-                        row(x, [i + T.min(number * 4 + v, last) % cs], g * GROUP),
-                    )
-                totals4(sums, 0, parts, [0, 1, 2, 3], lanes)
-                total[T.Ramp(number * 4, 1, 4)] = total[T.Ramp(number * 4, 1, 4)] + fence(
-                    "float32x4",
-                    T.Cast(
-                        "float32x4",
-                        sums[T.Ramp(0, 1, 4)]
-                        - gather([excess[i + T.min(number * 4 + v, last) % cs, g] for v in range(4)]),
-                    )
-                    * float_scales([ws[j + T.min(number * 4 + v, last) // cs, g] for v in range(4)]),
-                )
+            live = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
 
             @T.inline
             def tile(j, i, rs, cs):
                 with T.sblock("tile"):
                     T.reads(
-                        x[0:m, 0:padded], s[0:m], w[0:n, 0 : groups * HALF], ws[0:n, 0:groups], excess[0:m, 0:groups]
+                        x[0:m, 0:padded], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups], excess[0:m, 0:groups], live[0:m]
                     )
                     T.writes(y[0:m, 0:n])
+                    parts = T.alloc_buffer((4 * lanes,), "int32")
+                    pairs = T.alloc_buffer((2 * lanes,), "int32")
+                    fours = T.alloc_buffer((lanes,), "int32")
                     total = T.alloc_buffer((-(-rs * cs // 4) * 4,), "float32")
                     for p in T.unroll(-(-rs * cs // 4)):
                         total[T.Ramp(p * 4, 1, 4)] = T.Broadcast(T.float32(0), 4)
                     for g in range(groups):
                         for p in T.unroll(-(-rs * cs // 4)):
-                            quad(total, j, i, g, p, rs * cs - 1, cs)
+                            for v in T.unroll(4):
+                                parts[T.Ramp(v * lanes, 1, lanes)] = group(
+                                    row(w, [j + T.min(p * 4 + v, rs * cs - 1) // cs], g * HALF),
+                                    row(x, [i + T.min(p * 4 + v, rs * cs - 1) % cs], g * GROUP),
+                                )
+                            for h in T.unroll(2):
+                                pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
+                                    parts[T.Ramp(2 * h * lanes, 1, lanes)],
+                                    parts[T.Ramp((2 * h + 1) * lanes, 1, lanes)],
+                                    lanes,
+                                    1,
+                                )
+                            fours[T.Ramp(0, 1, lanes)] = interleaved(
+                                pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+                            )
+                            total[T.Ramp(p * 4, 1, 4)] = total[T.Ramp(p * 4, 1, 4)] + fence(
+                                "float32x4",
+                                T.Cast(
+                                    "float32x4",
+                                    folded(row(fours, [], 0), lanes)
+                                    - gather([excess[i + T.min(p * 4 + v, rs * cs - 1) % cs, g] for v in range(4)]),
+                                )
+                                * float_scales([ws[j + T.min(p * 4 + v, rs * cs - 1) // cs, g] for v in range(4)]),
+                            )
                     for v in T.unroll(rs * cs):
-                        y[i + v % cs, j + v // cs] = total[v] * s[i + v % cs]
+                        y[live[i + v % cs], j + v // cs] = total[v] * s[live[i + v % cs]]
 
-            @T.inline
-            def all_rows(j, rs):
-                for io in range(m // columns):
-                    tile(j, io * columns, rs, columns)
-                if m % columns > 0:
-                    tile(j, m // columns * columns, rs, m % columns)
-
+            count[0] = 0
             for i in range(m):
-                with T.sblock("padded"):
-                    T.reads(q[0:m, 0:k])
-                    T.writes(x[0:m, 0:padded], excess[0:m, 0:groups])
-                    for t in range(k):
-                        x[i, t] = q[i, t]
-                    for t in range(padded - k):
-                        x[i, k + t] = T.int8(0)
-                    for g in range(groups):
-                        if dot.unsigned:
-                            excess[i, g] = lane_total(group(nothing, row(x, [i], g * GROUP)), lanes)
-                        else:
-                            excess[i, g] = 0
+                with T.sblock("row"):
+                    T.reads(q[0:m, 0:k], s[0:m], count[0])
+                    T.writes(x[0:m, 0:padded], excess[0:m, 0:groups], live[0:m], count[0], y[0:m, 0:n])
+                    if s[i] == T.float32(0):
+                        for j in range(n):
+                            y[i, j] = T.float32(0)
+                    else:
+                        for t in range(k):
+                            x[count[0], t] = q[i, t]
+                        for t in range(padded - k):
+                            x[count[0], k + t] = T.int8(0)
+                        for g in range(groups):
+                            if dot.unsigned:
+                                excess[count[0], g] = lane_total(group(nothing, row(x, [count[0]], g * GROUP)), lanes)
+                            else:
+                                excess[count[0], g] = 0
+                        live[count[0]] = i
+                        count[0] += 1
             for jo in loop(n // rows):
-                all_rows(jo * rows, rows)
+                for io in range(count[0] // columns):
+                    tile(jo * rows, io * columns, rows, columns)
+                if columns > 1:
+                    for io in range(count[0] % columns):
+                        tile(jo * rows, count[0] // columns * columns + io, rows, 1)
             if n % rows > 0:
-                all_rows(n // rows * rows, n % rows)
+                for io in range(count[0]):
+                    tile(n // rows * rows, io, n % rows, 1)
 
     return linear_i4

@@ -8,26 +8,28 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import lane_total, row, totals4
+from fastcar_compile.lowering.kernels.vectors import Expr, folded, interleaved, lane_total, row
+
+_STREAMS = 8
+"""Weight rows that are read side by side for one activation row."""
 
 
 def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
-    """Weight rows and activation rows that are multiplied together.
-
-    One activation row takes eight weight rows, as many streams of memory; more share the weights in registers.
-    """
-    deepest = 3 if accumulators >= 12 else 2
-    columns = -(-m // -(-m // deepest))
-    rows = 8 if columns == 1 and accumulators >= 8 else 4
-    return min(rows, n), columns
+    """Weight rows and activation rows that are multiplied together; the fewest tiles that cover m."""
+    if m == 1:
+        return min(_STREAMS, n), 1
+    widest = (3, 4) if accumulators >= 12 else (2,)
+    columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
+    return min(accumulators // columns, n), columns
 
 
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
 
-    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Parallel over blocks of n; a block
-    stays in the first cache while all rows of q pass, so weights are read from memory once.
-    The bias is added by another kernel: LLVM would contract the last product and the addition into one rounding.
+    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Rows with s = 0 are zero and are not
+    multiplied. Parallel over blocks of n; a block stays in the first cache while all rows of q pass, so weights are
+    read from memory once. The bias is added by another kernel: LLVM would contract the last product and the addition
+    into one rounding.
     """
     dot = INT8_DOTS[isa.int8]
     lanes, width, step = dot.lanes, dot.width, dot.step
@@ -35,7 +37,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     rows, columns = tile_of(m, n, dot.tile)
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
-    def nothing(offset: int, size: int) -> object:
+    def nothing(offset: int, size: int) -> Expr:
         return T.Broadcast(T.int8(0), size)
 
     @T.prim_func(private=True, s_tir=True)
@@ -47,52 +49,58 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         y: T.Buffer((m, n), "float32"),
     ):
         T.func_attr({"tir.noalias": True})
-
         with T.sblock("root"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
             T.writes(y[0:m, 0:n])
             excess = T.alloc_buffer((m,), "int32")
+            live = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
 
             @T.inline
             def tile(j, i, rs, cs):
                 with T.sblock("tile"):
-                    T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m])
+                    T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m], live[0:m])
                     T.writes(y[0:m, 0:n])
                     acc = T.alloc_buffer((rs * cs * lanes,), "int32")
+                    pairs = T.alloc_buffer((2 * lanes,), "int32")
+                    fours = T.alloc_buffer((lanes,), "int32")
                     sums = T.alloc_buffer((-(-rs * cs // 4) * 4,), "int32")
                     for v in T.unroll(rs * cs):
                         acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
                     for c in range(whole):
-                        for r in T.unroll(rs):
-                            for a in T.unroll(cs):
-                                acc[T.Ramp((r * cs + a) * lanes, 1, lanes)] = step(
-                                    acc[T.Ramp((r * cs + a) * lanes, 1, lanes)],
-                                    row(w, [j + r], c * width),
-                                    row(q, [i + a], c * width),
-                                )
+                        for v in T.unroll(rs * cs):
+                            acc[T.Ramp(v * lanes, 1, lanes)] = step(
+                                acc[T.Ramp(v * lanes, 1, lanes)],
+                                row(w, [j + v // cs], c * width),
+                                row(q, [live[i + v % cs]], c * width),
+                            )
                     for p in T.unroll(-(-rs * cs // 4)):
-                        totals4(sums, p * 4, acc, [T.min(p * 4 + v, rs * cs - 1) for v in range(4)], lanes)
+                        for h in T.unroll(2):
+                            pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
+                                acc[T.Ramp(T.min(p * 4 + 2 * h, rs * cs - 1) * lanes, 1, lanes)],
+                                acc[T.Ramp(T.min(p * 4 + 2 * h + 1, rs * cs - 1) * lanes, 1, lanes)],
+                                lanes,
+                                1,
+                            )
+                        fours[T.Ramp(0, 1, lanes)] = interleaved(
+                            pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+                        )
+                        sums[T.Ramp(p * 4, 1, 4)] = folded(row(fours, [], 0), lanes)
                     for t in range(tail):
                         for v in T.unroll(rs * cs):
-                            sums[v] += T.Cast("int32", q[i + v % cs, whole * width + t]) * T.Cast(
+                            sums[v] += T.Cast("int32", q[live[i + v % cs], whole * width + t]) * T.Cast(
                                 "int32", w[j + v // cs, whole * width + t]
                             )
                     for v in T.unroll(rs * cs):
-                        y[i + v % cs, j + v // cs] = T.Cast("float32", sums[v] - excess[i + v % cs]) * (
-                            s[i + v % cs] * ws[j + v // cs]
+                        y[live[i + v % cs], j + v // cs] = T.Cast("float32", sums[v] - excess[live[i + v % cs]]) * (
+                            s[live[i + v % cs]] * ws[j + v // cs]
                         )
 
-            @T.inline
-            def all_rows(j, rs):
-                for io in range(m // columns):
-                    tile(j, io * columns, rs, columns)
-                if m % columns > 0:
-                    tile(j, m // columns * columns, rs, m % columns)
-
+            count[0] = 0
             for i in range(m):
-                with T.sblock("excess"):
-                    T.reads(q[0:m, 0:k])
-                    T.writes(excess[i])
+                with T.sblock("row"):
+                    T.reads(q[0:m, 0:k], s[0:m], count[0])
+                    T.writes(excess[0:m], live[0:m], count[0], y[0:m, 0:n])
                     if dot.unsigned:
                         acc = T.alloc_buffer((lanes,), "int32")
                         acc[T.Ramp(0, 1, lanes)] = T.Broadcast(0, lanes)
@@ -101,9 +109,20 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                         excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
                     else:
                         excess[i] = 0
+                    if s[i] == T.float32(0):
+                        for j in range(n):
+                            y[i, j] = T.float32(0)
+                    else:
+                        live[count[0]] = i
+                        count[0] += 1
             for jo in loop(n // rows):
-                all_rows(jo * rows, rows)
+                for io in range(count[0] // columns):
+                    tile(jo * rows, io * columns, rows, columns)
+                if columns > 1:
+                    for io in range(count[0] % columns):
+                        tile(jo * rows, count[0] // columns * columns + io, rows, 1)
             if n % rows > 0:
-                all_rows(n // rows * rows, n % rows)
+                for io in range(count[0]):
+                    tile(n // rows * rows, io, n % rows, 1)
 
     return linear_i8

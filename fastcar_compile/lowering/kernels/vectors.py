@@ -43,35 +43,21 @@ def lane_total(vector: Expr, lanes: int) -> Expr:
     return pure("int32", f"llvm.vector.reduce.add.v{lanes}i32", vector)
 
 
-def _interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
-    """In every block of four: runs of `width` lanes of a and b in turn, the block's halves added."""
+def interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
+    """In every block of four: runs of `width` lanes of a and b in turn, the block's halves added.
+
+    The sums of four vectors a, b, c, d cost a third of four single sums as `folded` of
+    interleaved(interleaved(a, b, 1), interleaved(c, d, 1), 2).
+    """
     runs = [range(start, start + width) for start in range(0, 4, width)]
     order = [which * lanes + lane for run in runs for which in (0, 1) for lane in run]
     halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
     return T.Shuffle([a, b], halves[0]) + T.Shuffle([a, b], halves[1])
 
 
-def _folded(load: Load, lanes: int) -> Expr:
-    """int32x4: every fourth lane added."""
+def folded(load: Load, lanes: int) -> Expr:
+    """int32x4: lanes that are equal modulo four, added."""
     sums = load(0, 4)
     for offset in range(4, lanes, 4):
         sums = sums + load(offset, 4)
     return sums
-
-
-@T.inline
-def totals4(out, at, parts, numbers, lanes):  # type: ignore[no-untyped-def]
-    """Statements: out[at .. at + 3] = the sums of the vectors parts[number * lanes ..], int32, of four numbers.
-
-    It takes a third of the instructions of four single sums.
-    """
-    pairs = T.alloc_buffer((2 * lanes,), "int32")
-    fours = T.alloc_buffer((lanes,), "int32")
-    pairs[T.Ramp(0, 1, lanes)] = _interleaved(
-        parts[T.Ramp(numbers[0] * lanes, 1, lanes)], parts[T.Ramp(numbers[1] * lanes, 1, lanes)], lanes, 1
-    )
-    pairs[T.Ramp(lanes, 1, lanes)] = _interleaved(
-        parts[T.Ramp(numbers[2] * lanes, 1, lanes)], parts[T.Ramp(numbers[3] * lanes, 1, lanes)], lanes, 1
-    )
-    fours[T.Ramp(0, 1, lanes)] = _interleaved(pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2)
-    out[T.Ramp(at, 1, 4)] = _folded(row(fours, [], 0), lanes)
