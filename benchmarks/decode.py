@@ -1,213 +1,121 @@
-"""Milliseconds per decoded token: eager PyTorch against the TVM backend, dense and with every MLP replayed.
+"""Milliseconds per decoded token beside PyTorch, onnxruntime, OpenVINO and llama.cpp, dense and with replay.
 
-    python benchmarks/decode.py --json out.json
-    python benchmarks/decode.py --hidden 1024 --intermediate 2816 --heads 16
+    python benchmarks/decode.py --json out.json --plot out.png
+    python benchmarks/decode.py --docs          # writes docs/speed_table.md and docs/images/speed.png
+    python benchmarks/decode.py --quick         # a small decoder, less than a minute
 
-Engines take turns in blocks of tokens within one run: token by token, the idle threads of one engine's pool would spin
-on the cores of the next. Every block starts with a few tokens that are not timed.
+All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that
+is stopped between its blocks of tokens; blocks of a group's engines alternate. How peers are set up: docs/speed.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
+import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from compile import Case, write_checkpoint
+from speed.plan import LONG, PEERS, Plan
+from speed.plot import plot
+from speed.report import Row, conditions, rows_of, speedups, table
+from speed.runner import Result, run_group
+from speed.sizes import Sizes
 
-from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.frontend.capture import capture, step_module
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.lowering.build import lower
-from fastcar_compile.passes.base import run_pipeline
-from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.cpu import CpuBackend
+ROOT = Path(__file__).parent.parent
+QUICK = Sizes(hidden=256, intermediate=512, layers=4, vocab=256, context=96, tokens_per_frame=32, rounds=2, samples=1)
 
-Engine = Callable[[int], None]
-"""Decodes the token at this sequence position."""
-WARM_UP = 8
-SETTLE_SECONDS = 0.05
+WRITTEN_BY = "<!-- Written by `python benchmarks/decode.py --docs`; do not edit. -->\n"
+QUICK_PRECISIONS = ("float32", "w4a8")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """One decoder and one measurement; lengths in tokens."""
+def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
+    """Write the checkpoint, run every group, and delete its files unless they are to be kept."""
+    started = time.monotonic()
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    batch: int
-    max_seq_len: int
-    tokens_per_frame: int
-    quant: str
-    position: int
-    threads: int
-    rounds: int
-    block: int
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-
-def build_model(sizes: Sizes) -> LlamaForCausalLM:
-    """A random Llama of these sizes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        vocab_size=sizes.vocab,
-        max_position_embeddings=sizes.max_seq_len,
-    )
-    return LlamaForCausalLM(config).eval()
+    if not (plan.checkpoint / "config.json").exists():
+        say("writing the checkpoint")
+        sizes = plan.sizes
+        longest = max(*LONG, 2 * sizes.context)
+        write_checkpoint(
+            plan.checkpoint,
+            Case(sizes.layers, sizes.hidden, sizes.intermediate, sizes.vocab, longest, "none", "cpu"),
+        )
+    groups: list[list[Result]] = []
+    for precision in precisions:
+        groups.append(run_group(plan.jobs(precision), say))
+        if not keep:
+            shutil.rmtree(plan.folder / precision, ignore_errors=True)
+    reference = _reference(groups[0])
+    every = _bandwidth([r for group in groups for r in group])
+    return [row for group in groups for row in rows_of(group, reference, _bandwidth(group) or every)]
 
 
-def build_program(model: LlamaForCausalLM, sizes: Sizes) -> DecoderProgram:
-    """The rewritten decode step, with replay in every layer and thresholds as run-time inputs."""
-    program = capture(
-        model,
-        batch_size=sizes.batch,
-        max_seq_len=sizes.max_seq_len,
-        tokens_per_frame=sizes.tokens_per_frame,
-        prefill_chunk=0,
-    )
-    run_pipeline(program, analysis_pipeline())
-    config = CompileConfig(
-        target="cpu",
-        tokens_per_frame=sizes.tokens_per_frame,
-        max_seq_len=sizes.max_seq_len,
-        batch_size=sizes.batch,
-        quant=sizes.quant,  # type: ignore[arg-type]
-        replay=ReplayConfig(),
-        prefill_chunk=1,
-    )
-    return run_pipeline(program, rewrite_pipeline(config, sizes.layers))
+def _reference(results: list[Result]) -> list[float]:
+    """Logits of PyTorch, or of whatever ran, in the first group."""
+    ran = sorted((r for r in results if r.logits), key=lambda r: r.job.engine != "pytorch eager")
+    return ran[0].logits if ran else []
 
 
-def tvm_engine(backend: CpuBackend, sizes: Sizes, threshold: float) -> Engine:
-    """Our CPU backend: +inf computes every MLP, -inf replays every MLP."""
-    token = np.zeros((sizes.batch, 1), np.int64)
-    thresholds = np.full(sizes.layers, threshold, np.float32)
-
-    def step(position: int) -> None:
-        backend.decode(token, position, position, thresholds)
-
-    return step
+def _bandwidth(results: list[Result]) -> float:
+    """Median of the readings that our engine's processes made between the blocks, GB/s; 0: there are none."""
+    return statistics.median([g for r in results for g in r.gigabytes] or [0.0])
 
 
-@contextmanager
-def eager_engine(model: LlamaForCausalLM, sizes: Sizes) -> Iterator[Engine]:
-    """The original model's own static-cache step, without autograd."""
-    token = torch.zeros(sizes.batch, 1, dtype=torch.int64)
-
-    def step(position: int) -> None:
-        module(input_ids=token, cache_position=torch.tensor([position]))
-
-    with torch.inference_mode(), step_module(model, sizes.batch, sizes.max_seq_len) as (module, _):
-        yield step
-
-
-@contextmanager
-def engines(sizes: Sizes) -> Iterator[dict[str, Engine]]:
-    """Every engine of the comparison, by name."""
-    model = build_model(sizes)
-    program = build_program(model, sizes)
-    with tempfile.TemporaryDirectory() as folder, eager_engine(model, sizes) as eager:
-        lowered = lower(program.graph_module, program.outputs, program.sites, program.state_names())
-        lowered.export(Path(folder) / "decode.so")
-        programs = {"decode": {"library": "decode.so", **lowered.arguments()}}
-        params = {name: tensor.detach().numpy() for name, tensor in program.params.items()}
-        backend = CpuBackend(Path(folder), programs, params, program.state, program.config, sizes.threads)
-        yield {
-            "eager": eager,
-            "cpu dense": tvm_engine(backend, sizes, float("inf")),
-            "cpu replay": tvm_engine(backend, sizes, float("-inf")),
-        }
-
-
-def measure(sizes: Sizes) -> dict[str, list[float]]:
-    """Seconds of every timed token, by engine."""
-    torch.set_num_threads(sizes.threads)
-    seconds: dict[str, list[float]] = {}
-    with engines(sizes) as table:
-        for _ in range(sizes.rounds):
-            for name, engine in table.items():
-                time.sleep(SETTLE_SECONDS)
-                seconds.setdefault(name, []).extend(_block(engine, sizes))
-    return seconds
-
-
-def _block(engine: Engine, sizes: Sizes) -> list[float]:
-    timed = []
-    for i in range(WARM_UP + sizes.block):
-        start = time.perf_counter()
-        engine(sizes.position + i)
-        timed.append(time.perf_counter() - start)
-    return timed[WARM_UP:]
-
-
-def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median, best and 90th percentile in milliseconds, by engine."""
-    return {
-        name: {
-            "median_ms": statistics.median(values) * 1e3,
-            "best_ms": min(values) * 1e3,
-            "p90_ms": statistics.quantiles(values, n=10)[-1] * 1e3,
-        }
-        for name, values in seconds.items()
-    }
-
-
-def report(sizes: Sizes, table: dict[str, dict[str, float]]) -> dict[str, object]:
-    """What `--json` writes: sizes, machine, times and the MLP's share of a dense token."""
-    dense, replay = table["cpu dense"]["median_ms"], table["cpu replay"]["median_ms"]
-    return {
-        "sizes": asdict(sizes),
-        "machine": {"processor": platform.processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-        "engines": table,
-        "mlp_share": 1 - replay / dense,
-        "speedup_over_eager": table["eager"]["median_ms"] / dense,
-    }
-
-
-def parse() -> tuple[Sizes, Path | None]:
-    """Command line; the defaults are the moving-shapes example."""
+def parse() -> argparse.Namespace:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {
-        "hidden": 128, "intermediate": 352, "layers": 4, "heads": 4, "kv-heads": 0, "vocab": 17, "batch": 1,
-        "max-seq-len": 2049, "tokens-per-frame": 256, "position": 1024, "threads": 2, "rounds": 5, "block": 24,
-    }  # fmt: skip
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--quant", choices=("none", "w8a8", "w4a8"), default="none")
-    parser.add_argument("--json", type=Path, default=None, help="write the report here")
-    values = vars(parser.parse_args())
-    path = values.pop("json")
-    values["kv_heads"] = values["kv_heads"] or values["heads"]
-    return Sizes(**values), path
+    for field in fields(Sizes):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
+    parser.add_argument("--quick", action="store_true", help="a small decoder and few tokens")
+    parser.add_argument("--precisions", default="", help=f"of {', '.join(PEERS)}, separated by commas")
+    parser.add_argument("--json", type=Path, default=None, help="write the rows here")
+    parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
+    parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
+    parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use those that are there")
+    return parser.parse_args()
+
+
+@contextmanager
+def working_folder(given: Path | None) -> Iterator[Path]:
+    """The folder that the user gave, or one that disappears."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
-    sizes, path = parse()
-    result = report(sizes, summarise(measure(sizes)))
-    for name, row in result["engines"].items():  # type: ignore[attr-defined]
-        print(f"{name:12s} " + "  ".join(f"{key} {value:8.3f}" for key, value in row.items()))
-    print(f"MLP share of a dense token {result['mlp_share']:.1%}; dense is {result['speedup_over_eager']:.2f}x eager")
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
+    """Measure, print, and write what was asked for."""
+    options = parse()
+    given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
+    sizes = replace(QUICK if options.quick else Sizes(), **given)
+    chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
+    precisions = tuple(chosen.split(","))
+    with working_folder(options.folder) as folder:
+        plan = Plan(sizes, folder / "checkpoint", folder, extras=not options.quick)
+        rows = measure(plan, precisions, options.folder is not None)
+    text = table(rows) + "\n" + "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
+    print(text)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    if options.plot is not None:
+        plot(rows, options.plot)
+    if options.docs:
+        (ROOT / "docs" / "speed_table.md").write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
+        plot(rows, ROOT / "docs" / "images" / "speed.png")
 
 
 if __name__ == "__main__":

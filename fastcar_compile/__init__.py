@@ -2,7 +2,7 @@
 
 from fastcar_compile.calibrate import Thresholds, calibrate
 from fastcar_compile.compiler import compile
-from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.errors import (
     ArtifactError,
     BackendError,
@@ -30,6 +30,7 @@ __all__ = [
     "InternalError",
     "ReplayConfig",
     "Session",
+    "SparseAttention",
     "Target",
     "TargetError",
     "Thresholds",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.emit import emit_artifact
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
@@ -39,6 +39,7 @@ def compile(
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int = 64,
     offload: str = "mlp",
+    sparse_attention: SparseAttention | None = None,
     output: str | Path = "build/fastcar",
     progress: Progress | None = None,
 ) -> Artifact:
@@ -50,12 +51,14 @@ def compile(
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.
-        max_seq_len: cache capacity in tokens; default: the model config's.
+        max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
+            the rows of the KV cache.
         batch_size: rows B, at most 32.
         quant: "none" (float32), "w8a8" or "w4a8"; default: w8a8 where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder.
         prefill_chunk: tokens per prefill call.
         offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
+        sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
         output: folder of the artifact; written atomically.
         progress: called with the name of each stage.
 
@@ -73,6 +76,7 @@ def compile(
         say("checking the model folder")
         model = Checkpoint(Path(model))
     config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
+    config = config.model_copy(update={"sparse_attention": sparse_attention})
     say("capturing the decode step")
     program = capture(
         model,

@@ -206,18 +206,37 @@ class ReplayConfig(_Config):
         return tuple(self.threshold)
 
 
+class SparseAttention(_Config):
+    """Attention sinks and a sliding window over a ring cache of bounded size (StreamingLLM; docs/sparse_attention.md).
+
+    Args:
+        window: the most recent tokens that a token attends to, itself included.
+        sinks: the first tokens of the sequence, which every token attends to.
+        positions: "absolute": rotary positions are those of the sequence; "cache": those inside the cache, so that a
+            decoder never meets a distance of more than sinks + window tokens.
+
+    Raises:
+        CompileError: a field is not valid.
+    """
+
+    window: int = Field(default=256, ge=1, strict=True)
+    sinks: int = Field(default=16, ge=0, strict=True)
+    positions: Literal["absolute", "cache"] = "absolute"
+
+
 class CompileConfig(_Config):
     """Everything that shapes a compiled artifact besides the model itself.
 
     Args:
         target: name of the target (see `fastcar_compile.targets`).
         tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
-        max_seq_len: positions in the static KV cache; tokens.
+        max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
         quant: "none" (float32), "w8a8" or "w4a8" (int4 weights in groups of 128).
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph.
         offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
+        sparse_attention: None: attention to all positions.
 
     Raises:
         CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
@@ -231,6 +250,7 @@ class CompileConfig(_Config):
     replay: ReplayConfig | None = None
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"
+    sparse_attention: SparseAttention | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

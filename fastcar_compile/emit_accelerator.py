@@ -48,7 +48,9 @@ def emit_accelerator(
         warnings.warn(text, UserWarning, stacklevel=2)
         return None
     _check_equal(program.sites)
-    require_fit(_footprint(program, board), board, quant=config.quant, positions=config.max_seq_len)
+    ring = program.config.ring
+    positions = config.max_seq_len if ring is None else ring.capacity
+    require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
     calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
     found = explore(_mlp_spec(program, config), board, attention_of(program), linears)

@@ -10,7 +10,7 @@ from torch import fx
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
 from fastcar_compile.graph_io import graph_to_text
-from fastcar_compile.ir import DecoderConfig, LayerSite, StateSpec, module_path_of, source_of
+from fastcar_compile.ir import DecoderConfig, LayerSite, StateRole, StateSpec, module_path_of, source_of
 
 
 def explain_program(
@@ -32,6 +32,7 @@ def explain_program(
         f"decoder of {config.num_layers} layers, hidden {config.hidden_size}, batch {config.batch_size}, "
         f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\npipeline: {pipeline}\n"
     )
+    head += _sparse(config, state)
     texts = []
     for site in chosen:
         own = [t for t in state if t.layer == site.layer]
@@ -39,6 +40,26 @@ def explain_program(
     if layer is None and (rest := _offload(accelerator, None, None)):
         texts.append(f"outside of the layers:\n{rest}")
     return head + "\n".join(texts)
+
+
+def _sparse(config: DecoderConfig, state: Sequence[StateSpec]) -> str:
+    """What sparse attention sees and keeps; nothing where attention is to all positions."""
+    ring = config.ring
+    if ring is None:
+        return ""
+    kept, full = kv_bytes(config, state)
+    where = "inside the cache" if ring.positions == "cache" else "absolute"
+    return (
+        f"  sparse    {ring.sinks} sinks and the last {ring.window} tokens, rotary positions {where}; "
+        f"{ring.capacity} rows of keys and values instead of {config.max_seq_len}, "
+        f"{kept / 2**20:.3f} MiB instead of {full / 2**20:.3f}\n"
+    )
+
+
+def kv_bytes(config: DecoderConfig, state: Sequence[StateSpec]) -> tuple[int, int]:
+    """Bytes of the key and value caches, and of caches of max_seq_len rows."""
+    caches = [s for s in state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
+    return sum(s.nbytes for s in caches), sum(s.nbytes // s.shape[2] * config.max_seq_len for s in caches)
 
 
 def _offload(accelerator: Mapping[str, Any] | None, layer: int | None, mlp: str | None) -> str:

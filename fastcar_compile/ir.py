@@ -45,11 +45,37 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/sparse_attention.md), in tokens.
+
+    A query at position p sees keys 0 .. sinks - 1 and p - window + 1 .. p. Position p >= sinks is at row
+    sinks + (p - sinks) mod rows. `positions`: "absolute", or "cache", where the sinks are met as if the positions
+    between them and the window did not exist.
+    """
+
+    sinks: int
+    window: int
+    rows: int
+    positions: str = "absolute"
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a key or value cache."""
+        return self.sinks + self.rows
+
+    @property
+    def attended(self) -> int:
+        """Keys that one query sees at most."""
+        return self.sinks + self.window
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and options that fix the graph.
 
     batch_size rows B, max_seq_len S and tokens_per_frame F in tokens, hidden_size H, vocab_size V (None: headless),
     prefill_chunk tokens of one prefill call (0: no prefill graph), takes_embeddings: input is float32 [B, T, H].
+    ring: sparse attention; None: attention to all positions, whose caches hold S rows.
     """
 
     batch_size: int
@@ -60,6 +86,7 @@ class DecoderConfig:
     vocab_size: int | None
     takes_embeddings: bool
     prefill_chunk: int
+    ring: Ring | None = None
 
     @property
     def input_name(self) -> str:

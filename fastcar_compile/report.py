@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from fastcar_compile.explain import kv_bytes
 from fastcar_compile.gates import gate_named
 from fastcar_compile.ir import DecoderProgram, StateRole
 from fastcar_compile.runtime.store import ArtifactWriter
@@ -37,6 +38,7 @@ def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[s
         "weight_bytes": program.params.nbytes(),
         "state_bytes": {k: v for k, v in state.items() if v},
         "gate": _gate(program, sections["config"]["replay"]),
+        "sparse_attention": _sparse(program),
         "mlp_share_of_block_weights": share,
         "max_replay_ratio": ceiling,
         "ceiling_speedup_at_max_replay": 1 / (1 - share * ceiling),
@@ -56,6 +58,22 @@ def _gate(program: DecoderProgram, replay: Mapping[str, Any] | None) -> dict[str
         "cache_bytes": extra,
         "max_chain": replay["max_chain"],
         "refresh_every": replay["refresh_every"],
+    }
+
+
+def _sparse(program: DecoderProgram) -> dict[str, Any] | None:
+    """What attention sees, and the bytes of its caches; None where it is to all positions."""
+    ring = program.config.ring
+    if ring is None:
+        return None
+    kept, full = kv_bytes(program.config, program.state)
+    return {
+        "sinks": ring.sinks,
+        "window": ring.window,
+        "positions": ring.positions,
+        "cache_rows": ring.capacity,
+        "kv_bytes": kept,
+        "kv_bytes_of_full_cache": full,
     }
 
 

@@ -34,12 +34,10 @@ MODEL_ROWS = 8
 
 @dataclass(frozen=True)
 class _Source:
-    """What is calibrated: a program, its gates' options and the layers that may replay."""
+    """What is calibrated: a program, and its gates' options; a layer whose threshold is None may not replay."""
 
     program: DecoderProgram
     replay: ReplayConfig
-    rules: Rules
-    able: tuple[bool, ...]
 
 
 def calibrate(
@@ -85,12 +83,8 @@ def calibrate(
     if isinstance(source, Artifact):
         given = _of_artifact(source)
     else:
-        given = _of_model(source, replay or ReplayConfig(), tokens_per_frame, quant, len(tokens))
-    evaluator = Evaluator(given.program, tokens, given.rules, prompt)
-    key = _key(given.program, given.replay, tokens, prompt)
-    book = Journal(None if journal is None else Path(journal), key)
-    comparison = GATES[given.replay.gate].comparison
-    search = Search(evaluator, comparison, given.able, book, progress or (lambda _line: None))
+        given = _Source(program_of(source, len(tokens), tokens_per_frame, quant), replay or ReplayConfig())
+    search, key = search_of(given.program, given.replay, tokens, prompt, journal, progress)
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
@@ -99,27 +93,52 @@ def calibrate(
     return _thresholds(search, values, given.replay.gate, goal, key)
 
 
+def search_of(
+    program: DecoderProgram,
+    replay: ReplayConfig,
+    videos: np.ndarray,
+    prompt: int = 1,
+    journal: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Search, str]:
+    """A search for thresholds of this gate, and the hash of all that its measurements depend on.
+
+    Raises:
+        InputError: videos that do not fit the program.
+    """
+    layers = len(program.sites)
+    able = tuple(t is not None for t in replay.thresholds(layers))
+    evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
+    key = _key(program, replay, videos, prompt)
+    book = Journal(None if journal is None else Path(journal), key)
+    return Search(evaluator, GATES[replay.gate].comparison, able, book, progress or (lambda _line: None)), key
+
+
 def _of_artifact(artifact: Artifact) -> _Source:
     """Raises InputError for a dense artifact."""
     data = artifact.manifest.sections["config"]["replay"]
     if data is None or not any(s.replay for s in artifact.sites):
         raise InputError("the artifact has no gate to calibrate", mend="compile it with a ReplayConfig")
     replay = ReplayConfig.from_json(data)
-    able = tuple(s.replay for s in artifact.sites)
-    return _Source(artifact.program, replay, rules_of(replay, len(able)), able)
+    able = [1.0 if s.replay else None for s in artifact.sites]
+    return _Source(artifact.program, replay.model_copy(update={"threshold": tuple(able)}))
 
 
-def _of_model(model: nn.Module, replay: ReplayConfig, frame: int | None, quant: str, videos: int) -> _Source:
+def program_of(
+    model: nn.Module, videos: int, tokens_per_frame: int | None = None, quant: str = "none"
+) -> DecoderProgram:
+    """The dense program of a decoder; prefill graph of one frame's tokens, one row per video, at most MODEL_ROWS.
+
+    Raises:
+        InputError: the model does not say its tokens_per_frame or max_seq_len.
+    """
     facts = ModelFacts.of(model)
-    frame, length = frame or facts.tokens_per_frame, facts.max_seq_len
+    frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
     if frame is None or length is None:
         raise InputError("the model does not say its tokens_per_frame and max_seq_len", mend="give tokens_per_frame")
     rows, chunk = min(videos, MODEL_ROWS), min(frame, length)
     program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
-    run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
-    layers = len(program.sites)
-    able = tuple(t is not None for t in replay.thresholds(layers))
-    return _Source(program, replay, rules_of(replay, layers), able)
+    return run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
 
 
 def rules_of(replay: ReplayConfig, layers: int) -> Rules:
@@ -144,14 +163,21 @@ def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) 
 
 
 def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prompt: int) -> str:
+    return program_key(program, replay.to_json() | {"threshold": None, "prompt": prompt}, videos)
+
+
+def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.ndarray) -> str:
+    """SHA-256 of weights, JSON-safe options and videos: of all that a measurement depends on."""
     digest = hashlib.sha256()
     for name, tensor in sorted(program.params.items()):
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    digest.update(json.dumps(replay.to_json() | {"threshold": None, "prompt": prompt}, sort_keys=True).encode())
+    digest.update(json.dumps(options, sort_keys=True).encode())
     digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())
+    if program.config.ring is not None:
+        digest.update(repr(program.config.ring).encode())
     digest.update(videos.tobytes())
     return digest.hexdigest()
 
 
-__all__ = ["Evaluator", "Rules", "Thresholds", "calibrate", "rules_of"]
+__all__ = ["Evaluator", "Rules", "Thresholds", "calibrate", "program_key", "program_of", "rules_of", "search_of"]

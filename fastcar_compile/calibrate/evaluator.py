@@ -8,19 +8,20 @@ in chunks of at most one frame, within which no slot of the caches comes twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.calibrate.layers import Stages
+from fastcar_compile.calibrate.layers import Attend, Stages
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate, GateValues
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ops.replay import decide
+from fastcar_compile.ops.window import row_of
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,30 @@ class Measurement:
         return sum(self.ratios) / len(self.ratios)
 
 
+@dataclass(frozen=True)
+class Details:
+    """What happened token by token. N videos, n predicted tokens (all but the prompt), t decode forwards.
+
+    Attributes:
+        losses: float32 [N, n], nats; the first tokens_per_frame of them are the first frame.
+        predicted: int64 [N, n], the likeliest symbol given the true past.
+        replayed: bool [L, N, t], whether forward number t replayed.
+    """
+
+    losses: Tensor
+    predicted: Tensor
+    replayed: Tensor
+
+
 @dataclass
 class _Stage:
-    """What one stage left behind: per (group, chunk) the values that later stages read."""
+    """What one stage left behind: per (group, chunk) the values that later stages read; replayed: bool [N, t]."""
 
     threshold: float | None
     values: list[list[dict[fx.Node, Tensor]]]
-    ratio: float = 0.0
-    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    ratio: float
+    scores: Tensor
+    replayed: Tensor
 
 
 class Evaluator:
@@ -68,17 +85,25 @@ class Evaluator:
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
-        rules: the gates and chain limits. prompt: tokens before decoding starts.
+        rules: the gates and chain limits. prompt: tokens before decoding starts. attend: stands in for attention to
+            all earlier positions, with the arguments of `fastcar::attention`.
 
     Raises:
         InputError: a headless decoder, no usable prefill graph, or videos that do not fit it.
     """
 
-    def __init__(self, program: DecoderProgram, videos: np.ndarray, rules: Rules, prompt: int = 1) -> None:
+    def __init__(
+        self,
+        program: DecoderProgram,
+        videos: np.ndarray,
+        rules: Rules,
+        prompt: int = 1,
+        attend: Attend | None = None,
+    ) -> None:
         self._config, self._rules, self._prompt = program.config, rules, prompt
         self._check(program, videos)
         assert program.prefill is not None
-        self._stages = Stages(program.prefill, program.prefill_outputs)
+        self._stages = Stages(program.prefill, program.prefill_outputs, attend)
         self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
         self._state = [s for s in program.state if s.name in self._placeholders]
         rows, count = program.config.batch_size, len(videos)
@@ -105,14 +130,43 @@ class Evaluator:
     def measure(self, thresholds: Sequence[float | None]) -> Measurement:
         """One threshold per layer; None: never."""
         with torch.inference_mode():
-            keep = 0
-            while keep < min(len(self._done), len(thresholds)) and self._done[keep].threshold == thresholds[keep]:
-                keep += 1
-            del self._done[keep:]
-            for layer in range(keep, len(thresholds)):
-                self._done.append(self._run_layer(layer, thresholds[layer]))
+            self._run(thresholds)
             nll = self._likelihood()
         return Measurement(nll, tuple(s.ratio for s in self._done), tuple(s.scores for s in self._done))
+
+    def details(self, thresholds: Sequence[float | None]) -> Details:
+        """The same token by token."""
+        with torch.inference_mode():
+            self._run(thresholds)
+            parts = [[(_losses(*pair), pair[0].argmax(-1)) for pair in group] for group in self._predictions(0)]
+        losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
+        return Details(losses, predicted, torch.stack([s.replayed for s in self._done]))
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return len(self._stages.layers)
+
+    def set_gate(self, layer: int, gate: Gate) -> None:
+        """Another gate for one layer; what was computed from it on is forgotten."""
+        gates = self._rules.gates
+        self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
+        del self._done[layer:]
+
+    def scores(self, layer: int) -> Tensor:
+        """Of the forwards t >= F while this layer and those before it are closed, float32 [n]."""
+        with torch.inference_mode():
+            self._run([None] * (layer + 1))
+        return self._done[layer].scores
+
+    def _run(self, thresholds: Sequence[float | None]) -> None:
+        """All layers, beginning with the first whose threshold is another one than last time."""
+        keep = 0
+        while keep < min(len(self._done), len(thresholds)) and self._done[keep].threshold == thresholds[keep]:
+            keep += 1
+        del self._done[keep:]
+        for layer in range(keep, len(thresholds)):
+            self._done.append(self._run_layer(layer, thresholds[layer]))
 
     def _starts(self) -> list[int]:
         """Prompt chunks first, then chunks from the first decoded token on."""
@@ -120,7 +174,7 @@ class Evaluator:
         return [*range(0, self._prompt, chunk), *range(self._prompt, self._length, chunk)]
 
     def _run_layer(self, layer: int, threshold: float | None) -> _Stage:
-        values, scores, replayed, possible = [], [], 0, 0
+        values, scores, replayed = [], [], []
         for group in range(len(self._rows)):
             state = {s.name: s.zeros() for s in self._state if s.layer == layer}
             replay = _LayerReplay(self, layer, threshold)
@@ -135,9 +189,10 @@ class Evaluator:
             values.append(kept)
             valid = torch.tensor(self._valid[group])
             scores += [s[:, valid].flatten() for s in replay.scores]
-            replayed += sum(int(r[:, valid].sum()) for r in replay.replayed)
-            possible += sum(r[:, valid].numel() for r in replay.replayed)
-        return _Stage(threshold, values, replayed / possible, torch.cat(scores))
+            replayed.append(torch.cat(replay.replayed)[:, valid].T)
+        decisions = torch.cat(replayed)
+        ratio = float(decisions[:, self._config.tokens_per_frame :].double().mean())
+        return _Stage(threshold, values, ratio, torch.cat(scores), decisions)
 
     def _known(self, group: int, number: int, start: int, layer: int) -> dict[fx.Node, Any]:
         chunk = self._config.prefill_chunk
@@ -155,22 +210,32 @@ class Evaluator:
 
     def _likelihood(self) -> float:
         """Mean over the tokens of every frame but the first."""
-        config, total, count = self._config, 0.0, 0
+        total, count = 0.0, 0
+        for group in self._predictions(self._config.tokens_per_frame):
+            for logits, targets in group:
+                total += float(_losses(logits, targets).sum())
+                count += targets.numel()
+        return total / count if math.isfinite(total) else math.inf
+
+    def _predictions(self, skip: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Per group the logits [rows, n, V] and targets [rows, n] of its chunks, without the first `skip` targets."""
         node = self._stages.results["logits"]
         for group, rows in enumerate(self._rows):
-            valid = torch.tensor(self._valid[group])
+            valid, parts = torch.tensor(self._valid[group]), []
             for number, start in enumerate(self._starts()):
-                first = max(start, self._prompt + config.tokens_per_frame - 1)
-                end = min(start + config.prefill_chunk, self._end(start))
-                if first >= end:
-                    continue
-                known = self._known(group, number, start, len(self._stages.layers))
-                logits = self._stages.run(len(self._stages.layers), known, None)[node]
-                logits = logits[valid, first - start : end - start]
-                targets = self._videos[rows, first + 1 : end + 1][valid]
-                losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-                total, count = total + float(losses), count + targets.numel()
-        return total / count if math.isfinite(total) else math.inf
+                first = max(start, self._prompt - 1 + skip)
+                end = min(start + self._config.prefill_chunk, self._end(start))
+                if first < end:
+                    known = self._known(group, number, start, len(self._stages.layers))
+                    logits = self._stages.run(len(self._stages.layers), known, None)[node]
+                    targets = self._videos[rows, first + 1 : end + 1][valid]
+                    parts.append((logits[valid, first - start : end - start], targets))
+            yield parts
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats, float32 [rows, n], for logits [rows, n, V] and targets [rows, n]."""
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
 
 class _LayerReplay:
@@ -208,7 +273,7 @@ class _LayerReplay:
         self.chain[slots] = torch.where(replay, chain + 1, 0)
         able = steps >= frame
         self.scores.append(score[able])
-        self.replayed.append(replay[able])
+        self.replayed.append(replay)
         result = output.clone()
         result.view(rows, -1, output.shape[-1])[:, :count] = y.transpose(0, 1)
         return result
@@ -217,7 +282,9 @@ class _LayerReplay:
         """Tokens become rows of the gate's own operator: [tokens * B]."""
         count, rows = now.shape[:2]
         earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
-        keys = key_cache[:, :, earlier].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
+        ring = self.config.ring
+        rows_of = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
+        keys = key_cache[:, :, rows_of].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
         values = GateValues(
             query=query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
             key_cache=keys,

@@ -14,8 +14,12 @@ from fastcar_compile.ir import get_attribute
 from fastcar_compile.passes.edit import ancestors, descendants, in_order, is_op, node_arg, output_nodes
 from fastcar_compile.passes.find_sites import mlp_region
 
+fastcar = torch.ops.fastcar
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query, written key cache, MLP input, MLP output) -> what the residual add gets instead of the MLP output."""
+
+Attend = Callable[..., Tensor]
+"""(query, key cache, value cache, position, scale) -> result, as `fastcar::attention`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Stages:
         results: output name -> node.
     """
 
-    def __init__(self, module: fx.GraphModule, outputs: list[str]) -> None:
+    def __init__(self, module: fx.GraphModule, outputs: list[str], attend: Attend | None = None) -> None:
+        self._attend = attend or torch.ops.fastcar.attention.default
         self.layers = _layers(module.graph)
         rank = dict.fromkeys(module.graph.nodes, 0)
         for number, layer in enumerate(self.layers, 1):
@@ -60,14 +65,15 @@ class Stages:
         layer = self.layers[stage] if stage < len(self.layers) else None
         for node in self.nodes[stage]:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            target = self._attend if is_op(node, torch.ops.fastcar.attention) else node.target
+            known[node] = target(*args, **kwargs)  # type: ignore[operator]
             if replace is not None and layer is not None and node is layer.output:
                 known[node] = replace(*(known[n] for n in (layer.query, layer.key_cache, layer.x, layer.output)))
         return known
 
 
 def _layers(graph: fx.Graph) -> list[Layer]:
-    attentions = [n for n in graph.nodes if is_op(n, torch.ops.fastcar.attention)]
+    attentions = [n for n in graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention)]
     layers = []
     for index, attention in enumerate(attentions):
         residual, output, closing = mlp_region(graph, index, attentions)

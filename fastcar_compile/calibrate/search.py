@@ -15,14 +15,17 @@ from fastcar_compile.calibrate.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibrate.evaluator import Evaluator
 from fastcar_compile.gates import Comparison
 
-QUANTILES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.78, 0.85, 0.9, 0.94, 0.97)
-"""Shares of a layer's recorded scores at which its damage curve is measured."""
+QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
+"""Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
-ROUNDS = 2
-"""Curves are measured on a dense decoder first, then on top of the other layers' chosen thresholds."""
+SPREADS = (0.12, 0.05)
+"""Then curves around the choice so far, on top of the other layers' thresholds: one and two of these to either side."""
 
-STEPS = (0.06, 0.03, 0.015)
-"""Sizes of the exchanges between layers, as shares of a layer's scores."""
+STEPS = (0.03,)
+"""Sizes of the last exchanges between layers, as shares of a layer's scores."""
+
+UNIFORM_TOLERANCE = 0.003
+"""How near the joint ratio of one quantile for every layer comes to its target."""
 
 HOPELESS = math.log(6.0)
 """A layer's curve is not followed beyond this damage (six times the NLL)."""
@@ -119,14 +122,38 @@ class Search:
                 break
         return points
 
+    def near(self, layer: int, base: Values, spread: float) -> list[Point]:
+        """Damage of thresholds around this layer's own in `base`, relative to `base`."""
+        share, before = self.share(layer, base[layer]), self.outcome(base)
+        points = [Point(base[layer], before.ratios[layer], 0.0)]
+        for steps in (-2, -1, 1, 2) if self._able[layer] else ():
+            value = self.at(layer, min(share + steps * spread, 1.0))
+            if value != base[layer]:
+                found = self.outcome(_with(base, layer, value))
+                points.append(Point(value, found.ratios[layer], found.damage - before.damage))
+        return points
+
+    def uniform(self, target: float) -> Values:
+        """One quantile for every layer, whose joint replay ratio is the target within UNIFORM_TOLERANCE."""
+        share, low, high, values = target, 0.0, 1.0, self.closed
+        for _ in range(8):
+            values = tuple(self.at(i, share) if able else None for i, able in enumerate(self._able))
+            ratio = self.outcome(values).replay
+            if abs(ratio - target) <= UNIFORM_TOLERANCE:
+                break
+            low, high = (share, high) if ratio < target else (low, share)
+            guess = share + target - ratio
+            share = guess if low < guess < high else (low + high) / 2
+        return values
+
     def for_replay(self, target: float) -> Values:
         """Thresholds of at least this replay ratio, of small damage."""
-        best, tried = self.closed, target
-        for _ in range(ROUNDS):
-            curves = [self.curve(layer, best) for layer in range(len(best))]
-            chosen = self._reach(curves, target, tried)
-            if best == self.closed or self._better(chosen, best, target):
-                best = chosen
+        best = self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
+        plain = self.uniform(target)
+        best = plain if self._better(plain, best, target) else best
+        for spread in SPREADS:
+            chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
+            best = chosen if self._better(chosen, best, target) else best
         return self._exchange(best, target)
 
     def for_damage(self, max_damage: float) -> Values:

@@ -7,6 +7,7 @@ import typer
 from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.compile import compile_command
 from fastcar_compile.cli.estimate import estimate_command
+from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("compile")(compile_command)
 app.command("calibrate")(calibrate_command)
+app.command("evaluate")(evaluate_command)
 app.command("inspect")(inspect_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)

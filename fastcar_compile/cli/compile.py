@@ -17,7 +17,7 @@ from fastcar_compile.cli.common import (
     stages,
     stdout,
 )
-from fastcar_compile.config import ReplayConfig
+from fastcar_compile.config import ReplayConfig, SparseAttention
 from fastcar_compile.errors import UserError
 
 
@@ -48,6 +48,11 @@ def compile_command(
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
     couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
+    window: Annotated[int | None, typer.Option(help="Sparse attention: attend to this many last tokens.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="... and to this many first ones; default: 16.")] = None,
+    window_positions: Annotated[
+        str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact."""
@@ -61,6 +66,7 @@ def compile_command(
         chosen = None if heads is None else parse_heads(heads)
         options = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg, "heads": chosen}
         replay = ReplayConfig(gate=gate, **limits, **options)
+    sparse = parse_sparse(window, sinks, window_positions)
     with stages(as_json, "compile") as show:
         show("checking the model")
         artifact = fc.compile(
@@ -72,6 +78,7 @@ def compile_command(
             quant=quant,
             replay=replay,
             offload=offload,
+            sparse_attention=sparse,
             output=str(output),
             progress=show,
         )
@@ -84,6 +91,23 @@ def compile_command(
         text = f"{artifact.path}: {able} of {sites} layers may replay, {len(files)} files, {size / 1e6:.1f} MB"
         stdout().print(text, soft_wrap=True, markup=False)
     return ExitCode.OK
+
+
+def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -> SparseAttention | None:
+    """Sparse attention from --window, --sinks and --window-positions; None without a window.
+
+    Raises:
+        UserError: sinks or positions without a window. CompileError: a value is not valid.
+    """
+    given = {"sinks": sinks, "positions": positions}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if window is not None:
+        return SparseAttention(window=window, **options)
+    if options:
+        flags = {"sinks": "--sinks", "positions": "--window-positions"}
+        what = f"{' and '.join(flags[name] for name in options)} given without --window"
+        raise UserError(what, mend="give --window too, for example --window 256")
+    return None
 
 
 def parse_heads(text: str) -> list[Any]:

@@ -91,6 +91,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     own = Target.model_validate(sections["target"])
     board = own if target is None else load_target(target)
     design = design_from_json(accelerator["design"]) if accelerator is not None and board == own else None
+    ring = sections["decoder"].get("ring")
     work = Workload(
         shape_of_sections(sections),
         config["quant"] if config["quant"] != "none" else SHAPE_QUANT,
@@ -98,6 +99,8 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
         kv_bits=ARTIFACT_KV_BITS,
+        sink_window=None if ring is None else (ring["sinks"], ring["window"]),
+        kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
     )
     return work, board, design
 
@@ -125,7 +128,10 @@ def _with_options(
         "kv_bits": kv_bits,
         "sink_window": None if sink_window is None else parse_sink_window(sink_window),
     }
-    return replace(work, **{name: value for name, value in given.items() if value is not None})
+    changed = {name: value for name, value in given.items() if value is not None}
+    if sink_window is not None:
+        changed["kv_rows"] = None  # of an artifact with another window
+    return replace(work, **changed)
 
 
 def parse_sink_window(text: str) -> tuple[int, int]:
@@ -157,6 +163,8 @@ def _show(result: Estimate, plot: Path | None) -> None:
         "bound by": f"{result.bound_by} ({shares})",
         "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}",
         "energy": f"{result.energy_per_token_j:.3f} J per token, {result.power_w:.1f} W",
+        "attention": f"reads {result.attended} of {result.context} positions; "
+        f"keys and values {result.memory['kv_cache'] / 1e6:.2f} MB",
         "memory": f"{result.memory['total'] / 1e9:.2f} of {result.memory['capacity'] / 1e9:.2f} GB",
         "engine": f"{result.design['ports']} weight ports, {result.design['lanes']} lanes, "
         f"{result.design['spec']['cores']} core(s); {used}",

@@ -40,6 +40,7 @@ class Workload:
         kv_bits: bits of one cached key or value element.
         replay: share of (forward, layer, row) that replays, all forwards counted.
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
+        kv_rows: rows of a key or value cache; None: as many as attention reads.
         side_by_side: whether a core multiplies its rows at the same time (as emitted).
     """
 
@@ -51,6 +52,7 @@ class Workload:
     kv_bits: int = 8
     replay: float = 0.0
     sink_window: tuple[int, int] | None = None
+    kv_rows: int | None = None
     side_by_side: bool = True
 
     def check(self) -> None:
@@ -116,7 +118,7 @@ class Workload:
         """Memory that it needs on the board."""
         return Footprint(
             self.shape.weight_bytes(self.quant),
-            self.shape.kv_bytes(self.attended, self.batch, self.kv_bits),
+            self.shape.kv_bytes(self.kv_rows or self.attended, self.batch, self.kv_bits),
             self.shape.mlp_cache_bytes(self.batch),
         )
 
@@ -126,6 +128,7 @@ class Estimate:
     """A prediction. Times in seconds, sizes in bytes, energy in joules; shares of one.
 
     Attributes:
+        attended: positions that attention reads, at most `context`.
         bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
         bound_by: memory, ports, compute, host or attention: what takes the largest share of the step.
@@ -141,6 +144,7 @@ class Estimate:
     offload: str
     batch: int
     context: int
+    attended: int
     replay_ratio: float
     tokens_per_second: float
     seconds_per_step: float
@@ -188,7 +192,7 @@ def estimate(
     """
     workload.check()
     if check_memory:
-        require_fit(workload.footprint(), target, quant=workload.quant, positions=workload.attended)
+        require_fit(workload.footprint(), target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
     found = None
     if design is None:
         found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
@@ -313,6 +317,7 @@ def _result(
         offload=work.offload,
         batch=work.batch,
         context=work.context,
+        attended=work.attended,
         replay_ratio=float(trace.mean()),
         tokens_per_second=work.batch / run.seconds,
         seconds_per_step=run.seconds,

@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
-from fastcar_compile.lowering.kernels import gate_scores
+from fastcar_compile.lowering.kernels import gate_scores, window
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
@@ -120,6 +120,31 @@ def _tas(node: fx.Node, importer: Any) -> relax.Var:
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     return e.in_place(cache_write(_shape(node), _shape(node.args[1])[2]), e.args)  # type: ignore[arg-type]
+
+
+def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    kernel = window.ring_row(*(int(value) for value in node.args[1:4]))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:1], _shape(node), "int64")
+
+
+def _limit(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    return e.builder.emit(relax.op.minimum(e.args[0], relax.const(int(node.args[1]), "int64")))  # type: ignore[arg-type]
+
+
+def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    kernel = window.ring_write(_shape(node), _shape(node.args[1])[2], int(node.args[3]))  # type: ignore[arg-type]
+    return e.in_place(kernel, e.args[:3])
+
+
+def _window_attention(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    scale, sinks, width = float(node.args[4]), int(node.args[5]), int(node.args[6])  # type: ignore[arg-type]
+    kernel = window.window_attention(_shape(node.args[0]), _shape(node.args[1]), scale, sinks, width)  # type: ignore[arg-type]
+    sink_query = e.args[7] if len(e.args) > 7 and e.args[7] is not None else e.args[0]
+    return e.kernel(kernel, [*e.args[:4], sink_query], _shape(node), "float32")
 
 
 def _gate(node: fx.Node, importer: Any) -> relax.Var:
@@ -233,6 +258,10 @@ CONVERTERS: dict[str, Converter] = {
     "attention.default": _attention,
     "tas.default": _tas,
     "cache_write.default": _cache_write,
+    "ring_row.default": _ring_row,
+    "limit.default": _limit,
+    "ring_write.default": _ring_write,
+    "window_attention.default": _window_attention,
     "gate.default": _gate,
     "tas_heads.default": _tas_heads,
     "input_delta.default": _input_delta,

@@ -4,6 +4,26 @@ Importing this package registers them. TVM and ONNX definitions live with their 
 against the eager definitions here.
 """
 
-from fastcar_compile.ops import activations, attention, gates, offload, offload_gate, offload_linear, quant, replay
+from fastcar_compile.ops import (
+    activations,
+    attention,
+    gates,
+    offload,
+    offload_gate,
+    offload_linear,
+    quant,
+    replay,
+    window,
+)
 
-__all__ = ["activations", "attention", "gates", "offload", "offload_gate", "offload_linear", "quant", "replay"]
+__all__ = [
+    "activations",
+    "attention",
+    "gates",
+    "offload",
+    "offload_gate",
+    "offload_linear",
+    "quant",
+    "replay",
+    "window",
+]

@@ -14,6 +14,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import Comparison, Gate, GateValues, gate_named
 from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec
 from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.edit import (
     add_placeholder,
     ancestors,
@@ -22,7 +23,6 @@ from fastcar_compile.passes.edit import (
     in_order,
     node_named,
     output_nodes,
-    placeholder,
     set_outputs,
 )
 
@@ -112,6 +112,7 @@ class _Inserter:
         with self.graph.inserting_before(exit_add):
             x, cached_x = self._input(entry, inputs)
             score = gate.score(self.call, self._values(site, x, cached_x))
+            self._check_key(score)
             replay = self._decide(site, gate, score, chain)
             cached = self.call(fastcar.slot_read.default, cache, self.step)
             y = self._conditional(site, entry, replay, cached)
@@ -138,18 +139,32 @@ class _Inserter:
         return x, self.call(fastcar.slot_read.default, inputs, self.step)
 
     def _values(self, site: LayerSite, x: fx.Node | None, cached: fx.Node | None) -> GateValues[Any]:
+        position, stride = earlier_key(self.graph, self.config, self.origin, InsertReplay.name)
         return GateValues(
             query=node_named(self.graph, site.query),
             key_cache=node_named(self.graph, site.key_cache),
-            position=placeholder(self.graph, "position"),
+            position=position,
             step=self.step,
             x=x,
             cached=cached,
-            stride=self.config.tokens_per_frame,
+            stride=stride,
             scale=site.scale,
             layer=site.layer,
             rows=self.config.batch_size,
         )
+
+    def _check_key(self, score: fx.Node) -> None:
+        """Raises CompileError where sparse attention came first and its ring drops the key that the score reads."""
+        ring, config = self.config.ring, self.config
+        if ring is None or not reads_earlier_key(score):
+            return
+        needed = config.tokens_per_frame + max(config.prefill_chunk, 1)
+        if ring.rows < needed:
+            what = (
+                f"gate {self.options.gate} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
+                f"of {needed} rows, but sparse-attention made one of {ring.rows}"
+            )
+            raise CompileError(what, mend="name insert-replay before sparse-attention in the pipeline")
 
     def _decide(self, site: LayerSite, gate: Gate, score: fx.Node, chain: fx.Node) -> fx.Node:
         threshold = self.call(aten.slice.Tensor, self.thresholds, 0, site.layer, site.layer + 1)

@@ -14,6 +14,7 @@ from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
 from fastcar_compile.passes.unify_linears import UnifyLinears
 
@@ -30,6 +31,7 @@ PASSES: dict[str, type[Pass]] = {
         QuantizeW8A8,
         QuantizeW4A8,
         InsertReplay,
+        SparsifyAttention,
         OffloadGate,
         OffloadMlp,
         OffloadLinears,
@@ -57,6 +59,9 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
         passes.append(QUANTIZE[config.quant])
     if config.replay is not None:
         passes.append(_replay(config.replay, num_layers))
+    if config.sparse_attention is not None:
+        sparse = config.sparse_attention
+        passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
     return passes
 
 

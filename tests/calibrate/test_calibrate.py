@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coarse search: what is tested does not depend on how fine it is."""
     monkeypatch.setattr(search, "QUANTILES", (0.4, 0.9))
     monkeypatch.setattr(search, "STEPS", (0.25,))
-    monkeypatch.setattr(search, "ROUNDS", 1)
+    monkeypatch.setattr(search, "SPREADS", (0.2,))
     torch.set_num_threads(1)
 
 

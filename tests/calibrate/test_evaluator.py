@@ -44,10 +44,11 @@ def videos() -> np.ndarray:
     return np.random.default_rng(4).integers(0, 3, (VIDEOS, LENGTH + 1))
 
 
-def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> tuple[float, list[float]]:
-    """NLL from the second frame on and replayed share of t >= F per layer, token by token; three videos in two rows."""
+def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> tuple[float, list[float], np.ndarray]:
+    """NLL from the second frame on, replayed share of t >= F per layer and all decisions [L, N, t], token by token;
+    three videos in two rows."""
     backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
-    losses, replayed = [], []
+    losses, replayed, decisions = [], [], []
     for rows in ([0, 1], [2, 2]):
         session = Session(backend, source.config, thresholds, record=True)
         ids = torch.from_numpy(videos()[rows])
@@ -59,7 +60,9 @@ def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> 
         targets = ids[kept, first + 1 :]
         losses.append(torch.nn.functional.cross_entropy(stacked.flatten(0, 1), targets.flatten(), reduction="none"))
         replayed.append(session.stats.decisions[FRAME:, :, kept])
-    return float(torch.cat(losses).mean()), list(np.concatenate(replayed, 2).mean((0, 2)))
+        decisions.append(session.stats.decisions[:, :, kept].transpose(1, 2, 0))
+    ratios = list(np.concatenate(replayed, 2).mean((0, 2)))
+    return float(torch.cat(losses).mean()), ratios, np.concatenate(decisions, 1)
 
 
 def middle_thresholds(evaluator: Evaluator) -> list[float]:
@@ -80,10 +83,14 @@ def test_evaluator_equals_the_session(gate: str, options: dict[str, Any], prompt
     evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS), prompt)
     thresholds = middle_thresholds(evaluator)
     found = evaluator.measure(thresholds)
-    nll, ratios = by_session(source, thresholds, prompt)
+    nll, ratios, decisions = by_session(source, thresholds, prompt)
     assert 0 < found.replay < 1
     np.testing.assert_allclose(found.ratios, ratios)
     assert found.nll == pytest.approx(nll, rel=1e-5)
+    details = evaluator.details(thresholds)
+    np.testing.assert_array_equal(details.replayed.numpy(), decisions)
+    assert details.losses.shape == details.predicted.shape == (VIDEOS, LENGTH + 1 - prompt)
+    assert float(details.losses[:, FRAME:].mean()) == pytest.approx(nll, rel=1e-5)
 
 
 def test_w8a8_has_the_layers_of_its_own_graph() -> None:
@@ -91,7 +98,7 @@ def test_w8a8_has_the_layers_of_its_own_graph() -> None:
     source = rewritten(replay, "w8a8")
     evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS))
     thresholds = middle_thresholds(evaluator)
-    nll, ratios = by_session(source, thresholds, 1)
+    nll, ratios, _ = by_session(source, thresholds, 1)
     found = evaluator.measure(thresholds)
     np.testing.assert_allclose(found.ratios, ratios, atol=0.03)
     assert found.nll == pytest.approx(nll, rel=1e-2)

@@ -58,8 +58,22 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
-        "offload": "linears", "output": str(tmp_path / "out"),
+        "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
     }  # fmt: skip
+
+
+def test_sparse_attention(fastcar: Any, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "llama")
+    base = ["compile", folder, "-o", tmp_path / "out"]
+    assert fastcar(*base, "--window", "8", "--sinks", "2", "--window-positions", "cache").exit_code == 0
+    assert fastcar(*base, "--window", "9").exit_code == 0
+    expected = [(8, 2, "cache"), (9, 16, "absolute")]
+    found = [call["sparse_attention"] for call in calls]
+    assert [(s.window, s.sinks, s.positions) for s in found] == expected
+    refused = fastcar(*base, "--sinks", "2")
+    assert refused.exit_code == 2
+    assert "--sinks given without --window" in refused.output
+    assert "give --window too, for example --window 256" in refused.output
 
 
 class Doubler(torch.nn.Module):

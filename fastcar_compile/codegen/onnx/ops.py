@@ -14,6 +14,7 @@ import torch
 from onnxscript import opset18 as op
 
 from fastcar_compile.codegen.onnx.gate_scores import SCORES
+from fastcar_compile.codegen.onnx.window import WINDOW
 from fastcar_compile.ops import activations, quant
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -178,5 +179,5 @@ def activation_factor(x: Value, activation: str) -> Value:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
     functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, linear_w4a8, activation_factor)
-    every = (*functions, *SCORES)
+    every = (*functions, *WINDOW, *SCORES)
     return {getattr(torch.ops.fastcar, f.__name__).default: f for f in every}

@@ -55,7 +55,7 @@ def _cpu_options(artifact: Artifact, threads: int | None) -> dict[str, Any]:
     return {
         "root": artifact.path,
         "programs": programs_for(sections["host"], f"{platform.machine()}-linux-gnu"),
-        "params": {name: tensor.numpy() for name, tensor in artifact.params.items()},
+        "params": artifact.params,
         "state": artifact.program.state,
         "config": artifact.config,
         "threads": threads,

@@ -1,0 +1,218 @@
+"""Long videos of the example decoder: quality and time per frame, with all positions kept and with sinks and a window.
+
+    python benchmarks/long_video.py --json out.json --plot docs/images/long_video.png --strip docs/images/long_strip.png
+    python benchmarks/long_video.py --frames 4 --videos 1 --quick          # a look at the rows, seconds
+
+Quality is teacher-forced on held-out videos of many more frames than the decoder was trained on (8): NLL per frame for
+every attention and every rule that bounds chains of replays. Time is that of a free decode after two given frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples" / "moving_shapes"), str(ROOT / "examples")]
+
+from evaluate import HELD_OUT_SEED, load_model  # noqa: E402
+from render import write_strip  # noqa: E402
+from video import TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos  # noqa: E402
+
+import fastcar_compile as fc  # noqa: E402
+from fastcar_compile.calibrate import Evaluator, rules_of  # noqa: E402
+from fastcar_compile.frontend.capture import capture  # noqa: E402
+from fastcar_compile.ir import DecoderProgram, StateRole  # noqa: E402
+from fastcar_compile.passes.base import run_pipeline  # noqa: E402
+from fastcar_compile.passes.pipeline import analysis_pipeline  # noqa: E402
+from fastcar_compile.passes.sparse_attention import SparsifyAttention  # noqa: E402
+
+SINKS = 16
+ATTENTIONS: dict[str, fc.SparseAttention | None] = {
+    "all positions": None,
+    "window 512": fc.SparseAttention(window=512, sinks=SINKS),
+    "window 512, in cache": fc.SparseAttention(window=512, sinks=SINKS, positions="cache"),
+    "window 256": fc.SparseAttention(window=256, sinks=SINKS),
+    "window 256, in cache": fc.SparseAttention(window=256, sinks=SINKS, positions="cache"),
+}
+CHAINS: dict[str, dict[str, int]] = {
+    "unlimited": {},
+    "max_chain=4": {"max_chain": 4},
+    "refresh_every=4": {"refresh_every": 4},
+}
+THRESHOLDS = (0.474, 0.5683, 0.3381, 0.4253)
+"""input_delta per layer: ratios 0.76 / 0.86 / 0.57 / 0.45 of t >= F on eight frames of four other videos (seed 100)."""
+
+GIVEN_FRAMES = 2
+CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+
+
+def program_of(attention: fc.SparseAttention | None, rows: int, length: int) -> DecoderProgram:
+    """The decoder with this attention, for the layer-by-layer evaluator, which puts the replay in itself."""
+    program = capture(
+        load_model(),
+        batch_size=rows,
+        max_seq_len=length,
+        tokens_per_frame=TOKENS_PER_FRAME,
+        prefill_chunk=TOKENS_PER_FRAME,
+    )
+    passes = list(analysis_pipeline())
+    if attention is not None:
+        passes.append(SparsifyAttention(attention.sinks, attention.window, attention.positions))
+    return run_pipeline(program, passes)
+
+
+def quality_rows(tokens: np.ndarray, attentions: dict[str, Any]) -> list[dict[str, Any]]:
+    """NLL per frame and replay ratio, of all layers dense and of every chain rule.
+
+    Args:
+        tokens: int64 [N, 1 + frames * 256].
+    """
+    rows = []
+    for name, attention in attentions.items():
+        program = program_of(attention, len(tokens), tokens.shape[1])
+        cache = sum(s.nbytes for s in program.state if s.role in CACHES) // len(tokens)
+        for chain, limits in {"dense": {}, **CHAINS}.items():
+            rules = rules_of(fc.ReplayConfig(gate="input_delta", **limits), len(THRESHOLDS))  # type: ignore[arg-type]
+            thresholds = [None] * len(THRESHOLDS) if chain == "dense" else list(THRESHOLDS)
+            found = Evaluator(program, tokens, rules).details(thresholds)
+            losses = found.losses.reshape(len(tokens), -1, TOKENS_PER_FRAME).mean((0, 2))
+            able = found.replayed[..., TOKENS_PER_FRAME:].float()
+            rows.append(
+                {
+                    "attention": name,
+                    "chain": chain,
+                    "replay_ratio": float(able.mean()) if able.numel() else 0.0,
+                    "nll_by_frame": [round(float(v), 5) for v in losses],
+                    "kv_bytes_per_row": cache,
+                }
+            )
+            print(f"{name:22} {chain:16} replay {rows[-1]['replay_ratio']:.3f}", *_summary(losses), flush=True)
+    return rows
+
+
+def _summary(losses: torch.Tensor) -> list[str]:
+    """Means of frames 2-8 and of the last eight, nats."""
+    return [f"frames 2-8 {float(losses[1:8].mean()):.4f}", f"last eight {float(losses[-8:].mean()):.4f}"]
+
+
+def decode_rows(
+    tokens: np.ndarray, attentions: dict[str, Any], folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Free greedy decode of one video on the cpu backend: milliseconds per token of every frame, and the frames.
+
+    Args:
+        tokens: int64 [1, 1 + frames * 256].
+    """
+    rows, videos = [], {"true": detokenize(tokens[:, 1:])[0]}
+    prompt = torch.from_numpy(tokens[:, : 1 + GIVEN_FRAMES * TOKENS_PER_FRAME])
+    for name, attention in attentions.items():
+        artifact = fc.compile(
+            load_model(),
+            target="cpu",
+            tokens_per_frame=TOKENS_PER_FRAME,
+            max_seq_len=tokens.shape[1],
+            replay=fc.ReplayConfig(gate="input_delta", threshold=THRESHOLDS, refresh_every=4),
+            sparse_attention=attention,
+            output=folder / name.replace(" ", "_").replace(",", ""),
+        )
+        state = artifact.program.state
+        for replay in (False, True):
+            session = artifact.session("cpu")
+            if not replay:
+                session.set_threshold(None)
+            made, times = _decode(session, prompt, tokens.shape[1] - prompt.shape[1])
+            label = f"{name}{', replay' if replay else ''}"
+            videos[label] = detokenize(np.concatenate([prompt[:, 1:].numpy(), made], 1))[0]
+            rows.append(
+                {
+                    "attention": name,
+                    "replay_ratio": session.stats.replay_ratio,
+                    "ms_per_token_by_frame": [round(1e3 * t, 4) for t in times],
+                    "kv_bytes": sum(s.nbytes for s in state if s.role in CACHES),
+                    "state_bytes": sum(s.nbytes for s in state),
+                }
+            )
+            print(f"{label:32} ms per token: first {1e3 * times[0]:.3f}, last {1e3 * times[-1]:.3f}", flush=True)
+    return rows, videos
+
+
+def _decode(session: fc.Session, prompt: torch.Tensor, count: int) -> tuple[np.ndarray, list[float]]:
+    """Tokens int64 [1, count] and the median seconds of a step in every frame."""
+    token = session.prefill(prompt).argmax(-1)
+    made, times = [token], []
+    for _ in range(count - 1):
+        start = time.perf_counter()
+        token = session.step(token).argmax(-1)
+        times.append(time.perf_counter() - start)
+        made.append(token)
+    frames = [times[i : i + TOKENS_PER_FRAME] for i in range(0, len(times), TOKENS_PER_FRAME)]
+    return torch.stack(made, 1).numpy(), [float(np.median(f)) for f in frames if len(f) > 1]
+
+
+def plot(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], path: Path) -> None:
+    """NLL by frame of the attentions, NLL by frame of the chain rules, time by frame."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for row in quality:
+        frames = range(2, len(row["nll_by_frame"]) + 1)
+        if row["chain"] == "dense":
+            left.plot(frames, row["nll_by_frame"][1:], label=row["attention"])
+        if row["attention"] == "window 512, in cache":
+            middle.plot(frames, row["nll_by_frame"][1:], label=f"{row['chain']} ({row['replay_ratio']:.0%} replay)")
+    for row in decoded:
+        label = f"{row['attention']}, {row['replay_ratio']:.0%} replay, {row['kv_bytes'] / 2**20:.1f} MiB KV"
+        right.plot(range(3, len(row["ms_per_token_by_frame"]) + 3), row["ms_per_token_by_frame"], label=label)
+    titles = ("dense, by attention", "window 512, in cache: chains of replays", "free decode, cpu backend")
+    units = ("NLL, nats per token", "NLL, nats per token", "ms per token")
+    for axes, title, unit in zip((left, middle, right), titles, units, strict=True):
+        axes.set(title=title, xlabel="frame", ylabel=unit)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    left.axvspan(2, 8, color="0.9", zorder=0)
+    left.text(2.2, left.get_ylim()[1] * 0.02, "trained", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=32)
+    parser.add_argument("--videos", type=int, default=4, help="held-out videos for the quality")
+    parser.add_argument("--quick", action="store_true", help="two attentions only")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--strip", type=Path, help="frames of the free decodes as a picture")
+    options = parser.parse_args()
+    tokens = with_bos(tokenize(make_videos(options.videos, HELD_OUT_SEED, options.frames)))
+    names = ("all positions", "window 512, in cache")
+    chosen = {n: ATTENTIONS[n] for n in (names if options.quick else ATTENTIONS)}
+    quality = quality_rows(tokens, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        decoded, videos = decode_rows(tokens[:1], {n: ATTENTIONS[n] for n in names}, Path(folder))
+    if options.json is not None:
+        rows = {"frames": options.frames, "videos": options.videos, "quality": quality, "decode": decoded}
+        options.json.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    if options.plot is not None:
+        plot(quality, decoded, options.plot)
+    if options.strip is not None:
+        shown = sorted({min(f, options.frames) - 1 for f in (2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)})
+        write_strip({name: video[shown] for name, video in videos.items()}, options.strip, scale=3)
+
+
+if __name__ == "__main__":
+    main()

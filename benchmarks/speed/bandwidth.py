@@ -1,0 +1,65 @@
+"""Read bandwidth of this process with its threads: a sum over a buffer far larger than the caches."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import tvm
+from tvm.script import tirx as T
+
+from fastcar_compile.lowering.target import host_target
+
+READ_BYTES = 1 << 28
+_STREAM = 256
+"""Bytes of one loop body: four registers of 64 bytes."""
+
+
+def _read_kernel(size: int, parts: int) -> object:
+    """Each of `parts` threads adds up its own stretch of int32 values: y int32 [parts, 64]."""
+    words = _STREAM // 4
+    stretch = size // 4 // parts
+
+    @T.prim_func(s_tir=True)
+    def read(x: T.Buffer((parts, stretch), "int32"), y: T.Buffer((parts, words), "int32")):
+        T.func_attr({"tir.noalias": True, "global_symbol": "read"})
+        for p in T.parallel(parts):
+            with T.sblock("stretch"):
+                T.reads(x[0:parts, 0:stretch])
+                T.writes(y[0:parts, 0:words])
+                acc = T.alloc_buffer((words,), "int32", scope="local")
+                for u in T.unroll(4):
+                    for v in T.vectorized(16):
+                        acc[u * 16 + v] = 0
+                for i in range(stretch // words):
+                    for u in T.unroll(4):
+                        for v in T.vectorized(16):
+                            acc[u * 16 + v] += x[p, i * words + u * 16 + v]
+                for u in T.unroll(4):
+                    for v in T.vectorized(16):
+                        y[p, u * 16 + v] = acc[u * 16 + v]
+
+    return read
+
+
+class ReadBandwidth:
+    """Reads READ_BYTES at each call, through TVM's thread pool, which must be configured before."""
+
+    def __init__(self, threads: int) -> None:
+        kernel = _read_kernel(READ_BYTES, threads)
+        self._run = tvm.compile(tvm.IRModule({"read": kernel}), target=host_target())["read"]
+        memory = np.ones(READ_BYTES // 4 + 16, np.int32)
+        begin = -(memory.ctypes.data // 4) % 16  # TVM wants 64-byte alignment
+        self._x = tvm.runtime.from_dlpack(memory[begin:][: READ_BYTES // 4].reshape(threads, -1))
+        self._y = tvm.runtime.tensor(np.zeros((threads, _STREAM // 4), np.int32))
+
+    def gigabytes_per_second(self, repeats: int) -> list[float]:
+        """One figure per repeat, the first read not counted."""
+        found = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            self._run(self._x, self._y)
+            found.append(READ_BYTES / (time.perf_counter() - start) / 1e9)
+        if int(self._y.numpy().sum()) != READ_BYTES // 4:
+            raise RuntimeError("the read kernel did not read everything")
+        return found[1:]

@@ -1,0 +1,93 @@
+"""What an engine of the comparison offers, and the weights that all of them read."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from speed.sizes import Job, Sizes, Traffic
+
+ROPE_THETA = 10000.0
+NORM_EPSILON = 1e-6
+
+
+class Engine(ABC):
+    """One engine, opened in a worker process. The first argument is the batch's row 0; peers decode one row.
+
+    Attributes:
+        package: whose version its row gives. notes: what a reader of its row should know.
+    """
+
+    package: ClassVar[str]
+    notes: str = ""
+
+    @staticmethod
+    @abstractmethod
+    def prepare(job: Job) -> None:
+        """Write the engine's own files below `job.folder`, in a process of its own, whose memory is given back."""
+
+    @abstractmethod
+    def __init__(self, job: Job) -> None: ...
+
+    @abstractmethod
+    def rewind(self, position: int) -> None:
+        """Let the cache hold `position` tokens. Not timed."""
+
+    @abstractmethod
+    def step(self, token: int, position: int) -> np.ndarray:
+        """Decode one token; logits float32 [V] of the first row."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """Bytes of a step."""
+
+    def select(self, variant: str, tokens: int) -> float:
+        """Set up a block of `tokens` steps; returns the replay ratio that the block will have."""
+        return 0.0
+
+
+class Weights:
+    """Tensors of the checkpoint by their Hugging Face names, bfloat16, read one at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._files: dict[str, str] = json.loads((self._folder / "model.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._folder / self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def layer(self, index: int, name: str) -> Tensor:
+        """A weight of a layer, for example `mlp.up_proj`."""
+        return self[f"model.layers.{index}.{name}.weight"]
+
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP_LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def rope_tables(sizes: Sizes, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [length, head_dim / 2]."""
+    exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * ROPE_THETA**-exponents
+    return angles.cos(), angles.sin()
+
+
+def weight_elements(sizes: Sizes) -> tuple[int, int]:
+    """Elements of the linears outside of the MLPs (head included), and of the MLPs."""
+    other = sizes.layers * 4 * sizes.hidden**2 + sizes.vocab * sizes.hidden
+    return other, sizes.layers * 3 * sizes.hidden * sizes.intermediate
+
+
+def cache_elements(sizes: Sizes) -> int:
+    """Elements of keys and values of one token."""
+    return 2 * sizes.layers * sizes.hidden

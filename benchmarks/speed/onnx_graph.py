@@ -1,0 +1,177 @@
+"""The Llama step as onnxruntime's own model builder writes it: fused norms, GroupQueryAttention over shared buffers.
+
+Products are MatMul (float32), DynamicQuantizeLinear + MatMulInteger as `quantize_dynamic` leaves them (int8), or
+MatMulNBits (4 or 8 bits in blocks, accuracy_level 4: int8 arithmetic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from speed.base import NORM_EPSILON, Weights, rope_tables
+from speed.sizes import Sizes
+
+_PAGE = 4096
+MICROSOFT = "com.microsoft"
+
+
+class GraphWriter:
+    """Nodes in memory, weights straight to a file beside the model, each on a page of its own so that it is mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes: list[Any] = []
+        self._folder, self._initializers = folder, []
+        self._data = (folder / "weights.bin").open("wb")
+        self.bytes: dict[str, int] = {}
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """An initializer; returns its name."""
+        value = np.ascontiguousarray(value)
+        tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape)
+        self._data.seek(-(-self._data.tell() // _PAGE) * _PAGE)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, entry in (("location", "weights.bin"), ("offset", self._data.tell()), ("length", value.nbytes)):
+            tensor.external_data.add(key=key, value=str(entry))
+        self._data.write(value.data)
+        self._initializers.append(tensor)
+        self.bytes[name] = value.nbytes
+        return name
+
+    def node(self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> str:
+        """A node; returns its first output."""
+        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
+        return outputs[0]
+
+    def save(self, inputs: list[Any], outputs: list[Any]) -> None:
+        """Write model.onnx."""
+        self._data.close()
+        graph = helper.make_graph(self.nodes, "step", inputs, outputs, initializer=self._initializers)
+        imports = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
+        onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=10), self._folder / "model.onnx")
+
+
+Linear = Callable[[GraphWriter, str, str, np.ndarray], str]
+"""(writer, input, name, weight float32 [N, K]) -> output."""
+
+
+def float_linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
+    """MatMul."""
+    return w.node("MatMul", [x, w.constant(f"{name}.weight", weight.T)], [f"{name}.y"])
+
+
+def integer_linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
+    """int8 weights per channel; onnxruntime fuses scales and cast into the product."""
+    scale = np.maximum(np.abs(weight).max(1), 1e-12) / 127
+    quantized = np.clip(np.rint(weight / scale[:, None]), -127, 127).astype(np.int8)
+    q = [f"{name}.{part}" for part in ("q", "xs", "xz")]
+    w.node("DynamicQuantizeLinear", [x], q)
+    zero = w.constant(f"{name}.zero", np.zeros(len(scale), np.int8))
+    stored = w.constant(f"{name}.weight", quantized.T)
+    product = w.node("MatMulInteger", [q[0], stored, q[2], zero], [f"{name}.i"])
+    scales = w.node("Mul", [q[1], w.constant(f"{name}.scale", scale.astype(np.float32))], [f"{name}.s"])
+    cast = w.node("Cast", [product], [f"{name}.f"], to=TensorProto.FLOAT)
+    return w.node("Mul", [cast, scales], [f"{name}.y"])
+
+
+def block_linear(bits: int, block: int) -> Linear:
+    """MatMulNBits: symmetric blocks along the reduction, float32 scales, default zero point."""
+
+    def linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
+        n, k = weight.shape
+        count, zero = -(-k // block), 1 << (bits - 1)
+        blocks = np.pad(weight, [(0, 0), (0, count * block - k)]).reshape(n, count, block)
+        extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(2)[..., None], 2)
+        scale = np.where(extreme == 0, 1, extreme / -zero).astype(np.float32)
+        q = np.clip(np.rint(blocks / scale) + zero, 0, 2 * zero - 1).astype(np.uint8)
+        packed = q if bits == 8 else q[..., ::2] | q[..., 1::2] << 4
+        stored = [w.constant(f"{name}.weight", packed), w.constant(f"{name}.scale", scale.reshape(n, count))]
+        sizes = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": 4}
+        return w.node("MatMulNBits", [x, *stored], [f"{name}.y"], MICROSOFT, **sizes)
+
+    return linear
+
+
+LINEARS: dict[str, Linear] = {
+    "float32": float_linear,
+    "int8": integer_linear,
+    "int8 blocks": block_linear(8, 32),
+    "int4 block 32": block_linear(4, 32),
+    "int4 block 128": block_linear(4, 128),
+}
+
+
+def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) -> dict[str, int]:
+    """Write the decode step; returns the bytes of every constant by name."""
+    w = GraphWriter(folder)
+    cos, sin = (
+        w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.cache_length), strict=True)
+    )
+    hidden = w.node("Gather", [w.constant("embedding", _float(weights, "model.embed_tokens.weight")), "token"], ["h"])
+    norms = [_float(weights, f"model.layers.{i}.input_layernorm.weight") for i in range(sizes.layers)]
+    norms.append(_float(weights, "model.norm.weight"))
+    first = w.constant("norm.0", norms[0])
+    x = w.node("SimplifiedLayerNormalization", [hidden, first], ["x.0"], epsilon=NORM_EPSILON)
+    for i in range(sizes.layers):
+        x, hidden = _layer(w, weights, sizes, linear, i, (x, hidden, cos, sin), norms[i + 1])
+    linear(w, x, "head", _float(weights, "lm_head.weight"))
+    cache = [1, sizes.heads, sizes.cache_length, sizes.head_dim]
+    inputs = [helper.make_tensor_value_info("token", TensorProto.INT64, [1, 1])]
+    inputs += [helper.make_tensor_value_info("last", TensorProto.INT32, [1])]
+    inputs += [helper.make_tensor_value_info("total", TensorProto.INT32, [])]
+    inputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in cache_names("past", sizes)]
+    outputs = [helper.make_tensor_value_info("head.y", TensorProto.FLOAT, [1, 1, sizes.vocab])]
+    outputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in cache_names("present", sizes)]
+    w.save(inputs, outputs)
+    return w.bytes
+
+
+def cache_names(prefix: str, sizes: Sizes) -> list[str]:
+    """Names of the caches, key and value of every layer in turn."""
+    return [f"{prefix}.{i}.{kind}" for i in range(sizes.layers) for kind in ("key", "value")]
+
+
+def _float(weights: Weights, *names: str) -> np.ndarray:
+    return np.concatenate([weights[n].float().numpy() for n in names])
+
+
+def _layer(
+    w: GraphWriter,
+    weights: Weights,
+    sizes: Sizes,
+    linear: Linear,
+    i: int,
+    values: tuple[str, str, str, str],
+    next_norm: np.ndarray,
+) -> tuple[str, str]:
+    """One layer: (normed input, residual, cos, sin) -> (normed input of the next, residual)."""
+    x, residual, cos, sin = values
+
+    def read(*names: str) -> np.ndarray:
+        return _float(weights, *(f"model.layers.{i}.{n}.weight" for n in names))
+
+    qkv = linear(w, x, f"{i}.qkv", read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+    past, present = ([f"{p}.{i}.{kind}" for kind in ("key", "value")] for p in ("past", "present"))
+    heads = {"num_heads": sizes.heads, "kv_num_heads": sizes.heads, "do_rotary": 1, "rotary_interleaved": 0}
+    inputs = [qkv, "", "", *past, "last", "total", cos, sin]
+    y = w.node("GroupQueryAttention", inputs, [f"{i}.attention", *present], MICROSOFT, **heads)
+    y = linear(w, y, f"{i}.out", read("self_attn.o_proj"))
+    x, residual = _add_norm(w, y, residual, f"{i}.mlp_norm", read("post_attention_layernorm"))
+    gate_up = linear(w, x, f"{i}.gate_up", read("mlp.gate_proj", "mlp.up_proj"))
+    gate, up = f"{i}.gate", f"{i}.up"
+    w.node("Split", [gate_up], [gate, up], axis=-1, num_outputs=2)
+    sigmoid = w.node("Sigmoid", [gate], [f"{i}.sigmoid"])
+    silu = w.node("Mul", [gate, sigmoid], [f"{i}.silu"])
+    y = linear(w, w.node("Mul", [silu, up], [f"{i}.product"]), f"{i}.down", read("mlp.down_proj"))
+    return _add_norm(w, y, residual, f"{i}.next_norm", next_norm)
+
+
+def _add_norm(w: GraphWriter, y: str, residual: str, name: str, norm: np.ndarray) -> tuple[str, str]:
+    inputs, outputs = [residual, y, w.constant(name, norm)], [f"{name}.y", "", "", f"{name}.sum"]
+    w.node("SkipSimplifiedLayerNormalization", inputs, outputs, MICROSOFT, epsilon=NORM_EPSILON)
+    return outputs[0], outputs[3]

@@ -1,0 +1,61 @@
+"""Which engines run, in which groups: those of a group are interleaved, so that they meet the same machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from speed.engines import OURS
+from speed.sizes import DENSE, Job, Sizes
+
+RATIOS = ("0.5", "0.8", "0.875")
+PAIR = (DENSE, "0.8")
+
+PEERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "float32": (("pytorch eager", "float32"), ("torch.compile", "float32"), ("onnxruntime", "float32")),
+    "bfloat16": (("pytorch eager", "bfloat16"), ("torch.compile", "bfloat16")),
+    "w8a8": (("onnxruntime", "int8"), ("onnxruntime", "int8 blocks"), ("openvino", "int8"), ("llama.cpp", "Q8_0")),
+    "w4a8": (
+        ("onnxruntime", "int4 block 32"),
+        ("onnxruntime", "int4 block 128"),
+        ("openvino", "int4"),
+        ("llama.cpp", "Q4_0"),
+    ),
+}
+"""Our precision -> (engine, precision) of the peers that it is measured with."""
+
+PAIRED = ("w8a8", "w4a8")
+"""Our precisions that are also measured with a coupled pair of rows."""
+
+LONG = (2048, 4096)
+"""Cache lengths at which the time of a step must be that of the default's."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Args:
+        checkpoint: folder of the weights. folder: of the engines' files. extras: also batch 2 and longer caches.
+    """
+
+    sizes: Sizes
+    checkpoint: Path
+    folder: Path
+    extras: bool = True
+
+    def jobs(self, precision: str) -> list[Job]:
+        """The group of one of our precisions: our engine and its peers."""
+        base, ours = 2 * self.sizes.context, OURS
+        jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
+        if self.extras and precision in PAIRED:
+            jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
+        if self.extras and precision == "w4a8":
+            jobs += [self._job(precision, ours, precision, f"-{n}", max_seq_len=n) for n in LONG if n > base]
+        return jobs + [self._job(precision, engine, name, "") for engine, name in PEERS[precision]]
+
+    def _job(
+        self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: int
+    ) -> Job:
+        place = self.folder / group / f"{engine}-{name}{tag}".replace(" ", "-")
+        return Job(engine, name, self.sizes, str(self.checkpoint), str(place), variants, **more)

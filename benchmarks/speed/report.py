@@ -1,0 +1,131 @@
+"""Rows, the table for people, and the plot."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speed.engines import OURS
+from speed.runner import Result
+from speed.sizes import DENSE, GROUP, Sizes
+
+Row = dict[str, Any]
+_PRODUCT = {"pytorch eager": "PyTorch", "torch.compile": "PyTorch", "llama.cpp": "llama-cpp-python"}
+
+
+def rows_of(results: list[Result], reference: list[float], bandwidth: float) -> list[Row]:
+    """One row per engine, precision and replay ratio; one whose engine is missing has None for its numbers.
+
+    Args:
+        reference: logits that the others are compared with. bandwidth: measured, GB/s.
+    """
+    return [_missing(r) if r.reason else _row(r, reference, bandwidth) for r in results]
+
+
+def _common(result: Result) -> Row:
+    job = result.job
+    return {
+        "engine": job.engine,
+        "precision": job.precision,
+        "replay": 0.0 if result.variant == DENSE else float(result.variant),
+        "batch": job.batch,
+        "context": job.sizes.context,
+        "max_seq_len": job.max_seq_len or job.sizes.cache_length,
+        "window": job.window,
+    }
+
+
+def _missing(result: Result) -> Row:
+    numbers = ("ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share", "bandwidth_gb_s", "cosine")
+    return _common(result) | dict.fromkeys(numbers) | {"missing": result.reason}
+
+
+def _row(result: Result, reference: list[float], bandwidth: float) -> Row:
+    assert result.traffic is not None
+    milliseconds = [s * 1e3 for s in result.samples]
+    median = statistics.median(milliseconds)
+    streamed = result.traffic.bytes(result.job.sizes.context, result.replay)
+    return _common(result) | {
+        "ms_per_token": median,
+        "ms_min": min(milliseconds),
+        "ms_max": max(milliseconds),
+        "bytes_per_token": round(streamed),
+        "bandwidth_share": streamed / (median * 1e-3) / (bandwidth * 1e9) if bandwidth else None,
+        "bandwidth_gb_s": bandwidth,
+        "replay_achieved": result.replay,
+        "cosine": cosine(result.logits, reference),
+        "version": result.version,
+        "notes": result.notes,
+    }
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    """Cosine of the angle between two vectors."""
+    x, y = np.array(a), np.array(b)
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown, missing engines below."""
+    head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    for r in rows:
+        if "missing" not in r:
+            spread = f"{r['ms_min']:.1f} - {r['ms_max']:.1f}"
+            numbers = (
+                f"{r['ms_per_token']:.1f} | {spread} | {r['bytes_per_token'] / 1e6:.0f} | {r['bandwidth_share']:.0%}"
+            )
+            lines.append(f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {numbers} | {_remark(r)} |")
+    for r in rows:
+        if "missing" in r and r["replay"] == 0:
+            lines += ["", f"Missing: {r['engine']} {r['precision']}: {r['missing']}"]
+    return "\n".join(lines) + "\n"
+
+
+def conditions(sizes: Sizes, rows: list[Row]) -> str:
+    """Shape, threads, machine and versions, as a paragraph."""
+    measured = [r for r in rows if "missing" not in r]
+    versions = sorted(
+        {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
+    )
+    bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured})
+    shape = f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads"
+    return (
+        f"{shape}, vocabulary {sizes.vocab}, context {sizes.context}, {sizes.threads} threads, {_processor()}. "
+        f"Read bandwidth by group: {', '.join(map(str, bandwidth))} GB/s. "
+        f"Medians of {sizes.rounds * sizes.samples} samples of {GROUP} tokens. "
+        f"{', '.join(versions)}.\n"
+    )
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _remark(row: Row) -> str:
+    parts = []
+    if row["batch"] > 1:
+        parts.append(f"batch {row['batch']}, coupled")
+    if row["engine"] == OURS:
+        parts.append(f"max_seq_len {row['max_seq_len']}")
+    if row["window"]:
+        parts.append(f"window {row['window']}")
+    return "; ".join(filter(None, (*parts, row["notes"])))
+
+
+def speedups(rows: list[Row]) -> list[str]:
+    """Each replay row against its own dense row, and each dense one against its fastest peer, as sentences."""
+    lines = []
+    for r in (r for r in rows if r["engine"] == OURS and "missing" not in r):
+        same = ("precision", "batch", "max_seq_len", "context")
+        dense = [d for d in rows if d["engine"] == OURS and d["replay"] == 0 and all(d[k] == r[k] for k in same)]
+        if r["replay"] and dense and "missing" not in dense[0]:
+            ratio = dense[0]["ms_per_token"] / r["ms_per_token"]
+            pair = f", batch {r['batch']}" if r["batch"] > 1 else ""
+            lines.append(f"{r['precision']}{pair}, replay {r['replay_achieved']:.3f}: {ratio:.2f}x its own dense step")
+    return lines

@@ -1,0 +1,196 @@
+"""Runs groups of engines: prepares each, opens each in a process of its own, and gives them blocks in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speed.engines import OURS
+from speed.sizes import GROUP, Job, Traffic
+
+SECONDS = 600
+"""Longest wait for a worker's answer."""
+
+READS = 4
+"""Bandwidth readings per round."""
+
+Say = Callable[[str], None]
+
+
+class WorkerError(Exception):
+    """An engine cannot be prepared, opened or run; the text is the reason, for its row."""
+
+
+@dataclass
+class Result:
+    """What one engine and variant gave; `reason` says why there is nothing.
+
+    Attributes:
+        samples: seconds per token, each the mean of GROUP tokens. replay: achieved ratio.
+        gigabytes: read bandwidth in GB/s, of our engine's process. logits: after a few tokens from an empty cache.
+    """
+
+    job: Job
+    variant: str
+    samples: list[float] = field(default_factory=list)
+    gigabytes: list[float] = field(default_factory=list)
+    replay: float = 0.0
+    logits: list[float] = field(default_factory=list)
+    notes: str = ""
+    version: str = ""
+    traffic: Traffic | None = None
+    reason: str = ""
+
+
+class Worker:
+    """One engine's process, stopped except while it answers."""
+
+    def __init__(self, job: Job) -> None:
+        self._errors = Path(job.folder) / "run.log"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                _command("run", job),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+                cwd=Path(__file__).parent.parent,
+                env=_environment(job),
+            )
+        try:
+            self.ready: dict[str, Any] = self._answer()["ready"]
+        except WorkerError:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Wake it, let it answer, stop it."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except BrokenPipeError as error:
+            raise WorkerError(_reason(self._errors)) from error
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], SECONDS)[0]:
+            raise WorkerError(f"no answer within {SECONDS} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(_reason(self._errors))
+        return json.loads(line)
+
+
+def _command(mode: str, job: Job) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "speed.worker", mode, json.dumps(job.to_json())]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Threads for every library that reads them before it is imported."""
+    threads = {"OMP_NUM_THREADS": str(job.sizes.threads), "MKL_NUM_THREADS": str(job.sizes.threads)}
+    root = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **threads, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _reason(log: Path) -> str:
+    """The last line that a process left on stderr: of a traceback, the exception."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return (lines or ["the process ended without a word"])[-1][:300]
+
+
+def prepare(job: Job) -> None:
+    """Write the engine's files, in a process that gives its memory back. Raises WorkerError."""
+    folder = Path(job.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    done, log = folder / "prepared.json", folder / "prepare.log"
+    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(job.to_json())):
+        return
+    with log.open("w") as errors:
+        place, environment = Path(__file__).parent.parent, _environment(job)
+        try:
+            code = subprocess.run(
+                _command("prepare", job), stdout=errors, stderr=errors, cwd=place, env=environment, timeout=SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise WorkerError(f"not prepared within {SECONDS} s") from error
+    if code:
+        raise WorkerError(_reason(log))
+    done.write_text(json.dumps(job.to_json()))
+
+
+@contextmanager
+def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[int, Worker]]:
+    """Workers by number of the job; a job that fails gets results that say why."""
+    with ExitStack() as stack:
+        workers: dict[int, Worker] = {}
+        for number, job in enumerate(jobs):
+            say(f"{job.engine} {job.precision}")
+            try:
+                prepare(job)
+                workers[number] = Worker(job)
+                stack.callback(workers[number].close)
+            except WorkerError as error:
+                say(f"{job.engine} {job.precision} is missing: {error}")
+                results += [Result(job, v, reason=str(error)) for v in job.variants]
+        yield workers
+
+
+def run_group(jobs: list[Job], say: Say) -> list[Result]:
+    """All jobs, interleaved: in each round one block of every engine and variant, and bandwidth readings."""
+    results: list[Result] = []
+    with opened(jobs, results, say) as workers:
+        tasks = []
+        for number, worker in workers.items():
+            job, ready = jobs[number], worker.ready
+            for variant in job.variants:
+                traffic = Traffic(**ready["traffic"])
+                said = {name: ready[name] for name in ("logits", "notes", "version")}
+                result = Result(job, variant, traffic=traffic, **said)
+                tasks.append((worker, result))
+        rounds = jobs[0].sizes.rounds
+        for i in range(rounds):
+            say(f"round {i + 1} of {rounds}")
+            for worker, result in tasks:
+                _measure(worker, result)
+        results += [result for _, result in tasks]
+    return results
+
+
+def _measure(worker: Worker, result: Result) -> None:
+    if result.reason:
+        return
+    try:
+        answer = worker.ask({"variant": result.variant})
+        if result.job.engine == OURS and result.variant == result.job.variants[0]:
+            result.gigabytes += worker.ask({"read": READS})["gigabytes"]
+    except WorkerError as error:
+        result.reason = str(error)
+        return
+    seconds = answer["seconds"]
+    result.samples += [sum(seconds[i : i + GROUP]) / GROUP for i in range(0, len(seconds), GROUP)]
+    result.replay = answer["replay"]

@@ -1,0 +1,106 @@
+"""What is measured: shape of the decoder, place in the sequence, number of samples; and one engine's part in it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+HEAD_DIM = 128
+GROUP = 5
+"""Tokens of one sample: 5 steps of 16 layers make replay ratios of 0.5, 0.8 and 0.875 exact."""
+
+WARM_UP = 5
+"""Tokens at the start of every block that are not timed: a process that was stopped finds its caches cold."""
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama and a measurement. Lengths in tokens; `samples` of GROUP tokens in each of `rounds` blocks per engine."""
+
+    hidden: int = 2048
+    intermediate: int = 5504
+    layers: int = 16
+    vocab: int = 1024
+    context: int = 512
+    tokens_per_frame: int = 256
+    threads: int = 2
+    rounds: int = 6
+    samples: int = 2
+
+    @property
+    def heads(self) -> int:
+        """Attention heads; as many key and value heads."""
+        return max(1, self.hidden // HEAD_DIM)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def block(self) -> int:
+        """Timed tokens of a block."""
+        return self.samples * GROUP
+
+    @property
+    def cache_length(self) -> int:
+        """Positions of a static cache that just holds the context: peers that attend to all of it lose nothing."""
+        return -(-(self.context + 1) // 64) * 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine with one set of weights.
+
+    Args:
+        engine: name in `engines.ENGINES`. precision: as the engine calls it.
+        sizes: of the decoder. checkpoint: folder of its weights. folder: this job's own files.
+        variants: replay ratios as text, or "dense".
+        batch: rows decoded together; 2 is a coupled pair of classifier-free guidance.
+        max_seq_len: positions of our cache; peers have `sizes.cache_length`.
+        window: attended positions of our sparse attention besides the sinks; 0: all.
+    """
+
+    engine: str
+    precision: str
+    sizes: Sizes
+    checkpoint: str
+    folder: str
+    variants: tuple[str, ...] = (DENSE,)
+    batch: int = 1
+    max_seq_len: int = 0
+    window: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "sizes": Sizes(**data["sizes"]), "variants": tuple(data["variants"])})
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a step reads, counted from what the engine holds.
+
+    Attributes:
+        weights: read at every step. mlp: read only where some row computes the MLP.
+        per_position: keys and values of one cached token, all layers and rows.
+        state: replay caches and TAS keys of one step.
+        window: cached tokens that are attended at most; 0: all.
+    """
+
+    weights: float
+    mlp: float
+    per_position: float
+    state: float = 0.0
+    window: int = 0
+
+    def bytes(self, context: int, replay: float) -> float:
+        """Of one step that sees `context` tokens and skips this share of the MLPs."""
+        seen = min(context, self.window) if self.window else context
+        return self.weights + self.mlp * (1 - replay) + self.per_position * seen + self.state

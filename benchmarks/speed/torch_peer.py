@@ -1,0 +1,115 @@
+"""PyTorch: a plain Llama step over a static cache, eager and compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speed.base import NORM_EPSILON, Engine, Weights, cache_elements, rope_tables, weight_elements
+from speed.sizes import Job, Sizes, Traffic
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Layer(nn.Module):
+    """One decoder layer; q, k, v in one product and gate, up in another, as GPT-fast does."""
+
+    def __init__(self, weights: Weights, index: int, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+
+        def read(*names: str) -> nn.Parameter:
+            return nn.Parameter(torch.cat([weights.layer(index, n).to(dtype) for n in names]), requires_grad=False)
+
+        self.heads, self.head_dim = sizes.heads, sizes.head_dim
+        self.norm, self.mlp_norm = read("input_layernorm"), read("post_attention_layernorm")
+        self.qkv = read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out, self.down = read("self_attn.o_proj"), read("mlp.down_proj")
+        self.gate_up = read("mlp.gate_proj", "mlp.up_proj")
+        shape = (1, sizes.heads, sizes.cache_length, sizes.head_dim)
+        self.keys, self.values = (nn.Buffer(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+
+    def forward(self, x: Tensor, position: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
+        """x [1, 1, H], position int64 [1], rope [2, head_dim], mask bool [1, 1, 1, S]."""
+        h = functional.rms_norm(x, x.shape[-1:], self.norm, NORM_EPSILON)
+        heads = functional.linear(h, self.qkv).view(3, 1, self.heads, 1, self.head_dim)
+        q, k = _rotate(heads[0], rope), _rotate(heads[1], rope)
+        self.keys.index_copy_(2, position, k)
+        self.values.index_copy_(2, position, heads[2])
+        y = functional.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
+        x = x + functional.linear(y.reshape(1, 1, -1), self.out)
+        h = functional.rms_norm(x, x.shape[-1:], self.mlp_norm, NORM_EPSILON)
+        gate, up = functional.linear(h, self.gate_up).chunk(2, -1)
+        return x + functional.linear(functional.silu(gate) * up, self.down)
+
+
+def _rotate(x: Tensor, rope: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * rope[0] + torch.cat([-b, a], -1) * rope[1]
+
+
+class Llama(nn.Module):
+    """Token int64 [1], position int64 [1] -> logits [V]. The caches are buffers, written in place."""
+
+    def __init__(self, weights: Weights, sizes: Sizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Buffer(weights["model.embed_tokens.weight"].to(dtype))
+        self.norm = nn.Parameter(weights["model.norm.weight"].to(dtype), requires_grad=False)
+        self.head = nn.Parameter(weights["lm_head.weight"].to(dtype), requires_grad=False)
+        self.layers = nn.ModuleList(Layer(weights, i, sizes, dtype) for i in range(sizes.layers))
+        cos, sin = rope_tables(sizes, sizes.cache_length)
+        self.rope = nn.Buffer(torch.stack([cos.repeat(1, 2), sin.repeat(1, 2)]).to(dtype))
+        self.positions = nn.Buffer(torch.arange(sizes.cache_length))
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """One decode step."""
+        x = self.embedding[token].unsqueeze(0)
+        rope, mask = self.rope[:, position], (self.positions <= position).view(1, 1, 1, -1)
+        for layer in self.layers:
+            x = layer(x, position, rope, mask)
+        x = functional.rms_norm(x, x.shape[-1:], self.norm, NORM_EPSILON)
+        return functional.linear(x, self.head).view(-1)
+
+
+class TorchEager(Engine):
+    """Eager, under inference mode."""
+
+    package = "torch"
+    notes = "fused qkv and gate/up; static cache of the context's length, written in place"
+
+    @staticmethod
+    def prepare(job: Job) -> None:
+        """Nothing: the weights are read from the checkpoint."""
+
+    def __init__(self, job: Job) -> None:
+        self._sizes, self._dtype = job.sizes, DTYPES[job.precision]
+        torch.set_num_threads(job.sizes.threads)
+        with torch.inference_mode():
+            self._model = Llama(Weights(job.checkpoint), job.sizes, self._dtype).eval()
+
+    def rewind(self, position: int) -> None:
+        """Nothing: the mask follows the position."""
+
+    def step(self, token: int, position: int) -> np.ndarray:
+        """One decode step."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([token]), torch.tensor([position])).float().numpy()
+
+    def traffic(self) -> Traffic:
+        """Weights and the filled part of the cache in the engine's own type."""
+        size = self._dtype.itemsize
+        other, mlp = weight_elements(self._sizes)
+        return Traffic(other * size, mlp * size, cache_elements(self._sizes) * size)
+
+
+class TorchCompiled(TorchEager):
+    """torch.compile, layer by layer: one graph for all layers, as PyTorch's regional compilation."""
+
+    notes = f"{TorchEager.notes}; max-autotune, each layer compiled as one region"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        torch._dynamo.config.inline_inbuilt_nn_modules = True
+        for layer in self._model.layers:
+            layer.compile(mode="max-autotune", fullgraph=True, dynamic=False)

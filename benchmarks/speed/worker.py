@@ -1,0 +1,92 @@
+"""A worker process: prepares one engine's files, or opens it and decodes blocks on request.
+
+    python -m speed.worker prepare|run JOB
+
+The protocol is one JSON object per line. `run` first says {"ready": …}; each request {"variant": …} is answered by
+{"seconds": [per token], "replay": ratio}; {"read": n} by {"gigabytes": [n figures]}. The parent stops the process
+(SIGSTOP) between its blocks, so that no idle thread spins on the cores of the next engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any, TextIO
+
+import numpy as np
+
+from speed.base import Engine
+from speed.engines import OURS, engine_class
+from speed.sizes import WARM_UP, Job
+
+CHECK_TOKENS = (3, 1, 4, 1, 5)
+"""Decoded from an empty cache; the last logits show that all engines compute the same function."""
+
+
+def first_logits(engine: Engine) -> list[float]:
+    """Logits after CHECK_TOKENS."""
+    engine.select("dense", len(CHECK_TOKENS))
+    engine.rewind(0)
+    logits = np.zeros(0)
+    for position, token in enumerate(CHECK_TOKENS):
+        logits = engine.step(token, position)
+    return [float(v) for v in logits]
+
+
+def block(engine: Engine, job: Job, variant: str) -> dict[str, Any]:
+    """Time the tokens that bring the context to `sizes.context`, after WARM_UP others at the same places."""
+    tokens = job.sizes.block
+    replay = engine.select(variant, tokens)
+    start, seconds = job.sizes.context - tokens, []
+    for count in (WARM_UP, tokens):
+        engine.rewind(start)
+        seconds = []
+        for i in range(count):
+            before = time.perf_counter()
+            engine.step(i % job.sizes.vocab, start + i)
+            seconds.append(time.perf_counter() - before)
+    return {"seconds": seconds, "replay": replay}
+
+
+def serve(job: Job, replies: TextIO) -> None:
+    """Open the engine and answer until the parent closes its end."""
+    engine = engine_class(job.engine)(job)
+    reader = None
+    if job.engine == OURS:
+        from speed.bandwidth import ReadBandwidth
+
+        reader = ReadBandwidth(job.sizes.threads)
+
+    def say(reply: dict[str, Any]) -> None:
+        print(json.dumps(reply), file=replies, flush=True)
+
+    facts = {"notes": engine.notes, "version": version(engine.package), "traffic": asdict(engine.traffic())}
+    logits = first_logits(engine)
+    block(engine, job, job.variants[0])
+    say({"ready": {"logits": logits, **facts}})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "read" in request:
+            assert reader is not None
+            say({"gigabytes": reader.gigabytes_per_second(request["read"])})
+        else:
+            say(block(engine, job, request["variant"]))
+
+
+def main() -> None:
+    """Libraries that print do so on stderr; stdout belongs to the protocol."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = Job.from_json(json.loads(sys.argv[2]))
+    if sys.argv[1] == "prepare":
+        engine_class(job.engine).prepare(job)
+    else:
+        serve(job, replies)
+
+
+if __name__ == "__main__":
+    main()

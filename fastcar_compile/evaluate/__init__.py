@@ -1,0 +1,137 @@
+"""Measured quality: gates, replay ratios, calibrations and sparse attention against the dense decoder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fastcar_compile.calibrate import program_key, program_of, search_of
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import InputError
+from fastcar_compile.evaluate.cases import CALIBRATIONS, Case, grid, load_cases, save_cases
+from fastcar_compile.evaluate.frames import Detokenize, entry_point
+from fastcar_compile.evaluate.measure import Judge, Result
+from fastcar_compile.evaluate.window import SinkWindow
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.runtime.artifact import Artifact
+
+Say = Callable[[str], None]
+
+
+class Study:
+    """One decoder on one set of held-out videos.
+
+    Args:
+        source: an artifact, or a decoder as `compile` takes it. Gates need not be the artifact's: nothing is compiled.
+        videos: int64 [N, T], prompt included; never those that thresholds were chosen on.
+        decoder: its name, for the rows.
+        tokens_per_frame, quant: for a decoder, as `calibrate` takes them.
+        prompt: tokens before decoding starts.
+        detokenize: for PSNR, SSIM and pictures; None: none of these.
+        journal: a JSON file that keeps every row; an interrupted study goes on from it.
+        progress: called with a line per step.
+
+    Raises:
+        InputError: videos that do not fit the decoder, or a detokeniser that does not fit the videos.
+    """
+
+    def __init__(
+        self,
+        source: Artifact | nn.Module,
+        videos: Any,
+        *,
+        decoder: str,
+        tokens_per_frame: int | None = None,
+        quant: str = "none",
+        prompt: int = 1,
+        detokenize: Detokenize | None = None,
+        journal: str | Path | None = None,
+        progress: Say | None = None,
+    ) -> None:
+        self._videos, self._prompt, self._decoder = np.ascontiguousarray(np.asarray(videos)), prompt, decoder
+        self._detokenize, self._say = detokenize, progress or (lambda _line: None)
+        if isinstance(source, Artifact):
+            self.program: DecoderProgram = source.program
+        else:
+            self.program = program_of(source, len(self._videos), tokens_per_frame, quant)
+        self._journal = None if journal is None else Path(journal)
+        self._key = program_key(self.program, {"decoder": decoder, "prompt": prompt}, self._videos)
+        self._rows = self._read()
+        self._judge: Judge | None = None
+
+    @property
+    def judge(self) -> Judge:
+        """Made when something is to be measured."""
+        if self._judge is None:
+            self._say("dense")
+            self._judge = Judge(self.program, self._videos, self._decoder, self._prompt, self._detokenize)
+        return self._judge
+
+    def plan(
+        self,
+        videos: Any,
+        gates: Sequence[ReplayConfig],
+        ratios: Sequence[float],
+        calibrations: Sequence[str] = CALIBRATIONS,
+        journals: str | Path | None = None,
+    ) -> list[Case]:
+        """Cases whose thresholds are chosen on `videos`, int64 [N, T].
+
+        Args:
+            journals: a folder; every gate's measurements are kept there.
+
+        Raises:
+            InputError: videos that are held out too, or what `grid` refuses.
+        """
+        tokens = np.ascontiguousarray(np.asarray(videos))
+        if {row.tobytes() for row in tokens} & {row.tobytes() for row in self._videos}:
+            raise InputError("a calibration video is a held-out video too", mend="calibrate on other videos")
+        searches = {}
+        for gate in gates:
+            book = None if journals is None else Path(journals) / f"{gate.gate}.json"
+            searches[gate] = search_of(self.program, gate, tokens, self._prompt, book, self._say)[0]
+        return grid(searches, ratios, calibrations, self._say)
+
+    def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """One JSON-safe row per case; infinities are the text "inf"."""
+        rows = []
+        for number, case in enumerate(cases, 1):
+            name = json.dumps(case.to_json(), sort_keys=True)
+            if name not in self._rows:
+                self._say(f"{number} of {len(cases)}: {case.name}")
+                self._rows[name] = self.judge.measure(case).row
+                self._write()
+            rows.append(self._rows[name])
+        return rows
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if self._journal is None or not self._journal.exists():
+            return {}
+        data = json.loads(self._journal.read_text("utf-8"))
+        return data["rows"] if data.get("key") == self._key else {}
+
+    def _write(self) -> None:
+        if self._journal is not None:
+            scratch = self._journal.with_name(self._journal.name + ".part")
+            text = json.dumps({"key": self._key, "rows": self._rows}, sort_keys=True, indent=0)
+            scratch.write_text(text + "\n", "utf-8")
+            os.replace(scratch, self._journal)
+
+
+__all__ = [
+    "CALIBRATIONS",
+    "Case",
+    "Judge",
+    "Result",
+    "SinkWindow",
+    "Study",
+    "entry_point",
+    "load_cases",
+    "save_cases",
+]

@@ -1,0 +1,90 @@
+"""From tokens to frames, and how near two videos of frames are to each other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastcar_compile.errors import InputError, UserError
+
+Detokenize = Callable[[np.ndarray], Any]
+"""int64 [N, T], whole frames without the prompt -> [N, frames, height, width] or [N, frames, height, width, channels];
+floats from 0 to 1, or uint8 from 0 to 255."""
+
+
+def entry_point(text: str) -> Detokenize:
+    """The function that `module:function` or `path/to/file.py:function` names. Its module is run: only your own.
+
+    Raises:
+        UserError: no such module, file or function.
+    """
+    module, colon, name = text.rpartition(":")
+    if not colon:
+        raise UserError(f"{text!r} names no function", mend="give module:function or path/to/file.py:function")
+    try:
+        loaded = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except (ImportError, FileNotFoundError) as error:
+        mend = "put its folder on PYTHONPATH, or give the path of the .py file"
+        raise UserError(f"{module} cannot be imported: {error}", where=text, mend=mend) from error
+    found = getattr(loaded, name, None)
+    if not callable(found):
+        raise UserError(f"{module} has no function {name!r}", where=text)
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise FileNotFoundError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def to_frames(detokenize: Detokenize, tokens: np.ndarray, frames: int) -> np.ndarray:
+    """float64 [N, frames, height, width, channels] from 0 to 1.
+
+    Raises:
+        InputError: the detokeniser gave something else.
+    """
+    made = np.asarray(detokenize(tokens))
+    if made.ndim not in (4, 5) or made.shape[:2] != (len(tokens), frames):
+        what = f"the detokeniser gave {made.dtype} {list(made.shape)} for {len(tokens)} videos of {frames} frames"
+        raise InputError(what, mend="give [N, frames, height, width] or [N, frames, height, width, channels]")
+    values = made / 255.0 if made.dtype == np.uint8 else made.astype(np.float64)
+    if values.size and not (values.min() >= 0 and values.max() <= 1):
+        what = f"the detokeniser gave {made.dtype} values from {made.min():g} to {made.max():g}"
+        raise InputError(what, mend="give floats from 0 to 1, or uint8 from 0 to 255")
+    return values if values.ndim == 5 else values[..., None]
+
+
+def psnr(made: np.ndarray, true: np.ndarray) -> float:
+    """Peak signal-to-noise ratio in dB over all pixels of all frames; infinity where nothing differs."""
+    error = float(np.mean((made - true) ** 2))
+    return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def ssim(made: np.ndarray, true: np.ndarray) -> float:
+    """Structural similarity (Wang et al. 2004; scikit-image's, with its largest odd window up to 7), mean over frames.
+
+    Raises:
+        InputError: frames of less than three pixels. UserError: scikit-image is not installed.
+    """
+    try:
+        from skimage.metrics import structural_similarity
+    except ImportError as error:
+        raise UserError("SSIM needs scikit-image", mend="pip install 'fastcar_compile[evaluate]'") from error
+    side = min(7, made.shape[2], made.shape[3])
+    if side < 3:
+        raise InputError(
+            f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", mend="enlarge them"
+        )
+    options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
+    pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)
+    return float(np.mean([structural_similarity(a, b, **options) for a, b in pairs]))

@@ -1,0 +1,134 @@
+"""Pictures of a study: quality against replay, where replay happens, and frames. Same input, same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastcar_compile.errors import UserError
+
+_DPI = 110
+_STYLES = {"calibrated": "-", "uniform": "--", "random": ":"}
+_COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#b07d2b")
+_RANDOM = "#777777"
+
+
+def _pyplot() -> Any:
+    """Raises UserError where matplotlib is missing."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise UserError("pictures need matplotlib", mend="pip install 'fastcar_compile[evaluate]'") from error
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    """Without the producer's version and the time in the file."""
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    plt.close(figure)
+
+
+def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """NLL relative to dense against the replay ratio of t >= F: a colour per gate, a line style per calibration.
+
+    Args:
+        rows: of one decoder; rows with sparse attention are left out. path: a .png file.
+
+    Raises:
+        UserError: no row that replays, or matplotlib is missing.
+    """
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["gate"] != "none" and row["sparse_attention"] == "none" and isinstance(row["nll"], float):
+            point = (100 * row["replay_ratio"], row["nll"] / row["nll_dense"])
+            series.setdefault((row["gate"], row["calibration"]), []).append(point)
+    if not series:
+        raise UserError("no row replays: there is nothing to plot", mend="evaluate a case with a gate")
+    plt = _pyplot()
+    gates = [g for g in dict.fromkeys(gate for gate, _ in series) if g != "random"]
+    figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
+    for (gate, calibration), points in series.items():
+        colour = _RANDOM if gate == "random" else _COLOURS[gates.index(gate) % len(_COLOURS)]
+        style, label = _STYLES.get(calibration, "-."), gate if gate == calibration else f"{gate}, {calibration}"
+        axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker="o", markersize=4, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xlabel("replayed share of the forwards t ≥ F, %")
+    axes.set_ylabel("NLL / dense NLL (held-out, teacher-forced)")
+    ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= axes.get_ylim()[1]]
+    axes.set_yticks(ticks, [f"{t:g}×" for t in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set_title(f"{rows[0]['decoder']}: dense NLL {rows[0]['nll_dense']:.4f} nats per token")
+    axes.legend(fontsize=8)
+    _save(plt, figure, path)
+
+
+def heat(places: np.ndarray, title: str, path: Path) -> None:
+    """Share of the videos that replayed, layer by forward number.
+
+    Args:
+        places: float64 [L, frames, F], NaN where nothing ran.
+    """
+    plt = _pyplot()
+    layers, frames, stride = places.shape
+    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.45 * layers), layout="constrained")
+    flat = places.reshape(layers, frames * stride)
+    image = axes.imshow(100 * flat, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=100)
+    axes.set_yticks(range(layers), [f"layer {i}" for i in range(layers)])
+    axes.set_xticks(np.arange(frames) * stride - 0.5, [f"frame {i + 1}" for i in range(frames)], ha="left")
+    for start in range(1, frames):
+        axes.axvline(start * stride - 0.5, color="white", linewidth=0.8)
+    axes.set_title(title, fontsize=10)
+    figure.colorbar(image, ax=axes, label="replayed, %")
+    _save(plt, figure, path)
+
+
+def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
+    """NLL by frame, from the second frame on, a line per row."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    for row, label in zip(rows, labels, strict=True):
+        values = row["nll_by_frame"][1:]
+        axes.plot(range(2, len(values) + 2), values, marker="o", markersize=4, label=label)
+    axes.set_xlabel("frame")
+    axes.set_ylabel("NLL, nats per token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(rows[0]["decoder"])
+    _save(plt, figure, path)
+
+
+def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarray], decoder: str, path: Path) -> None:
+    """Frames of one video, from the second on: true, dense, and per case its frames and their difference from dense.
+
+    Args:
+        truth, dense: float [frames, height, width, channels] from 0 to 1, 1 or 3 channels. replays: label -> the same.
+    """
+    plt = _pyplot()
+    rows: list[tuple[str, np.ndarray, str]] = [("true", truth, "gray"), ("dense", dense, "gray")]
+    for label, frames in replays.items():
+        rows += [(label, frames, "gray"), ("difference\nfrom dense", np.abs(frames - dense), "inferno")]
+    count = len(truth) - 1
+    figure, grid = plt.subplots(
+        len(rows), count, figsize=(1.15 * count + 1.6, 1.2 * len(rows) + 0.4), layout="constrained", squeeze=False
+    )
+    for line, (label, frames, colours) in zip(grid, rows, strict=True):
+        for axes, frame in zip(line, frames[1:], strict=True):
+            plain = frame.shape[-1] != 3
+            shown = frame.mean(-1) if plain or colours == "inferno" else frame
+            axes.imshow(shown, cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+            axes.set_xticks([])
+            axes.set_yticks([])
+        line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
+    for index, axes in enumerate(grid[0]):
+        axes.set_title(f"frame {index + 2}", fontsize=8)
+    figure.suptitle(f"{decoder}: likeliest symbols given the true past", fontsize=10)
+    _save(plt, figure, path)

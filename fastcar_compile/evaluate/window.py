@@ -1,0 +1,45 @@
+"""Attention sinks and a sliding window as a mask over the whole cache: the meaning, without the bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.errors import InputError
+
+
+@dataclass(frozen=True)
+class SinkWindow:
+    """A token at p attends to positions 0 .. sinks - 1 and p - window + 1 .. p; rotary positions stay absolute.
+
+    Called as `fastcar::attention` is, so that an `Evaluator` takes it in its place.
+
+    Raises:
+        InputError: a window below 1, or sinks below 0.
+    """
+
+    window: int
+    sinks: int
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0:
+            what = f"a window of {self.window} tokens with {self.sinks} sinks"
+            raise InputError(what, mend="window >= 1, sinks >= 0")
+
+    def __str__(self) -> str:
+        return f"window {self.window}, sinks {self.sinks}"
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
+        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D], position int64 [1] -> float32 [B, Hq, T, D]."""
+        start, steps = int(position), query.shape[2]
+        rows = torch.arange(start, start + steps)[:, None]
+        columns = torch.arange(min(start + steps, keys.shape[2]))
+        # only columns that some row of this call sees
+        columns = columns[(columns < self.sinks) | (columns > start - self.window)]
+        seen = (columns <= rows) & ((columns < self.sinks) | (columns > rows - self.window))
+        grouped = query.shape[1] != keys.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys[:, :, columns], values[:, :, columns], attn_mask=seen, scale=scale, enable_gqa=grouped
+        )

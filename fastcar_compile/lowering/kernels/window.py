@@ -1,0 +1,147 @@
+"""Sparse attention over a ring cache, its append and its addresses; ops/window.py defines the rows."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.lowering.kernels import OPAQUE
+
+Shape = tuple[int, int, int, int]
+KEYS = 4
+"""Keys whose dot products run together, as in attention.py."""
+PARALLEL_ELEMENTS = 1 << 19
+_LOWEST = -3.0e38
+
+
+def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
+    """The row of position - back, clamped to 0: int64 [1]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        with T.sblock("row"):
+            T.reads(position[0:1])
+            T.writes(row[0:1])
+            p: T.int64 = T.max(position[0] - T.int64(back), T.int64(0))
+            row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
+
+    return row_of_earlier_key
+
+
+def ring_write(cache: Shape, rows: int, sinks: int) -> PrimFunc:
+    """In place: ring cache [B, H, sinks + R, D] gets value [B, H, rows, D] from position `position` on."""
+    b, h, s, d = cache
+    ring = s - sinks
+
+    @T.prim_func(private=True, s_tir=True)
+    def append_to_ring(
+        keys: T.Buffer((b, h, s, d), "float32"),
+        value: T.Buffer((b, h, rows, d), "float32"),
+        position: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i, j, r in T.grid(b, h, rows):
+            with T.sblock("row"):
+                T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
+                T.writes(keys[0:b, 0:h, 0:s, 0:d])
+                p: T.int32 = T.Cast("int32", position[0]) + r
+                at: T.int32 = T.if_then_else(p < sinks, p, sinks + (p - sinks) % ring)
+                for c in T.vectorized(d):
+                    keys[i, j, at, c] = value[i, j, r, c]
+
+    return append_to_ring
+
+
+def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, window: int) -> PrimFunc:
+    """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
+
+    Key j of a query at p is sink j, or position first + j - sinks where `first` is the first of the window; two passes
+    over them, their number rounded up to KEYS with weight zero.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    group, ring = hq // hkv, s - sinks
+    lanes = next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
+    padded = (sinks + window + KEYS - 1) // KEYS * KEYS
+    loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
+
+    @T.prim_func(private=True, s_tir=True)
+    def attend_to_window(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), "float32"),
+        values: T.Buffer((b, hkv, s, d), "float32"),
+        position: T.Buffer((1,), "int64"),
+        sink_q: T.Buffer((b, hq, t, d), "float32"),
+        y: T.Buffer((b, hq, t, d), "float32"),
+    ):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        for fused in loop(b * hq * t):
+            with T.sblock("head"):
+                T.reads(
+                    q[0:b, 0:hq, 0:t, 0:d],
+                    sink_q[0:b, 0:hq, 0:t, 0:d],
+                    keys[0:b, 0:hkv, 0:s, 0:d],
+                    values[0:b, 0:hkv, 0:s, 0:d],
+                    position[0:1],
+                )
+                T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                weights = T.alloc_buffer((padded,), "float32")
+                both = T.alloc_buffer((2 * d,), "float32", scope="local")
+                row = T.alloc_buffer((KEYS,), "int32", scope="local")
+                dot = T.alloc_buffer((KEYS * lanes,), "float32", scope="local")
+                acc = T.alloc_buffer((d,), "float32", scope="local")
+                stat = T.alloc_buffer((2,), "float32", scope="local")
+                bi: T.int32 = fused // (hq * t)
+                h: T.int32 = fused // t % hq
+                i: T.int32 = fused % t
+                p: T.int32 = T.Cast("int32", position[0]) + i
+                first: T.int32 = T.max(p - (window - 1), sinks)
+                base: T.int32 = (first - sinks) % ring
+                seen: T.int32 = T.min(p + 1, sinks) + T.max(p + 1 - first, 0)
+                for c in T.vectorized(d):
+                    both[c] = q[bi, h, i, c]
+                    both[d + c] = sink_q[bi, h, i, c]
+                stat[0] = T.float32(_LOWEST)
+                for block in range((seen + KEYS - 1) // KEYS):
+                    for r in T.unroll(KEYS):
+                        j: T.int32 = T.min(block * KEYS + r, seen - 1)
+                        row[r] = T.if_then_else(j < sinks, j, sinks + (base + j - sinks) % ring)
+                        for v in T.vectorized(lanes):
+                            dot[r * lanes + v] = T.float32(0)
+                    for c in T.unroll(d // lanes):
+                        for r in T.unroll(KEYS):
+                            for v in T.vectorized(lanes):
+                                dot[r * lanes + v] += (
+                                    both[T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v]
+                                    * keys[bi, h // group, row[r], c * lanes + v]
+                                )
+                    for r in T.unroll(KEYS):
+                        if lanes >= 16:
+                            for v in T.vectorized(8):
+                                dot[r * lanes + v] += dot[r * lanes + v + 8]
+                        if lanes >= 8:
+                            for v in T.vectorized(4):
+                                dot[r * lanes + v] += dot[r * lanes + v + 4]
+                        for v in T.unroll(min(lanes, 4) - 1):
+                            dot[r * lanes] += dot[r * lanes + v + 1]
+                        weights[block * KEYS + r] = T.if_then_else(
+                            block * KEYS + r < seen, dot[r * lanes] * T.float32(scale), T.float32(_LOWEST)
+                        )
+                        stat[0] = T.max(stat[0], weights[block * KEYS + r])
+                stat[1] = T.float32(0)
+                for r in range(seen):
+                    weights[r] = T.exp(weights[r] - stat[0])
+                    stat[1] += weights[r]
+                for c in T.vectorized(d):
+                    acc[c] = T.float32(0)
+                for r in range(seen):
+                    for c in T.vectorized(d):
+                        acc[c] += (
+                            weights[r]
+                            * values[bi, h // group, T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring), c]
+                        )
+                for c in T.vectorized(d):
+                    y[bi, h, i, c] = acc[c] / stat[1]
+
+    return attend_to_window

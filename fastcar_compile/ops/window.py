@@ -1,0 +1,109 @@
+"""Sparse attention over a ring cache: ring_row, limit, ring_write, window_attention (docs/sparse_attention.md).
+
+A ring cache [B, Hkv, sinks + R, D] holds the first `sinks` positions for ever, and the last R others: position
+p >= sinks is at row sinks + (p - sinks) mod R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
+    """Rows of sequence positions int64 [...] in a ring cache of `sinks` + `ring` rows."""
+    return torch.where(position < sinks, position, sinks + (position - sinks) % ring)
+
+
+@custom_op("fastcar::ring_row", mutates_args=())
+def ring_row(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
+    """The row that holds position `position - back` (clamped to 0): int64 [1] for position int64 [1]."""
+    return row_of((position - back).clamp(min=0), sinks, ring)
+
+
+@ring_row.register_fake
+def _(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
+    return torch.empty_like(position)
+
+
+@custom_op("fastcar::limit", mutates_args=())
+def limit(positions: Tensor, most: int) -> Tensor:
+    """min(positions, most), int64 of any shape: positions in a cache that holds `most` + 1."""
+    return positions.clamp(max=most)
+
+
+@limit.register_fake
+def _(positions: Tensor, most: int) -> Tensor:
+    return torch.empty_like(positions)
+
+
+@custom_op("fastcar::ring_write", mutates_args=())
+def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
+    """Ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written at positions position .. position + T - 1.
+
+    T is at most R, so that no row is written twice.
+    """
+    positions = int(position) + torch.arange(value.shape[2], device=cache.device)
+    out = cache.clone()
+    out[:, :, row_of(positions, sinks, cache.shape[2] - sinks)] = value
+    return out
+
+
+@ring_write.register_fake
+def _(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
+    return torch.empty_like(cache)
+
+
+@custom_op("fastcar::window_attention", mutates_args=())
+def window_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
+    sink_query: Tensor | None = None,
+) -> Tensor:
+    """Causal grouped-query attention to the sinks and to a sliding window.
+
+    Args:
+        query: float32 [B, Hq, T, D], already rotated.
+        key_cache, value_cache: float32 [B, Hkv, sinks + R, D], ring caches with rows up to position + T - 1 written;
+            R is at least window + T - 1.
+        position: int64 [1], sequence position of query row 0.
+        scale: factor on the logits.
+        sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
+        sink_query: float32 [B, Hq, T, D], what meets the sinks instead of `query`; None: `query` does.
+
+    Returns:
+        float32 [B, Hq, T, D].
+    """
+    start, end = int(position), int(position) + query.shape[2]
+    ring = key_cache.shape[2] - sinks
+    here = torch.arange(start, end, device=query.device)
+    first = torch.arange(min(sinks, end), device=query.device)
+    recent = torch.arange(min(max(sinks, start - window + 1), end), end, device=query.device)
+    columns = torch.cat([first, recent])
+    rows = row_of(columns, sinks, ring)
+    keys, values = (c[:, :, rows].repeat_interleave(query.shape[1] // c.shape[1], 1) for c in (key_cache, value_cache))
+    seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
+    logits = query @ keys.transpose(-1, -2)
+    if sink_query is not None:
+        logits[..., : len(first)] = sink_query @ keys[:, :, : len(first)].transpose(-1, -2)
+    return torch.softmax((logits * scale).masked_fill(~seen, -torch.inf), -1) @ values
+
+
+@window_attention.register_fake
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
+    sink_query: Tensor | None = None,
+) -> Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,0 +1,132 @@
+"""Sparse attention: sinks and a sliding window over ring caches, whose size does not depend on max_seq_len."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import DecoderConfig, DecoderProgram, Ring, where
+from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.earlier_key import argument_names, earlier_key, reads_earlier_key
+from fastcar_compile.passes.edit import call, fake_like, is_op, node_arg, placeholder
+from fastcar_compile.passes.sink_query import SinkQueries
+
+fastcar = torch.ops.fastcar
+
+
+@dataclass(frozen=True)
+class SparsifyAttention(Pass):
+    """Make every attention see the first `sinks` tokens and the last `window` ones, and every KV cache a ring.
+
+    A score that reads the key of one frame earlier keeps it: the ring then holds at least a frame and a token.
+
+    Options:
+        sinks, window: tokens.
+        positions: "absolute", or "cache": rotary positions inside the cache.
+    """
+
+    name: ClassVar[str] = "sparse-attention"
+    sinks: int = 16
+    window: int = 256
+    positions: str = "absolute"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Raises CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""
+        before = program.config.ring
+        if before is not None and (before.sinks, before.window, before.positions) == dataclasses.astuple(self):
+            return False
+        self._check(program)
+        config = program.config
+        ring = Ring(self.sinks, self.window, self._rows(program), self.positions)
+        made: dict[str, str] = {}
+        for module in program.graphs():
+            renamed = _Rewriter(module, ring, config).run()
+            made = made or renamed
+        shape = {s.name: (*s.shape[:2], ring.capacity, s.shape[3]) for s in program.state if len(s.shape) == 4}
+        program.state = [dataclasses.replace(s, shape=shape.get(s.name, s.shape)) for s in program.state]
+        fields = ("attention", "key_cache", "value_cache")
+        program.sites = [
+            dataclasses.replace(site, **{f: made[getattr(site, f)] for f in fields}) for site in program.sites
+        ]
+        program.config = dataclasses.replace(config, ring=ring)
+        return True
+
+    def _check(self, program: DecoderProgram) -> None:
+        if program.config.ring is not None:
+            mend = "name the pass once in the pipeline"
+            raise CompileError(f"sparse-attention ran already, as {program.config.ring}", mend=mend)
+        if not program.sites:
+            what = "sparse-attention finds no attention sites"
+            raise CompileError(what, mend="run it after normalize-state and find-sites")
+        if self.window < 1 or self.sinks < 0:
+            what = f"sparse-attention cannot have a window of {self.window} and {self.sinks} sinks"
+            raise CompileError(what, mend="give a window of at least 1 token and no negative number of sinks")
+        if self.positions not in ("absolute", "cache"):
+            raise CompileError(f"positions are {self.positions!r}", mend="give 'absolute' or 'cache'")
+
+    def _rows(self, program: DecoderProgram) -> int:
+        """Positions past the sinks that the ring holds.
+
+        A chunk is written before it is attended to, and may be padded: its other tokens come on top of what the first
+        one, and the token after it, still read.
+        """
+        config = program.config
+        scores = any(reads_earlier_key(n) for n in program.graph_module.graph.nodes)
+        kept = max(self.window, config.tokens_per_frame + 1) if scores else self.window
+        return kept + max(config.prefill_chunk, 1) - 1
+
+
+class _Rewriter:
+    """Rewrites one graph."""
+
+    def __init__(self, module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> None:
+        self.module, self.graph, self.ring = module, module.graph, ring
+        self.config = dataclasses.replace(config, ring=ring)
+        self.position = placeholder(module.graph, "position")
+        self.made: dict[str, str] = {}
+        in_cache = ring.positions == "cache" and ring.sinks > 0
+        self.queries = SinkQueries(module, ring.attended - 1, SparsifyAttention.name) if in_cache else None
+
+    def run(self) -> dict[str, str]:
+        """Returns old node name -> new one of everything replaced."""
+        attentions = [n for n in self.graph.nodes if is_op(n, fastcar.attention)]
+        for node in attentions:
+            for cache in (node_arg(node, 1), node_arg(node, 2)):
+                self._write(cache)
+        for node in attentions:
+            self._attention(node)
+        scores = [n for n in self.graph.nodes if reads_earlier_key(n)]
+        for node in scores:
+            names, arguments = argument_names(node), list(node.args)
+            row, stride = earlier_key(self.graph, self.config, node, SparsifyAttention.name)
+            arguments[names.index("position")], arguments[names.index("stride")] = row, stride
+            node.args = tuple(arguments)
+        return self.made
+
+    def _replace(self, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+        with self.graph.inserting_before(node):
+            new = call(self.graph, target, arguments, origin=node, made_by=SparsifyAttention.name)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        self.made[node.name] = new.name
+
+    def _write(self, node: fx.Node) -> None:
+        cache, value = node_arg(node, 0), node_arg(node, 1)
+        if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
+            what = "this cache is not written by fastcar.cache_write"
+            raise CompileError(what, where=where(node), mend="run sparse-attention after normalize-state")
+        old = cache.meta["val"]
+        shape = (*old.shape[:2], self.ring.capacity, old.shape[3])
+        cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))
+        self._replace(node, fastcar.ring_write.default, (cache, value, self.position, self.ring.sinks))
+
+    def _attention(self, node: fx.Node) -> None:
+        query, *others = node.args[:5]
+        sink_query = None if self.queries is None else self.queries.of(node)
+        arguments = (query, *others, self.ring.sinks, self.ring.window, sink_query)
+        self._replace(node, fastcar.window_attention.default, arguments)

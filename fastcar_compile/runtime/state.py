@@ -1,0 +1,51 @@
+"""The state of one session: one block of memory that stays where it is."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.ir import StateRole, StateSpec
+from fastcar_compile.runtime.tensor_files import ALIGNMENT
+
+
+class StateArena:
+    """Every state of a session in one anonymous mapping. Pages take memory when they are first written, so caches cost
+    what is filled of them, not what they could hold.
+
+    Attributes:
+        tensors: name -> the state, at an address of whole cache lines that never changes; all zero at first.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        places, at = [], 0
+        for spec in specs:
+            places.append(at)
+            size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        self._memory = mmap.mmap(-1, max(at, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._specs = list(specs)
+        self.tensors: dict[str, Tensor] = {}
+        for spec, place in zip(specs, places, strict=True):
+            count = torch.Size(spec.shape).numel()
+            flat = torch.frombuffer(self._memory, dtype=spec.dtype, count=count, offset=place)
+            self.tensors[spec.name] = flat.reshape(spec.shape)
+
+    def clear(self) -> None:
+        """Set every state to zero, and give its memory back until it is written again."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+    @contextmanager
+    def kept(self, roles: Iterable[StateRole]) -> Iterator[None]:
+        """Puts the states of these roles back at the end of the block."""
+        wanted = set(roles)
+        saved = {s.name: self.tensors[s.name].clone() for s in self._specs if s.role in wanted}
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                self.tensors[name].copy_(value)

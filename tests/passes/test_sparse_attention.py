@@ -1,0 +1,131 @@
+"""sparse-attention: ring caches and window attention in both graphs, and the one key that a score still reads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import DecoderProgram, Ring, StateRole
+from fastcar_compile.passes.base import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.passes.edit import is_op
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+from fastcar_compile.passes.sparse_attention import SparsifyAttention
+
+from .golden import check_golden, check_origins, check_truthful, everything, program_text
+from .tiny import BATCH, CHUNK, FRAME, ROWS, after, captured, decode, logits
+
+fastcar = torch.ops.fastcar
+SPARSE, REPLAY = SparsifyAttention(sinks=1, window=2), InsertReplay((0.0,))
+
+
+def sparse(*before: object, item: SparsifyAttention = SPARSE) -> DecoderProgram:
+    return after(*analysis_pipeline(), *before, item)  # type: ignore[arg-type]
+
+
+def test_golden() -> None:
+    program = after(*analysis_pipeline(), REPLAY)
+    before = program_text(program)
+    SPARSE.apply(program)
+    check_golden("sparse-attention", before, program_text(program))
+
+
+def test_second_application_changes_nothing() -> None:
+    check_truthful(after(*analysis_pipeline()), SPARSE)
+
+
+def test_inserted_nodes_keep_their_source() -> None:
+    # In both graphs two writes and one attention.
+    assert check_origins(sparse(), "sparse-attention") == 6
+
+
+def test_options_round_trip_through_text() -> None:
+    item = SparsifyAttention(sinks=4, window=9, positions="cache")
+    text = 'sparse-attention{"positions": "cache", "sinks": 4, "window": 9}'
+    assert pipeline_to_string([item]) == text
+    assert pipeline_from_string(text, PASSES) == [item]
+
+
+@pytest.mark.parametrize(
+    ("gate", "rows"), [("tas", FRAME + CHUNK), ("bound", FRAME + CHUNK), ("input_delta", CHUNK + 1)]
+)
+def test_the_ring_holds_what_is_read(gate: str, rows: int) -> None:
+    """A gate that reads no key needs none beyond the window; the chunk's other tokens come on top."""
+    program = sparse(InsertReplay((0.0,), gate=gate))
+    assert program.config.ring == Ring(1, 2, rows)
+    caches = [s for s in program.state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
+    assert [s.shape for s in caches] == [(BATCH, 1, 1 + rows, 4)] * 2
+    for graph in program.graphs():
+        shapes = {str(n.target): tuple(n.meta["val"].shape) for n in graph.graph.nodes if n.op == "placeholder"}
+        assert all(shapes[s.name] == s.shape for s in caches)
+    assert sparse().config.ring == Ring(1, 2, 2 + CHUNK - 1)
+
+
+def test_both_orders_with_replay_decide_and_compute_alike() -> None:
+    wide = SparsifyAttention(sinks=1, window=FRAME + 1)
+    first, second = sparse(REPLAY, item=wide), after(*analysis_pipeline(), wide, REPLAY)
+    assert first.config.ring == second.config.ring
+    for a, b in zip(decode(first, 0.0), decode(second, 0.0), strict=True):
+        assert (a.decisions == b.decisions).all()
+        assert (a.scores == b.scores).all()
+        assert (a.logits == b.logits).all()
+
+
+def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
+    with pytest.raises(
+        CompileError, match=r"gate tas reads the key of 3 tokens ago.*ring of 5 rows.*one of 3"
+    ) as caught:
+        after(*analysis_pipeline(), SPARSE, REPLAY)
+    assert caught.value.mend == "name insert-replay before sparse-attention in the pipeline"
+    after(*analysis_pipeline(), SPARSE, InsertReplay((0.0,), gate="input_delta"))
+
+
+def test_scores_are_those_of_the_full_cache_in_the_first_layer() -> None:
+    """Queries and keys of one layer, which no window has touched: the key of t - F is there after the window left."""
+    full = decode(after(*analysis_pipeline(), REPLAY), 0.0)
+    ring = decode(sparse(REPLAY), 0.0)
+    assert len(full) > FRAME + 2
+    for a, b in zip(full, ring, strict=True):
+        assert (a.scores == b.scores).all()
+        assert (a.decisions == b.decisions).all()
+
+
+def test_a_window_over_everything_changes_nothing() -> None:
+    program = sparse(item=SparsifyAttention(sinks=0, window=ROWS))
+    torch.testing.assert_close(logits(program), logits(after(*analysis_pipeline())), atol=1e-6, rtol=0)
+
+
+def test_offloaded_gate_gets_the_row() -> None:
+    """Before and after offload-gate, the unit is given the same row of the ring."""
+    before = sparse(REPLAY, OffloadGate())
+    later = run_pipeline(sparse(REPLAY), [OffloadGate()])
+    for program in (before, later):
+        (call,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.offloaded_gate)]
+        (row,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.ring_row)]
+        assert call.args[3] is row
+        assert call.args[5] == 0
+        assert row.args[1:] == (FRAME, 1, FRAME + CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("program", "item", "text"),
+    [
+        (lambda: captured(), SPARSE, "finds no attention sites"),
+        (lambda: sparse(), SparsifyAttention(2, 2), "sparse-attention ran already, as Ring"),
+        (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 0), "a window of 0 and 1 sinks"),
+        (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, "none"), "positions are 'none'"),
+        (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, "cache"), "needs rotary embeddings"),
+    ],
+)
+def test_refusals(program: object, item: SparsifyAttention, text: str) -> None:
+    given = copy.deepcopy(program())  # type: ignore[operator]
+    before = everything(given)
+    with pytest.raises(CompileError, match=text) as caught:
+        item.apply(given)
+    assert caught.value.mend
+    if item.positions != "cache":
+        assert everything(given) == before

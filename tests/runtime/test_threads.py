@@ -1,0 +1,103 @@
+"""How many cores are used: affinity, control groups, TVM's pool."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime import threads
+from fastcar_compile.runtime.threads import cpu_quota, usable_cores, use_threads
+
+
+def root(tmp_path: Path, cgroup: str, **files: str) -> Path:
+    """A file system with /proc/self/cgroup and control group files."""
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_the_least_quota_of_version_2_counts(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup"
+    files = {f"{top}/a/cpu.max": "250000 100000\n", f"{top}/a/b/cpu.max": "max 100000\n", f"{top}/cpu.max": "9 1\n"}
+    assert cpu_quota(root(tmp_path, "0::/a/b\n", **files)) == 2.5
+
+
+def test_the_quota_of_version_1(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/cpu,cpuacct/a"
+    files = {f"{group}/cpu.cfs_quota_us": "150000\n", f"{group}/cpu.cfs_period_us": "100000\n"}
+    assert cpu_quota(root(tmp_path, "4:memory:/a\n3:cpu,cpuacct:/a\n", **files)) == 1.5
+    (tmp_path / group / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 4), (2.7, 2), (0.4, 1), (64.0, 4)])
+def test_whole_cores_within_the_affinity(monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int) -> None:
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 2, 5, 7})
+    assert usable_cores() == cores
+
+
+POOL = """
+import os, threading, time
+import numpy as np
+import tvm
+from fastcar_compile.runtime.threads import use_threads
+
+active = tvm.get_global_func("runtime.NumThreads")
+before = os.sched_getaffinity(0)
+found = []
+for count in (2, 1, 2, 2):
+    use_threads(count)
+    found.append(active())
+other = threading.Thread(target=lambda: (use_threads(2), found.append(active())))
+other.start()
+other.join()
+assert found == [2, 1, 2, 2, 2], found
+assert os.sched_getaffinity(0) == before
+masks = [open(f"/proc/self/task/{t}/status").read() for t in os.listdir("/proc/self/task")]
+assert len({m.split("Cpus_allowed_list:")[1].split()[0] for m in masks}) == 1, "a thread is bound to one core"
+
+from tvm.script import tirx as T
+
+@T.prim_func(s_tir=True)
+def touch(a: T.Buffer((64,), "float32")):
+    for i in T.parallel(64):
+        a[i] = a[i] + T.float32(1)
+
+function = tvm.compile(tvm.IRModule({"touch": touch.with_attr("global_symbol", "touch")}), target="llvm")["touch"]
+values = tvm.runtime.tensor(np.zeros(64, np.float32))
+function(values)
+start = time.process_time()
+time.sleep(0.6)
+print(time.process_time() - start)
+"""
+
+
+def test_the_pool_has_the_threads_asked_for_binds_none_and_sleeps(tmp_path: Path) -> None:
+    """TVM's defaults: half of the cores, each thread bound to one, and 0.16 s of spinning after the last step."""
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TVM_", "OMP_"))}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 0.05
+
+
+def test_a_pool_that_cannot_grow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 4 * len(os.sched_getaffinity(0))
+    use_threads(1)  # the pool of this thread is made here, or was made before
+    with pytest.raises(BackendError, match=rf"{many} were asked for; it was made for \d+ and cannot grow"):
+        use_threads(many)
+    use_threads(1)

@@ -1,0 +1,166 @@
+"""Whole decoders: the rewritten graphs against StreamingLLM key by key, and one artifact on every backend."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module, check_tool
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.sparse_attention import SparsifyAttention
+from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.session import Session
+
+from .oracle import ROWS, VOCAB, RotaryDecoder, streaming
+
+FRAME, CHUNK, BATCH = 6, 5, 2
+
+
+@cache
+def dense() -> RotaryDecoder:
+    return RotaryDecoder(BATCH).eval()
+
+
+@cache
+def captured() -> DecoderProgram:
+    program = capture(dense(), batch_size=BATCH, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=CHUNK)
+    return run_pipeline(program, analysis_pipeline())
+
+
+def rewritten(sinks: int, window: int, positions: str, *before: Any) -> DecoderProgram:
+    passes = [*before, SparsifyAttention(sinks, window, positions)]
+    return run_pipeline(copy.deepcopy(captured()), passes)
+
+
+def session_of(program: DecoderProgram, threshold: float = float("inf"), prefill: bool = True) -> Session:
+    graph, outputs = (program.prefill, program.prefill_outputs) if prefill else (None, [])
+    backend = EagerBackend(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
+    return Session(backend, program.config, [threshold] * len(program.sites), record=True)
+
+
+def decode(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits [B, T - prompt + 1, V]."""
+    session.reset()
+    out = [session.prefill(ids[:, :prompt])]
+    return torch.stack(out + [session.step(ids[:, i]) for i in range(prompt, ids.shape[1])], 1)
+
+
+def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
+    return torch.randint(0, vocab, (BATCH, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+@pytest.mark.parametrize(("sinks", "window"), [(3, 4), (0, 5), (4, 1)])
+def test_every_position_is_that_of_streaming_attention(positions: str, sinks: int, window: int) -> None:
+    """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns several times."""
+    program, ids = rewritten(sinks, window, positions), token_ids()
+    assert program.config.ring is not None
+    assert 3 * program.config.ring.capacity < ROWS
+    with torch.inference_mode():
+        expected = streaming(dense(), ids, sinks, window, positions)
+    for prompt in (2, 17):
+        actual = decode(session_of(program), ids, prompt)
+        torch.testing.assert_close(actual, expected[:, prompt - 1 :], atol=1e-5, rtol=0)
+
+
+def test_positions_matter_once_the_sequence_is_longer_than_the_cache() -> None:
+    first, second = (decode(session_of(rewritten(3, 4, p)), token_ids(), 1) for p in ("absolute", "cache"))
+    assert torch.equal(first[:, :7], second[:, :7])
+    assert ((first - second).abs().amax((0, 2)) > 1e-4)[8:].all()
+
+
+@pytest.mark.parametrize("gate", ["tas", "bound"])
+def test_calibration_scores_are_those_of_the_session(gate: str) -> None:
+    """The evaluator's chunks read the key of one frame earlier from the ring too."""
+    replay = fc.ReplayConfig(gate=gate, threshold=0.4)
+    program = rewritten(2, 3, "absolute", InsertReplay((0.4, 0.4), gate=gate))
+    videos = token_ids(length=ROWS + 1)
+    measured = Evaluator(program, videos.numpy(), rules_of(replay, 2)).measure([0.4, 0.4])
+    session = session_of(program, 0.4, prefill=False)
+    decode(session, videos[:, :ROWS], 1)
+    counted = np.asarray(session.stats.decisions)[FRAME:].mean((0, 2))
+    assert measured.ratios == pytest.approx(counted.tolist())
+    assert 0.0 < measured.replay < 1.0
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    check_tool("g++")
+    return fc.compile(
+        llama(),
+        target="zcu102",
+        tokens_per_frame=8,
+        max_seq_len=65,
+        batch_size=2,
+        replay=fc.ReplayConfig(threshold=0.0),
+        prefill_chunk=16,
+        sparse_attention=fc.SparseAttention(window=5, sinks=3, positions="cache"),
+        output=tmp_path_factory.mktemp("sparse") / "artifact",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
+def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
+    """Window narrower than a frame, prompt longer than the window: eager, TVM, onnxruntime and C simulation."""
+    check_module("onnxruntime")
+    ids, found, decisions = token_ids(17, 65), {}, {}
+    for backend in ("eager", "cpu", "onnxruntime", "hls-csim"):
+        session = artifact.session(backend, record=True)
+        found[backend] = decode(session, ids, 21)
+        decisions[backend] = np.asarray(session.stats.decisions)
+    assert 0.1 < decisions["eager"].mean() < 0.8
+    for backend in found:
+        assert (decisions[backend] == decisions["eager"]).all(), backend
+        torch.testing.assert_close(found[backend], found["eager"], atol=1e-2, rtol=0)
+    assert torch.equal(found["cpu"], found["hls-csim"])
+
+
+def test_explanation_and_report(artifact: fc.Artifact) -> None:
+    text = artifact.explain()
+    assert "sparse    3 sinks and the last 5 tokens, rotary positions inside the cache" in text
+    assert "27 rows of keys and values instead of 65" in text
+    report = json.loads((artifact.path / "report.json").read_text())["sparse_attention"]
+    assert report == {
+        "sinks": 3,
+        "window": 5,
+        "positions": "cache",
+        "cache_rows": 27,
+        "kv_bytes": 2 * 2 * 2 * 2 * 27 * 16 * 4,
+        "kv_bytes_of_full_cache": 2 * 2 * 2 * 2 * 65 * 16 * 4,
+    }
+    assert fc.load(artifact.path).config.ring == artifact.program.config.ring
+
+
+def test_memory_does_not_grow_with_the_sequence() -> None:
+    sizes = []
+    for length in (64, 1000):
+        program = capture(llama(), batch_size=1, max_seq_len=length, tokens_per_frame=8, prefill_chunk=4)
+        run_pipeline(program, [*analysis_pipeline(), InsertReplay((0.0, 0.0)), SparsifyAttention(2, 6)])
+        sizes.append(sum(s.nbytes for s in program.state))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window": 0}, "SparseAttention is not valid: window: Input should be greater than or equal to 1"),
+        ({"sinks": -1}, "sinks: Input should be greater than or equal to 0"),
+        ({"positions": "relative"}, "positions: Input should be 'absolute' or 'cache'"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(fc.CompileError, match=text):
+        fc.SparseAttention(**options)

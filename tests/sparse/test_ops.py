@@ -1,0 +1,180 @@
+"""The ring's operators against full caches and a mask; the kernels and ONNX definitions against the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowering.test_kernels import run
+from onnx_export.test_ops import at
+from torch import Tensor
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.onnx.ops import translation_table
+from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
+from fastcar_compile.lowering.kernels import window as kernels
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.window import row_of
+
+from .oracle import seen
+
+fastcar = torch.ops.fastcar
+LENGTH, DIM = 40, 4
+
+
+def masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention over full caches."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+
+
+def filled(ring: int, sinks: int, position: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A ring cache into which positions 0 .. position + count - 1 were written one by one, all keys, and a query."""
+    keys = torch.randn(2, 2, position + count, DIM)
+    cache = torch.zeros(2, 2, sinks + ring, DIM)
+    for p in range(position + count):
+        cache = fastcar.ring_write(cache, keys[:, :, p : p + 1], at(p), sinks)
+    return cache, keys, torch.randn(2, 4, count, DIM)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    sinks=st.integers(0, 7),
+    window=st.integers(1, 12),
+    stride=st.integers(1, 20),
+    chunks=st.lists(st.integers(1, 9), min_size=6, max_size=12),
+    pad=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_ring_is_the_full_cache_with_a_mask(
+    sinks: int, window: int, stride: int, chunks: list[int], pad: bool, seed: int
+) -> None:
+    """Any chunks, longer than the window too, padded with garbage or not; and the key of `stride` ago is there."""
+    torch.manual_seed(seed)
+    widest = max(chunks)
+    ring = max(window, stride + 1) + widest - 1
+    query, keys, values = torch.randn(1, 4, LENGTH, DIM), torch.randn(1, 2, LENGTH, DIM), torch.randn(1, 2, LENGTH, DIM)
+    expected = masked(query, keys, values, seen(LENGTH, sinks, window), 0.3)
+    caches, start = [torch.full((1, 2, sinks + ring, DIM), 99.0)] * 2, 0
+    for count in chunks:
+        count = min(count, LENGTH - start)
+        if count == 0:
+            break
+        here, padding = slice(start, start + count), (0, 0, 0, widest - count if pad else 0)
+        new = [torch.nn.functional.pad(t[:, :, here], padding, value=-7.0) for t in (keys, values)]
+        caches = [fastcar.ring_write(c, n, at(start), sinks) for c, n in zip(caches, new, strict=True)]
+        asked = torch.nn.functional.pad(query[:, :, here], padding)
+        actual = fastcar.window_attention(asked, *caches, at(start), 0.3, sinks, window)[:, :, :count]
+        torch.testing.assert_close(actual, expected[:, :, here], atol=1e-5, rtol=0)
+        for p in range(start, start + count):
+            row = fastcar.ring_row(at(p), stride, sinks, ring)
+            assert torch.equal(caches[0][:, :, int(row)], keys[:, :, max(p - stride, 0)])
+        start += count
+
+
+@given(sinks=st.integers(0, 9), ring=st.integers(1, 20), start=st.integers(0, 10**9))
+def test_rows_of_one_turn_are_distinct_and_follow_each_other(sinks: int, ring: int, start: int) -> None:
+    rows = row_of(torch.arange(start + sinks, start + sinks + ring), sinks, ring)
+    assert sorted(rows.tolist()) == list(range(sinks, sinks + ring))
+    assert torch.equal(row_of(torch.arange(sinks), sinks, ring), torch.arange(sinks))
+
+
+def test_the_sinks_meet_their_own_query() -> None:
+    """With keys of the sinks and the window apart, both parts of the logits can be told from each other."""
+    torch.manual_seed(0)
+    sinks, window, ring, position = 3, 4, 6, 17
+    cache, keys, query = filled(ring, sinks, position, 1)
+    other = torch.randn_like(query)
+    actual = fastcar.window_attention(query, cache, cache, at(position), 0.5, sinks, window, other)
+    first, last = keys[:, :, :sinks], keys[:, :, position - window + 1 :]
+    both = torch.cat([first, last], 2).repeat_interleave(2, 1)
+    logits = torch.cat([other @ first.repeat_interleave(2, 1).mT, query @ last.repeat_interleave(2, 1).mT], -1)
+    torch.testing.assert_close(actual, (logits * 0.5).softmax(-1) @ both)
+    assert not torch.allclose(actual, fastcar.window_attention(query, cache, cache, at(position), 0.5, sinks, window))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    sinks=st.integers(0, 5),
+    window=st.integers(1, 9),
+    spare=st.integers(0, 5),
+    count=st.integers(1, 4),
+    dim=st.sampled_from([1, 3, 8, 16, 48]),
+    seed=st.integers(0, 99),
+)
+def test_kernel_of_attention(sinks: int, window: int, spare: int, count: int, dim: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    ring = window + count - 1 + spare
+    caches = torch.randn(2, 2, 2, sinks + ring, dim)
+    query, other = torch.randn(2, 2, 4, count, dim)
+    kernel = kernels.window_attention(tuple(query.shape), tuple(caches[0].shape), 0.4, sinks, window)
+    library = compiled(kernel)
+    for position in (0, 1, sinks, sinks + window, 3 * ring + 1):
+        expected = fastcar.window_attention(query, *caches, at(position), 0.4, sinks, window, other)
+        actual = library(query, *caches, at(position), other, torch.zeros_like(query))
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def compiled(kernel: PrimFunc) -> Callable[..., Tensor]:
+    """A kernel, compiled once; returns its last argument."""
+    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    library = tvm.compile(module, target=host_target())
+
+    def call(*tensors: Tensor) -> Tensor:
+        arguments = [tvm.runtime.tensor(t.numpy()) for t in tensors]
+        library["main"](*arguments)
+        return torch.from_numpy(np.array(arguments[-1].numpy()))
+
+    return call
+
+
+@pytest.mark.parametrize("position", [0, 2, 3, 11, 30])
+def test_kernels_of_rows(position: int) -> None:
+    torch.manual_seed(position)
+    cache, value = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 5, 4)
+    written = run(kernels.ring_write((2, 2, 9, 4), 5, 3), cache, value, at(position))[0]
+    assert torch.equal(written, fastcar.ring_write(cache, value, at(position), 3))
+    row = run(kernels.ring_row(4, 3, 6), at(position), at(0))[1]
+    assert torch.equal(row, fastcar.ring_row(at(position), 4, 3, 6))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_onnx(tmp_path: Path, sinks: int) -> None:
+    """All definitions in one model; the position is an input of it."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 2, sinks + 7, DIM)
+    query, other = torch.randn(2, 2, 4, 1, DIM)
+    new = torch.randn(2, 2, 1, DIM)
+
+    class Model(torch.nn.Module):
+        def forward(self, position: Tensor) -> tuple[Tensor, ...]:
+            cache = fastcar.ring_write(keys, new, position, sinks)
+            arguments = (query, cache, values, position, 0.4, sinks, 5)
+            row, most = fastcar.ring_row(position, 4, sinks, 7), fastcar.limit(position, 6)
+            attended = [fastcar.window_attention(*arguments, q) for q in (None, other)]
+            return cache, row, most, *attended
+
+    path = tmp_path / "ops.onnx"
+    with quiet_exporter():
+        exported = torch.export.export(Model(), (at(0),), strict=False)
+        torch.onnx.export(
+            exported,
+            f=path,
+            dynamo=True,
+            custom_translation_table=translation_table(),
+            opset_version=OPSET,
+            verbose=False,
+        )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for position in (0, 1, 3, 4, 20):
+        actual = session.run(None, {session.get_inputs()[0].name: np.array([position])})
+        for name, a, e in zip(["cache", "row", "limit", "full", "sink"], actual, Model()(at(position)), strict=True):
+            assert torch.allclose(torch.from_numpy(a), e, atol=1e-6), (name, position)

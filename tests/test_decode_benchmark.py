@@ -1,0 +1,126 @@
+"""benchmarks/decode.py: the rows of a small run, the schedule, the bytes it counts, and a peer that fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from decode import QUICK  # noqa: E402
+from speed.ours import schedule  # noqa: E402
+from speed.plan import PEERS, Plan  # noqa: E402
+from speed.report import cosine, rows_of, table  # noqa: E402
+from speed.runner import run_group  # noqa: E402
+from speed.sizes import GROUP, Job, Sizes, Traffic  # noqa: E402
+
+KEYS = {"engine", "precision", "replay", "ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share"}
+OURS = "fastcar_compile"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The 8-bit group of `--quick`, in a process, as a user runs it."""
+    path = tmp_path_factory.mktemp("speed")
+    command = [sys.executable, str(BENCHMARKS / "decode.py"), "--quick", "--precisions", "w8a8"]
+    run = subprocess.run(
+        [*command, "--json", str(path / "rows.json"), "--plot", str(path / "plot.png")],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert (path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((path / "rows.json").read_text())
+
+
+def ours(rows: list[dict[str, Any]]) -> dict[float, dict[str, Any]]:
+    """Our rows by replay ratio."""
+    return {r["replay"]: r for r in rows if r["engine"] == OURS}
+
+
+def test_every_engine_has_rows_with_numbers_or_a_reason(rows: list[dict[str, Any]]) -> None:
+    """Nothing is dropped: our ratios, and each peer measured or missing."""
+    assert set(ours(rows)) == {0.0, 0.5, 0.8, 0.875}
+    assert {(r["engine"], r["precision"]) for r in rows if r["engine"] != OURS} == set(PEERS["w8a8"])
+    for row in rows:
+        assert row.keys() >= KEYS
+        if "missing" in row:
+            assert row["ms_per_token"] is None
+            assert row["missing"]
+        else:
+            assert 0 < row["ms_min"] <= row["ms_per_token"] <= row["ms_max"]
+    assert all("missing" not in r for r in rows if r["engine"] in (OURS, "onnxruntime"))
+
+
+def test_engines_compute_the_same_function(rows: list[dict[str, Any]]) -> None:
+    """Logits after five tokens, against the first engine of the group."""
+    assert all(r["cosine"] > 0.999 for r in rows if "missing" not in r)
+
+
+def test_bytes_are_those_of_the_program(rows: list[dict[str, Any]]) -> None:
+    """int8 weights and scales, float32 norms, keys and values; the MLPs only where they are computed."""
+    h, i, layers, vocab = QUICK.hidden, QUICK.intermediate, QUICK.layers, QUICK.vocab
+    products = layers * (4 * h * (h + 4)) + vocab * (h + 4) + (layers + 1) * h * 4
+    mlp = layers * (2 * i * (h + 4) + h * (i + 4) + h * 4)  # its norm is skipped with it
+    cache = 2 * layers * h * 4 * QUICK.context
+    for row in ours(rows).values():
+        expected = products + cache + mlp * (1 - row["replay_achieved"])
+        assert row["bytes_per_token"] == pytest.approx(expected, rel=0.03)  # RoPE, embedding rows, replay state
+        share = row["bytes_per_token"] / row["ms_per_token"] / row["bandwidth_gb_s"] / 1e6
+        assert row["bandwidth_share"] == pytest.approx(share)
+    saved = ours(rows)[0.0]["bytes_per_token"] - ours(rows)[0.5]["bytes_per_token"]
+    assert saved == pytest.approx(mlp / 2, abs=2)
+
+
+@given(st.sampled_from([0.0, 0.2, 0.5, 0.8, 0.875, 1.0]), st.integers(1, 6), st.integers(1, 33))
+def test_the_schedule_replays_the_ratio_evenly(ratio: float, groups: int, layers: int) -> None:
+    """Every group of tokens has the nearest whole number, and its tokens differ by at most one."""
+    chosen = schedule(ratio, groups * GROUP, layers)
+    counts = chosen.sum(1).reshape(groups, GROUP)
+    assert (counts.sum(1) == round(ratio * GROUP * layers)).all()
+    assert counts.max() - counts.min() <= 1
+    assert (chosen == schedule(ratio, groups * GROUP, layers)).all()
+
+
+def test_sixteen_layers_make_the_published_ratios_exact() -> None:
+    """0.5, 0.8 and 0.875 at the default shape."""
+    assert [schedule(r, 2 * GROUP, Sizes().layers).mean() for r in (0.5, 0.8, 0.875)] == [0.5, 0.8, 0.875]
+
+
+def test_an_engine_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    """The exception's own text, and a line below the table."""
+    job = Job("pytorch eager", "float8", QUICK, str(tmp_path / "nothing"), str(tmp_path / "job"), max_seq_len=0)
+    (row,) = rows_of(run_group([job], lambda _text: None), [], 0.0)
+    assert row["missing"] == "KeyError: 'float8'"
+    assert row["ms_per_token"] is None
+    assert "Missing: pytorch eager float8: KeyError: 'float8'" in table([row])
+
+
+def test_a_window_bounds_the_bytes() -> None:
+    """Beyond the window the context costs nothing more."""
+    traffic = Traffic(weights=100, mlp=50, per_position=2, state=3)
+    assert traffic.bytes(10, 0.5) == 100 + 25 + 20 + 3
+    assert replace(traffic, window=4).bytes(10, 0) == 100 + 50 + 8 + 3
+
+
+def test_the_plan_has_every_peer_of_the_issue() -> None:
+    """Batch 2 and longer caches too."""
+    jobs = [j for p in PEERS for j in Plan(Sizes(), Path("c"), Path("f")).jobs(p)]
+    assert {(j.batch, j.max_seq_len) for j in jobs if j.engine == OURS} == {(1, 1024), (2, 1024), (1, 2048), (1, 4096)}
+    assert {j.engine for j in jobs} == {OURS, "pytorch eager", "torch.compile", "onnxruntime", "openvino", "llama.cpp"}
+    assert len({j.folder for j in jobs}) == len(jobs)
+
+
+def test_cosine() -> None:
+    """Of vectors at 45 degrees."""
+    assert cosine([1, 0], [1, 1]) == pytest.approx(np.sqrt(0.5))
