@@ -33,8 +33,9 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     """Group by group: y = float(sum q * w) * ws, added in ascending order; then times the row's scale.
 
     q int8 [m, k], s float32 [m], w uint8 [n, 64 * G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n].
-    Rows with s = 0 are zero and are not multiplied. Four outputs at a time, in the lanes of one vector. The fence keeps LLVM from contracting a product and the
-    addition after it into one rounding. As for w8a8, another kernel adds the bias.
+    Rows with s = 0 are zero and are not multiplied. Four outputs at a time, in the lanes of one vector. The fence keeps
+    LLVM from contracting a product and the addition after it into one rounding. As for w8a8, another kernel adds the
+    bias.
     """
     dot = INT4_DOTS[isa.int8]
     lanes, group = dot.lanes, dot.group
