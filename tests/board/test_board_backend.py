@@ -200,11 +200,11 @@ def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
     arm = "aarch64-linux-gnu"
     assert programs_for(host, arm, frozenset())["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
     name = variant["instruction_set"]
-    text = rf"no library for this CPU \({triple}\), only for {name} \({triple}\), cortex-a53 \({arm}\)\n  mend: +use another"
-    with pytest.raises(BackendError, match=text):
+    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  mend:  use another"
+    with pytest.raises(BackendError, match=re.escape(text)):
         programs_for(host, triple, frozenset())
     old = frozenset(instruction_set("sse4").flags)
-    with pytest.raises(BackendError, match="compile it with host_cpus naming one of: sse4$"):
+    with pytest.raises(BackendError, match=r"compile it with host_cpus naming one of: sse4$"):
         programs_for(host, "x86_64-linux-gnu", old)
     unlinked = host | {"board": host["board"] | {"linked": False}}
     with pytest.raises(BackendError, match=r"the libraries for aarch64-linux-gnu are object files, not linked"):
