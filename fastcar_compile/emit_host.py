@@ -110,7 +110,8 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
         lowered: program name -> LoweredModule. machine: triple of the build machine.
 
     Returns:
-        The manifest's `host.board`: triple, cpu, instruction set, compiler, linked, and per program its library and argument names.
+        The manifest's `host.board`: triple, cpu, instruction set, compiler, linked, and per program its library and
+        argument names.
     """
     from fastcar_compile.lowering.target import board_instruction_set
 
