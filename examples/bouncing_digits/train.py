@@ -12,7 +12,7 @@ from common.training import Phase, World, train_command
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from video import FRAMES, SEPARATOR, TOKENS_PER_FRAME, TOKENS_PER_VIDEO, VOCAB_SIZE, make_videos, tokenize, with_bos
 
-PHASES = (Phase(4, 8, 1100), Phase(FRAMES, 4, 200))
+PHASES = (Phase(4, 8, 500), Phase(FRAMES, 4, 100))
 """Motion is learnt on short videos, where attention is cheap; the whole length comes at the end."""
 
 

@@ -98,6 +98,11 @@ def detokenize(tokens: np.ndarray) -> np.ndarray:
     return patches.reshape(count, -1, SIZE, SIZE).astype(np.uint8)
 
 
+def pixels(tokens: np.ndarray) -> np.ndarray:
+    """`detokenize` as `fastcar evaluate --detokenize` takes it: float64 from 0 to 1."""
+    return detokenize(tokens) / float(INK)
+
+
 def with_bos(tokens: np.ndarray) -> np.ndarray:
     """int64 [N, T] -> [N, 1 + T]; a video begins with a separator."""
     return np.concatenate([np.full((len(tokens), 1), SEPARATOR, np.int64), tokens], 1)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from evaluate import HELD_OUT_SEED, MODEL, load_model
 from render import write_gif, write_strip
-from transformers import LlamaForCausalLM
 from video import BOS, FRAMES, TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos
 
 
 def continue_videos(
-    model: LlamaForCausalLM, start: np.ndarray, frames: int = FRAMES, temperature: float = 0.0, seed: int = 0
+    model: Any, start: np.ndarray, frames: int = FRAMES, temperature: float = 0.0, seed: int = 0
 ) -> np.ndarray:
     """Generate the frames that follow.
 
     Args:
+        model: a transformers decoder with `generate`.
         start: uint8 [N, given, 32, 32]. frames: total, given ones included. temperature: 0 is greedy.
 
     Returns:

@@ -86,6 +86,11 @@ def detokenize(tokens: np.ndarray) -> np.ndarray:
     return patches.reshape(count, -1, SIZE, SIZE).astype(np.uint8)
 
 
+def pixels(tokens: np.ndarray) -> np.ndarray:
+    """`detokenize` as `fastcar evaluate --detokenize` takes it: float64 from 0 to 1."""
+    return detokenize(tokens).astype(np.float64)
+
+
 def with_bos(tokens: np.ndarray) -> np.ndarray:
     """int64 [N, T] -> [N, 1 + T]."""
     return np.concatenate([np.full((len(tokens), 1), BOS, np.int64), tokens], 1)

@@ -56,8 +56,9 @@ def calibrate(
     """Choose thresholds on videos that are like those that will be decoded.
 
     Damage curves (teacher-forced NLL over thresholds at quantiles of the recorded scores) are measured per layer, on
-    the dense decoder and again on top of the other layers' choices; dynamic programming allocates the ratios, and
-    exchanges between layers refine the result as measured jointly. Deterministic.
+    the dense decoder and then around each layer's choice on top of the others'; dynamic programming allocates the
+    ratios, and of all choices, one quantile for every layer among them, the best as measured jointly is kept.
+    Deterministic.
 
     Args:
         source: an artifact, with the gate it was compiled with; or a decoder, as `compile` takes it, with `replay`,

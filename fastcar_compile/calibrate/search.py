@@ -1,4 +1,4 @@
-"""From measurements to thresholds: damage curves on top of each other, then exchanges between layers."""
+"""From measurements to thresholds: damage curves on a dense decoder, then around the choice so far."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastcar_compile.gates import Comparison
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
 """Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
-SPREADS = (0.12, 0.05)
-"""Then curves around the choice so far, on top of the other layers' thresholds: one and two of these to either side."""
+SPREADS = (0.1, 0.05)
+"""Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
 
-STEPS = (0.03,)
-"""Sizes of the last exchanges between layers, as shares of a layer's scores."""
+STEPS = (0.06, 0.03)
+"""By which single layers grow while a budget of damage allows it, as shares of a layer's scores."""
 
 UNIFORM_TOLERANCE = 0.003
 """How near the joint ratio of one quantile for every layer comes to its target."""
@@ -126,7 +126,7 @@ class Search:
         """Damage of thresholds around this layer's own in `base`, relative to `base`."""
         share, before = self.share(layer, base[layer]), self.outcome(base)
         points = [Point(base[layer], before.ratios[layer], 0.0)]
-        for steps in (-2, -1, 1, 2) if self._able[layer] else ():
+        for steps in (-1, 1) if self._able[layer] else ():
             value = self.at(layer, min(share + steps * spread, 1.0))
             if value != base[layer]:
                 found = self.outcome(_with(base, layer, value))
@@ -154,7 +154,7 @@ class Search:
         for spread in SPREADS:
             chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
             best = chosen if self._better(chosen, best, target) else best
-        return self._exchange(best, target)
+        return best
 
     def for_damage(self, max_damage: float) -> Values:
         """Thresholds of great replay ratio whose measured damage is at most this."""
@@ -182,25 +182,6 @@ class Search:
     def _better(self, values: Values, than: Values, target: float) -> bool:
         new, old = self.outcome(values), self.outcome(than)
         return (new.replay < target, new.damage) < (old.replay < target, old.damage)
-
-    def _exchange(self, best: Values, target: float) -> Values:
-        """Move replay from one layer to another while the measured damage falls."""
-        layers = [i for i, able in enumerate(self._able) if able]
-        for step in STEPS:
-            improved = True
-            while improved:
-                moves = [(up, down) for up in layers for down in layers if up != down]
-                candidates = (self._moved(best, up, down, step) for up, down in moves)
-                better = next((c for c in candidates if c is not None and self._better(c, best, target)), None)
-                improved = better is not None
-                best = better if better is not None else best
-        return best
-
-    def _moved(self, values: Values, up: int, down: int, step: float) -> Values | None:
-        raised, lowered = self.share(up, values[up]) + step, self.share(down, values[down]) - step
-        if raised > 1 + step / 2 or lowered < -step / 2:
-            return None
-        return _with(_with(values, up, self.at(up, raised)), down, self.at(down, lowered))
 
     def _grow(self, best: Values, max_damage: float) -> Values:
         """Raise single layers while the measured damage stays within the budget."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,10 @@ def grid(
     layers = 0
     for config, search in searches.items():
         layers = len(search.closed)
-        for ratio in ratios:
-            for calibration in (c for c in calibrations if c != "random"):
-                say(f"{config.gate}, {calibration}, {ratio:g}")
-                found = search.for_replay(ratio) if calibration == "calibrated" else search.uniform(ratio)
-                cases.append(Case(calibration, config.model_copy(update={"threshold": found}), ratio))
+        for ratio, calibration in product(ratios, (c for c in calibrations if c != "random")):
+            say(f"{config.gate}, {calibration}, {ratio:g}")
+            found = search.for_replay(ratio) if calibration == "calibrated" else search.uniform(ratio)
+            cases.append(Case(calibration, config.model_copy(update={"threshold": found}), ratio))
     if "random" in calibrations:
         cases += [random_case(ratio, layers) for ratio in ratios]
     return cases

@@ -11,6 +11,7 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.calibrate.heads import choose_heads
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
@@ -133,3 +134,25 @@ def test_bad_videos() -> None:
         Evaluator(source, np.zeros((2, 9), np.int64), rules)
     with pytest.raises(InputError, match="compile with prefill_chunk <= 8"):
         Evaluator(rewritten(replay, chunk=9), videos(), rules)
+
+
+def test_heads_are_chosen_by_the_damage_that_they_do() -> None:
+    """Against a search by hand: the best single head or its negative, and no later head makes it worse."""
+    replay = fc.ReplayConfig(gate="tas")
+    source = rewritten(replay)
+    evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS))
+    lines: list[str] = []
+    chosen = choose_heads(evaluator, [2, 0], lines.append)
+    assert chosen[1] == ()
+    assert len(lines) == len(chosen[0])
+
+    def nll(heads: list[tuple[int, float]]) -> float:
+        one = fc.ReplayConfig(gate="tas", heads=[heads, None])
+        fresh = Evaluator(source, videos(), rules_of(one, LAYERS))
+        scores = fresh.measure([None, None]).scores[0].sort().values
+        return fresh.measure([float(scores[round(0.4 * len(scores)) - 1]), None]).nll
+
+    singles = {(h, s): nll([(h, s)]) for h in range(2) for s in (1.0, -1.0)}
+    assert chosen[0][0] == min(singles, key=singles.__getitem__)
+    steps = [nll(list(chosen[0][:count])) for count in range(1, len(chosen[0]) + 1)]
+    assert steps == sorted(steps, reverse=True)

@@ -1,0 +1,161 @@
+"""docs/quality.md from measured rows: every number and every verdict in it is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+GOALS = (("tas", 0.5, 1.18), ("input_delta", 0.8, 1.10), ("input_delta", 0.85, 1.20))
+"""(gate, replay ratio, NLL relative to dense) that calibration aims at."""
+
+_NEAR = 0.03
+"""Rows are compared at equal ratio only if their measured ratios are this near, or the better row replays more."""
+
+_HEAD = """# Quality
+
+Written by `python benchmarks/quality.py --docs`; not edited by hand. The decoders are the shipped ones
+(`examples/moving_shapes`, `examples/bouncing_digits`), float32; the videos are held out: neither trained nor calibrated
+on. Everything is teacher-forced, so every token is predicted from the true past, and counts frames 2 to 8.
+
+- *replay*: share of the forwards that may replay (t >= F); in brackets of all forwards, as the paper counts.
+- *NLL*: nats per token. The dense NLL of these decoders is small, so small absolute increases are large relative ones:
+  both are given.
+- *agreement*: share of places whose likeliest symbol is the dense decoder's.
+- *PSNR*, *SSIM*: frames of the likeliest symbols against the true frames.
+- *calibrated*: thresholds per layer from `fc.calibrate` on other videos (docs/gates.md); for `tas` the query heads are
+  chosen too. *uniform*: the same gate and heads, one quantile of every layer's scores. *random*: a hash decides.
+
+The shipped thresholds are `examples/*/cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run
+the rows are in `build/quality/rows.json` too. `fastcar evaluate` measures your own decoder in the same way.
+"""
+
+
+def write_document(path: Path, found: Mapping[str, Rows]) -> None:
+    """The whole page; pictures lie in images/quality/<decoder>/ beside it."""
+    lines = [_HEAD]
+    for name, rows in found.items():
+        lines += [*_decoder(name, rows)]
+    lines += ["## Goals", "", *_goals(found), "", "## Calibrated against uniform and random", "", *_verdicts(found)]
+    lines += ["", "## Replay and sink-window", "", *_windows(found), ""]
+    path.write_text("\n".join(lines), "utf-8")
+
+
+def _decoder(name: str, rows: Rows) -> Iterator[str]:
+    images = f"images/quality/{name}"
+    yield f"## {name}\n\n![NLL against replay]({images}/quality.png)\n"
+    yield "| gate | thresholds | attention | replay | NLL | above dense | of dense | agreement | PSNR | SSIM |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        yield _line(row)
+    yield "\nReplay by layer of the calibrated thresholds:\n"
+    for row in rows:
+        if row["calibration"] == "calibrated" and row["sparse_attention"] == "none":
+            shares = " / ".join(f"{100 * share:.0f}" for share in row["replay_by_layer"])
+            yield f"- `{row['gate']}` at {100 * row['target_replay']:g} %: {shares} %"
+    yield f"\n![NLL by frame]({images}/drift.png)\n"
+    heats = [r for r in rows if r["calibration"] == "calibrated" and r["sparse_attention"] == "none"]
+    for gate in dict.fromkeys(r["gate"] for r in heats):
+        yield f"![Where {gate} replays]({images}/heat-{gate}-calibrated-0.8.png)\n"
+    yield f"![Frames]({images}/strips.png)\n"
+
+
+def _line(row: Row) -> str:
+    nll = float(row["nll"])
+    cells = (
+        "dense" if row["gate"] == "none" else f"`{row['gate']}`",
+        "" if row["gate"] in ("none", "random") else row["calibration"],
+        row["sparse_attention"] if row["sparse_attention"] != "none" else "full",
+        f"{100 * row['replay_ratio']:.1f} % ({100 * row['replay_ratio_all_forwards']:.1f} %)",
+        f"{nll:.4f}",
+        f"{nll - row['nll_dense']:+.4f}",
+        f"{nll / row['nll_dense']:.2f}x",
+        f"{100 * row['token_agreement']:.2f} %",
+        f"{float(row['psnr']):.1f} dB",
+        f"{row['ssim']:.3f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _pick(rows: Rows, gate: str, calibration: str, target: float, attention: str = "none") -> Row | None:
+    wanted = (gate, calibration, target, attention)
+    keys = ("gate", "calibration", "target_replay", "sparse_attention")
+    return next((row for row in rows if tuple(row[k] for k in keys) == wanted), None)
+
+
+def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
+    yield "| decoder | gate | replay asked for | replay | NLL allowed | NLL | above dense | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, rows in found.items():
+        for gate, target, limit in GOALS:
+            row = _pick(rows, gate, "calibrated", target)
+            if row is None:
+                continue
+            ratio, nll = row["replay_ratio"], float(row["nll"])
+            reached = nll <= limit * row["nll_dense"] and ratio >= target
+            cells = (
+                name,
+                f"`{gate}`",
+                f"{100 * target:g} %",
+                f"{100 * ratio:.1f} %",
+                f"{limit:g}x",
+                f"{nll / row['nll_dense']:.2f}x",
+                f"{nll - row['nll_dense']:+.4f}",
+                "reached" if reached else "**not reached**",
+            )
+            yield "| " + " | ".join(cells) + " |"
+
+
+def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:
+    """One line per decoder and gate: whether calibrated is better at every ratio, and where not."""
+    for name, rows in found.items():
+        calibrated = [r for r in rows if r["calibration"] == "calibrated" and r["sparse_attention"] == "none"]
+        for gate in dict.fromkeys(row["gate"] for row in calibrated):
+            own = [row for row in calibrated if row["gate"] == gate]
+            worse = [text for row in own for text in _beaten_by(rows, row)]
+            ratios = ", ".join(f"{100 * row['target_replay']:g}" for row in own)
+            if worse:
+                yield f"- {name}, `{gate}`: calibrated is **not** better than " + "; ".join(worse) + "."
+            else:
+                yield f"- {name}, `{gate}`: calibrated is better than uniform and random at {ratios} %."
+
+
+def _beaten_by(rows: Rows, row: Row) -> Iterator[str]:
+    target = row["target_replay"]
+    for gate, calibration in ((row["gate"], "uniform"), ("random", "random")):
+        other = _pick(rows, gate, calibration, target)
+        if other is None:
+            continue
+        comparable = row["replay_ratio"] >= other["replay_ratio"] - _NEAR
+        if not comparable or float(row["nll"]) >= float(other["nll"]):
+            shares = f"{100 * row['replay_ratio']:.1f} % against {100 * other['replay_ratio']:.1f} % replayed"
+            values = f"{float(row['nll']):.4f} and {float(other['nll']):.4f}"
+            yield f"{calibration} at {100 * target:g} % ({values}, {shares})"
+
+
+def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
+    """Per decoder and window: whether replay with the window has the lower NLL or drift than the window alone."""
+    for name, rows in found.items():
+        for attention in dict.fromkeys(r["sparse_attention"] for r in rows if r["sparse_attention"] != "none"):
+            alone = next(r for r in rows if r["sparse_attention"] == attention and r["gate"] == "none")
+            for row in rows:
+                if row["sparse_attention"] == attention and row is not alone:
+                    yield f"- {name}, {attention}: " + _against(row, alone)
+    yield ""
+    yield "*Drift* is the NLL of the last frame less that of the second. The thresholds are those of full attention."
+
+
+def _against(row: Row, alone: Row) -> str:
+    nll, drift = (float(row["nll"]), float(alone["nll"])), (_drift(row), _drift(alone))
+    better = [what for what, (a, b) in (("NLL", nll), ("drift", drift)) if a < b]
+    verdict = f"beats the window alone in {' and '.join(better)}" if better else "does not beat the window alone"
+    numbers = f"NLL {nll[0]:.4f} against {nll[1]:.4f}, drift {drift[0]:+.4f} against {drift[1]:+.4f}"
+    return f"`{row['gate']}` with {100 * row['replay_ratio']:.0f} % replay {verdict} ({numbers})."
+
+
+def _drift(row: Row) -> float:
+    by_frame = row["nll_by_frame"]
+    return float(by_frame[-1]) - float(by_frame[1])
