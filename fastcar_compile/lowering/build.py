@@ -25,6 +25,7 @@ from fastcar_compile.lowering.isa import InstructionSet, host_instruction_set
 from fastcar_compile.lowering.kernels.choice import specialise
 from fastcar_compile.lowering.segment import Segment, segment
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.lowering.trusted_calls import trust_inner_calls
 from fastcar_compile.passes.edit import output_nodes
 
 ENTRY = "run"
@@ -133,7 +134,8 @@ def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
     unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
     prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow(), unused]
-    return tvm.transform.Sequential([*prepare, relax.backend.cpu_generic.get_default_pipeline(target)])
+    default = relax.backend.cpu_generic.get_default_pipeline(target)
+    return tvm.transform.Sequential([*prepare, default, trust_inner_calls(ENTRY)])
 
 
 def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:
