@@ -31,7 +31,8 @@ from fastcar_compile.lowering.isa import (
 from fastcar_compile.lowering.kernels.choice import KERNELS
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops.quant import group_count
-from fastcar_compile.runtime.threads import usable_cores
+from fastcar_compile.parallel import usable_cores
+from fastcar_compile.runtime.threads import use_threads
 
 KINDS = ("linear_w8a8", "linear_w4a8")
 STREAMED = 192 << 20
@@ -159,7 +160,7 @@ def main() -> None:
     if lacking := [isa.name for isa in sets if not isa.flags <= cpu_flags()]:
         able = ", ".join(isa.name for isa in INSTRUCTION_SETS if isa.flags <= cpu_flags())
         parser.error(f"this CPU does not run {', '.join(lacking)}; it runs {able}")
-    tvm.get_global_func("runtime.config_threadpool")(1, options.threads)
+    use_threads(options.threads)
     rows = []
     for isa in sets:
         for kind in options.kernels.split(","):
