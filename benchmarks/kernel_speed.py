@@ -1,7 +1,7 @@
 """GB/s of weights that the integer linears stream, and the share of this machine's read bandwidth.
 
-    python benchmarks/kernel_bandwidth.py --json out.json
-    python benchmarks/kernel_bandwidth.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
+    python benchmarks/kernel_speed.py --json out.json
+    python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
 
 Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
 that of a kernel that only reads, measured in turns with the others; times are the least of all calls.
