@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
@@ -29,8 +31,10 @@ PASSES: dict[str, type[Pass]] = {
         SplitGateUp,
         FindSites,
         RepeatLayers,
+        Bfloat16Weights,
         QuantizeW8A8,
         QuantizeW4A8,
+        NarrowEmbedding,
         InsertReplay,
         SkipRows,
         SparsifyAttention,
@@ -39,7 +43,7 @@ PASSES: dict[str, type[Pass]] = {
         OffloadLinears,
     )
 }
-QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
+QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -58,7 +62,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
     if config.quant in QUANTIZE:
-        passes.append(QUANTIZE[config.quant])
+        passes += [QUANTIZE[config.quant], NarrowEmbedding()]
     if config.replay is not None:
         passes += [_replay(config.replay, num_layers), SkipRows(config.replay.couple_cfg)]
     if config.sparse_attention is not None:

@@ -57,7 +57,7 @@ def _cpu_options(artifact: Artifact, threads: int | None) -> dict[str, Any]:
         "root": artifact.path,
         "programs": programs_for(sections["host"], f"{platform.machine()}-linux-gnu", cpu_flags()),
         "params": artifact.params,
-        "state": artifact.program.state,
+        "state": artifact.state,
         "config": artifact.config,
         "threads": threads,
     }
@@ -76,7 +76,7 @@ def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
     model = next((f for f in (ONNX_INLINE, ONNX_EXTERNAL) if f in artifact.manifest.files), None)
     if model is None:
         raise BackendError("this artifact has no ONNX model", mend="compile the model again")
-    return OrtBackend(artifact.path / model, artifact.program.state, artifact.config, threads)
+    return OrtBackend(artifact.path / model, artifact.state, artifact.config, threads)
 
 
 def programs_for(host: Mapping[str, Any], machine: str, flags: frozenset[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """GB/s of weights that the integer linears stream, and the share of this machine's read bandwidth.
 
-    python benchmarks/kernels.py --json out.json
-    python benchmarks/kernels.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
+    python benchmarks/kernel_speed.py --json out.json
+    python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
 
 Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
 that of a kernel that only reads, measured in turns with the others; times are the least of all calls.
@@ -31,7 +31,8 @@ from fastcar_compile.lowering.isa import (
 from fastcar_compile.lowering.kernels.choice import KERNELS
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops.quant import group_count
-from fastcar_compile.runtime.threads import usable_cores
+from fastcar_compile.parallel import usable_cores
+from fastcar_compile.runtime.threads import use_threads
 
 KINDS = ("linear_w8a8", "linear_w4a8")
 STREAMED = 192 << 20
@@ -159,7 +160,7 @@ def main() -> None:
     if lacking := [isa.name for isa in sets if not isa.flags <= cpu_flags()]:
         able = ", ".join(isa.name for isa in INSTRUCTION_SETS if isa.flags <= cpu_flags())
         parser.error(f"this CPU does not run {', '.join(lacking)}; it runs {able}")
-    tvm.get_global_func("runtime.config_threadpool")(1, options.threads)
+    use_threads(options.threads)
     rows = []
     for isa in sets:
         for kind in options.kernels.split(","):
