@@ -21,7 +21,7 @@ from decode import QUICK  # noqa: E402
 from speed.ours import schedule  # noqa: E402
 from speed.plan import PEERS, Plan  # noqa: E402
 from speed.report import cosine, rows_of, speedups, table  # noqa: E402
-from speed.runner import run_group  # noqa: E402
+from speed.runner import Result, run_group  # noqa: E402
 from speed.sizes import GROUP, Job, Sizes, Traffic  # noqa: E402
 
 KEYS = {"engine", "precision", "replay", "ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share"}
@@ -104,6 +104,14 @@ def test_an_engine_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     assert row["missing"] == "KeyError: 'float8'"
     assert row["ms_per_token"] is None
     assert "Missing: pytorch eager float8: KeyError: 'float8'" in table([row])
+
+
+def test_a_table_without_bandwidth_says_so() -> None:
+    """Our engine measures it; where that is missing, peers keep their times."""
+    result = Result(Job("openvino", "int4", QUICK, "", ""), "dense", [2e-3], traffic=Traffic(1e6, 0, 0), logits=[1.0])
+    row = rows_of([result], [1.0], 0.0)[0]
+    assert row["bandwidth_share"] is None
+    assert "| openvino | int4 | 0 | 2 | 2 - 2 | 1 | not measured |  |" in table([row])
 
 
 def test_a_window_bounds_the_bytes() -> None:
