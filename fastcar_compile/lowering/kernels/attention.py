@@ -101,8 +101,8 @@ def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                             for r in T.unroll(KEYS):
                                 for v in T.vectorized(lanes):
                                     dot[r * lanes + v] = T.float32(0)
-                            for c in T.unroll(d // lanes):
-                                for r in T.unroll(KEYS):
+                            for r in T.unroll(KEYS):
+                                for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
                                         dot[r * lanes + v] += (
                                             q[bi, h * group + g, 0, c * lanes + v]
