@@ -71,7 +71,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown, missing engines below."""
+    """The rows in Markdown, missing engines below. How peers are set up is in their `notes` and in docs/speed.md."""
     head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for r in rows:
@@ -116,7 +116,7 @@ def _remark(row: Row) -> str:
         parts.append(f"context {row['context']} of {row['max_seq_len']}")
     if row["window"]:
         parts.append(f"window {row['window']}")
-    return "; ".join(filter(None, (*parts, row["notes"])))
+    return "; ".join(parts)
 
 
 def speedups(rows: list[Row]) -> list[str]:
