@@ -6,13 +6,12 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 
 Shape = tuple[int, int, int, int]
-KEYS = 4
-"""Keys whose dot products run together, as in attention.py."""
-PARALLEL_ELEMENTS = 1 << 19
-_LOWEST = -3.0e38
+BLOCK = 16
+"""Weights whose exponentials run together."""
 
 
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
@@ -58,13 +57,13 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
     """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
 
     Key j of a query at p is sink j, or position first + j - sinks where `first` is the first of the window; two passes
-    over them, their number rounded up to KEYS with weight zero.
+    over them.
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, ring = hq // hkv, s - sinks
-    lanes = next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
-    padded = (sinks + window + KEYS - 1) // KEYS * KEYS
+    lanes = vector_lanes(d)
+    padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
@@ -103,7 +102,7 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                 for c in T.vectorized(d):
                     both[c] = q[bi, h, i, c]
                     both[d + c] = sink_q[bi, h, i, c]
-                stat[0] = T.float32(_LOWEST)
+                stat[0] = T.float32(LOWEST)
                 for block in range((seen + KEYS - 1) // KEYS):
                     for r in T.unroll(KEYS):
                         j: T.let = T.min(block * KEYS + r, seen - 1)
@@ -127,12 +126,14 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                         for v in T.unroll(min(lanes, 4) - 1):
                             dot[r * lanes] += dot[r * lanes + v + 1]
                         weights[block * KEYS + r] = T.if_then_else(
-                            block * KEYS + r < seen, dot[r * lanes] * T.float32(scale), T.float32(_LOWEST)
+                            block * KEYS + r < seen, dot[r * lanes] * T.float32(scale), T.float32(LOWEST)
                         )
                         stat[0] = T.max(weights[block * KEYS + r], stat[0])
+                for block in range((seen + BLOCK - 1) // BLOCK):
+                    for r in T.vectorized(BLOCK):
+                        weights[block * BLOCK + r] = exp_not_positive(weights[block * BLOCK + r] - stat[0])
                 stat[1] = T.float32(0)
                 for r in range(seen):
-                    weights[r] = exp_not_positive(weights[r] - stat[0])
                     stat[1] += weights[r]
                 for c in T.vectorized(d):
                     acc[c] = T.float32(0)
