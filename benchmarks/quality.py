@@ -30,7 +30,7 @@ HELD_OUT_SEED, CALIBRATION_SEED = 1, 2
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 
 HELD_OUT, CALIBRATION, HEAD_VIDEOS = 16, 16, 6
-RATIOS = {"input_delta": (0.5, 0.8, 0.85), "tas": (0.5, 0.8)}
+RATIOS = {"input_delta": (0.5, 0.8, 0.85), "tas": (0.5,)}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastcar_compile.evaluate.pictures import SHOWN_RATIO
+
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
@@ -59,7 +61,9 @@ def _decoder(name: str, rows: Rows) -> Iterator[str]:
     yield f"\n![NLL by frame]({images}/drift.png)\n"
     heats = [r for r in rows if r["calibration"] == "calibrated" and r["sparse_attention"] == "none"]
     for gate in dict.fromkeys(r["gate"] for r in heats):
-        yield f"![Where {gate} replays]({images}/heat-{gate}-calibrated-0.8.png)\n"
+        targets = (r["target_replay"] for r in heats if r["gate"] == gate)
+        target = min(targets, key=lambda ratio: abs(ratio - SHOWN_RATIO))
+        yield f"![Where {gate} replays]({images}/heat-{gate}-calibrated-{target:g}.png)\n"
     yield f"![Frames]({images}/strips.png)\n"
 
 
@@ -146,6 +150,7 @@ def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
                     yield f"- {name}, {attention}: " + _against(row, alone)
     yield ""
     yield "*Drift* is the NLL of the last frame less that of the second. The thresholds are those of full attention."
+    yield "Small differences decide nothing: there are few videos."
 
 
 def _against(row: Row, alone: Row) -> str:

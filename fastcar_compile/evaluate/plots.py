@@ -93,7 +93,7 @@ def heat(places: np.ndarray, title: str, path: Path) -> None:
 def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
     """NLL by frame, from the second frame on, a line per row."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
     for row, label in zip(rows, labels, strict=True):
         values = row["nll_by_frame"][1:]
         axes.plot(range(2, len(values) + 2), values, marker="o", markersize=4, label=label)
@@ -101,7 +101,7 @@ def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) 
     axes.set_ylabel("NLL, nats per token")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title(rows[0]["decoder"])
     _save(plt, figure, path)
 

@@ -224,7 +224,7 @@ def test_command_line(fastcar: tuple[Path, Callable[..., tuple[int, str]]], rows
     assert [(r["gate"], r["sparse_attention"]) for r in found] == expected
     assert found[0]["nll"] == rows[0]["nll"]
     assert found[2]["nll"] == rows[4]["nll"]
-    names = ["drift.png", "heat-input_delta-uniform-0.5-window6-2.png", "heat-input_delta-uniform-0.5.png"]
+    names = ["drift.png", "heat-input_delta-uniform-0.5.png"]
     assert sorted(p.name for p in (folder / "plots").iterdir()) == [*names, "quality.png", "strips.png"]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in (folder / "plots").iterdir())
     code, text = run(*common, "--cases", folder / "cases.json", "--json", "-")
