@@ -1,10 +1,12 @@
-"""Seconds and peak resident memory of a build against the number of layers and the width.
+"""Seconds and peak resident memory of a build, and of opening what it made, against the number of layers and the width.
 
     python benchmarks/compile.py --layers 4,32 --hidden 1024 --json out.json
-    python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --folder /tmp/seven
+    python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --quant w4a8 --folder big
+    python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --checkpoint big/model
 
 Each build is a process of its own: it writes a random Llama checkpoint in bfloat16 shards, one layer at a time, and
-compiles its folder. Graph seconds are those of the build without writing and hashing weights.
+compiles its folder. Graph seconds are those of the build without writing and hashing weights. A second process opens
+the artifact and decodes a few tokens. With --checkpoint only the random checkpoint is written.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -121,22 +124,67 @@ def build(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def decode(folder: Path, tokens: int = 8) -> dict[str, Any]:
+    """Open the artifact of `build` in this process and decode; seconds, and memory that is no view of a file."""
+    start = time.perf_counter()
+    artifact = fc.load(folder / "artifact")
+    loaded = time.perf_counter()
+    session = artifact.session("cpu")
+    opened = time.perf_counter()
+    logits = session.prefill(torch.arange(1, 4)[None])
+    seconds = [time.perf_counter()]
+    for _ in range(tokens):
+        logits = session.step(logits.argmax(-1))
+        seconds.append(time.perf_counter())
+    return {
+        "check_seconds": loaded - start,
+        "session_seconds": opened - loaded,
+        "prefill_seconds": seconds[0] - opened,
+        "step_seconds": statistics.median(b - a for a, b in itertools.pairwise(seconds)),
+        "decode_peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "decode_anonymous_bytes": _anonymous_bytes(),
+        "finite": bool(torch.isfinite(logits).all()),
+    }
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
 def measure(case: Case, folder: Path | None) -> dict[str, Any]:
-    """One case, in a child process."""
+    """One case, in child processes."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         size = write_checkpoint(Path(place) / "model", case)
-        command = [sys.executable, __file__, "--child", json.dumps(asdict(case)), place]
-        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        return asdict(case) | {"checkpoint_bytes": size} | json.loads(run.stdout.splitlines()[-1])
+        built = _child("--child", json.dumps(asdict(case)), place)
+        return asdict(case) | {"checkpoint_bytes": size} | built | _child("--decode-child", place)
+
+
+def _child(*arguments: str) -> dict[str, Any]:
+    run = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for people."""
-    names = ("layers", "hidden", "quant", "weights GB", "wall s", "cpu s", "graph cpu s", "peak GB")
+    names = (
+        "layers",
+        "hidden",
+        "quant",
+        "weights GB",
+        "wall s",
+        "cpu s",
+        "graph cpu s",
+        "peak GB",
+        "open s",
+        "token ms",
+    )
     lines = [" ".join(f"{n:>11}" for n in names)]
     for r in rows:
         numbers = (r["checkpoint_bytes"] / 1e9, r["wall_seconds"], r["cpu_seconds"], r["graph_cpu_seconds"])
-        columns = (r["layers"], r["hidden"], r["quant"], *(f"{n:.2f}" for n in (*numbers, r["peak_rss_bytes"] / 1e9)))
+        opened = (r["check_seconds"] + r["session_seconds"], r["step_seconds"] * 1e3)
+        shown = (f"{n:.2f}" for n in (*numbers, r["peak_rss_bytes"] / 1e9, *opened))
+        columns = (r["layers"], r["hidden"], r["quant"], *shown)
         lines.append(" ".join(f"{c:>11}" for c in columns))
     return "\n".join(lines)
 
@@ -152,7 +200,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quant", default="w8a8")
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where checkpoints and artifacts go meanwhile")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="write the first case's checkpoint here and stop")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
+    parser.add_argument("--decode-child", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -163,12 +213,23 @@ def main() -> None:
     if options.child:
         print(json.dumps(build(Case(**json.loads(options.child[0])), Path(options.child[1]))))
         return
-    rows = []
-    for hidden in map(int, options.hidden.split(",")):
-        for layers in map(int, options.layers.split(",")):
-            wide = options.intermediate or hidden * 11 // 4
-            case = Case(layers, hidden, wide, options.vocab, options.max_seq_len, options.quant, options.target)
-            rows.append(measure(case, options.folder))
+    if options.decode_child:
+        print(json.dumps(decode(options.decode_child)))
+        return
+    cases = [
+        Case(
+            *(layers, hidden, options.intermediate or hidden * 11 // 4, options.vocab),
+            *(options.max_seq_len, options.quant, options.target),
+        )
+        for hidden in map(int, options.hidden.split(","))
+        for layers in map(int, options.layers.split(","))
+    ]
+    if options.checkpoint:
+        print(f"{write_checkpoint(options.checkpoint, cases[0])} bytes in {options.checkpoint}")
+        return
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    rows = [measure(case, options.folder) for case in cases]
     print(table(rows))
     if options.json is not None:
         result = {"machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}, "rows": rows}

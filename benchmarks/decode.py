@@ -56,13 +56,13 @@ def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
         groups.append(run_group(plan.jobs(precision), say))
         if not keep:
             shutil.rmtree(plan.folder / precision, ignore_errors=True)
-    reference = _reference(groups[0])
-    every = _bandwidth([r for group in groups for r in group])
+    together = [r for group in groups for r in group]
+    reference, every = _reference(together), _bandwidth(together)
     return [row for group in groups for row in rows_of(group, reference, _bandwidth(group) or every)]
 
 
 def _reference(results: list[Result]) -> list[float]:
-    """Logits of PyTorch, or of whatever ran, in the first group."""
+    """Logits of the first PyTorch, or of whatever ran."""
     ran = sorted((r for r in results if r.logits), key=lambda r: r.job.engine != "pytorch eager")
     return ran[0].logits if ran else []
 
@@ -83,7 +83,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
     parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
     parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use those that are there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
+    options.precisions = tuple(chosen.split(","))
+    if unknown := [p for p in options.precisions if p not in PEERS]:
+        parser.error(f"unknown precision {unknown[0]!r}; known: {', '.join(PEERS)}")
+    return options
 
 
 @contextmanager
@@ -102,11 +107,9 @@ def main() -> None:
     options = parse()
     given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
     sizes = replace(QUICK if options.quick else Sizes(), **given)
-    chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
-    precisions = tuple(chosen.split(","))
     with working_folder(options.folder) as folder:
         plan = Plan(sizes, folder / "checkpoint", folder, extras=not options.quick)
-        rows = measure(plan, precisions, options.folder is not None)
+        rows = measure(plan, options.precisions, options.folder is not None)
     text = table(rows) + "\n" + "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
     print(text)
     if options.json is not None:

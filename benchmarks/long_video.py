@@ -1,7 +1,7 @@
 """Long videos of the example decoder: quality and time per frame, with all positions kept and with sinks and a window.
 
     python benchmarks/long_video.py --json out.json --plot docs/images/long_video.png --strip docs/images/long_strip.png
-    python benchmarks/long_video.py --frames 4 --videos 1 --quick          # a look at the rows, seconds
+    python benchmarks/long_video.py --frames 3 --videos 1 --attention "window 512, in cache" --no-decode   # a look
 
 Quality is teacher-forced on held-out videos of many more frames than the decoder was trained on (8): NLL per frame for
 every attention and every rule that bounds chains of replays. Time is that of a free decode after two given frames.
@@ -43,6 +43,9 @@ ATTENTIONS: dict[str, fc.SparseAttention | None] = {
     "window 256": fc.SparseAttention(window=256, sinks=SINKS),
     "window 256, in cache": fc.SparseAttention(window=256, sinks=SINKS, positions="cache"),
 }
+DECODED = ("all positions", "window 512, in cache")
+"""Attentions that are decoded freely; the others would say the same."""
+
 CHAINS: dict[str, dict[str, int]] = {
     "unlimited": {},
     "max_chain=4": {"max_chain": 4},
@@ -112,7 +115,7 @@ def decode_rows(
     Args:
         tokens: int64 [1, 1 + frames * 256].
     """
-    rows, videos = [], {"true": detokenize(tokens[:, 1:])[0]}
+    rows, videos = [], {}
     prompt = torch.from_numpy(tokens[:, : 1 + GIVEN_FRAMES * TOKENS_PER_FRAME])
     for name, attention in attentions.items():
         artifact = fc.compile(
@@ -193,17 +196,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--videos", type=int, default=4, help="held-out videos for the quality")
-    parser.add_argument("--quick", action="store_true", help="two attentions only")
+    parser.add_argument("--attention", action="append", choices=list(ATTENTIONS), help="default: all of them")
+    parser.add_argument("--no-decode", action="store_true", help="quality only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--strip", type=Path, help="frames of the free decodes as a picture")
     options = parser.parse_args()
     tokens = with_bos(tokenize(make_videos(options.videos, HELD_OUT_SEED, options.frames)))
-    names = ("all positions", "window 512, in cache")
-    chosen = {n: ATTENTIONS[n] for n in (names if options.quick else ATTENTIONS)}
+    chosen = {n: ATTENTIONS[n] for n in options.attention or ATTENTIONS}
     quality = quality_rows(tokens, chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        decoded, videos = decode_rows(tokens[:1], {n: ATTENTIONS[n] for n in names}, Path(folder))
+    decoded, videos = [], {"true": detokenize(tokens[:1, 1:])[0]}
+    if not options.no_decode:
+        with tempfile.TemporaryDirectory() as folder:
+            decoded, made = decode_rows(tokens[:1], {n: chosen[n] for n in DECODED if n in chosen}, Path(folder))
+        videos |= made
     if options.json is not None:
         rows = {"frames": options.frames, "videos": options.videos, "quality": quality, "decode": decoded}
         options.json.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

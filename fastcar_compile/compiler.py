@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -13,11 +13,13 @@ from torch.export import ExportedProgram
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.emit import emit_artifact
+from fastcar_compile.emit_host import host_variants
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.lowering.isa import NATIVE
 from fastcar_compile.passes.base import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -40,6 +42,7 @@ def compile(
     prefill_chunk: int = 64,
     offload: str = "mlp",
     sparse_attention: SparseAttention | None = None,
+    host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
     progress: Progress | None = None,
 ) -> Artifact:
@@ -59,6 +62,9 @@ def compile(
         prefill_chunk: tokens per prefill call.
         offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
+        host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
+            `fastcar_compile.lowering.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that its CPU
+            runs.
         output: folder of the artifact; written atomically.
         progress: called with the name of each stage.
 
@@ -72,6 +78,7 @@ def compile(
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)
+    variants = host_variants(host_cpus)
     if isinstance(model, str | Path):
         say("checking the model folder")
         model = Checkpoint(Path(model))
@@ -93,7 +100,7 @@ def compile(
     rewrite = rewrite_pipeline(config, len(program.sites))
     run_pipeline(program, rewrite)
     pipeline = pipeline_to_string([*passes, *rewrite])
-    path = emit_artifact(program, original, config, board, pipeline, Path(output), say)
+    path = emit_artifact(program, original, config, board, pipeline, Path(output), say, variants)
     return Artifact(path, original=None if program.lazy else original)
 
 

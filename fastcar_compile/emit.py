@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import fx
@@ -16,6 +16,7 @@ from fastcar_compile.emit_host import emit_host
 from fastcar_compile.graph_io import graph_to_json, graph_to_text
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ir_io import graphs_to_json, program_sections
+from fastcar_compile.lowering.isa import InstructionSet
 from fastcar_compile.report import write_report
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.runtime.tensor_files import Placement, plan_shards
@@ -34,6 +35,7 @@ def emit_artifact(
     pipeline: str,
     output: Path,
     say: Progress,
+    variants: Sequence[InstructionSet],
 ) -> Path:
     """Write everything below `output`, atomically; returns its path."""
     with ArtifactWriter(output) as writer:
@@ -49,7 +51,9 @@ def emit_artifact(
             say("writing the HLS project and the DRS table")
             accelerator = emit_accelerator(writer, program, config, board)
         say("lowering with TVM")
-        host = emit_host(writer, program, board, accelerator=accelerator is not None, offload=config.offload)
+        host = emit_host(
+            writer, program, board, variants=variants, accelerator=accelerator is not None, offload=config.offload
+        )
         if host["board"] is not None:
             for name, text in host_sources(program, host["board"], accelerator).items():
                 writer.write_text(f"{SOURCES}/{name}", text)

@@ -1,4 +1,4 @@
-"""The host part of an artifact: TVM libraries for the build machine, and for the board's own CPU."""
+"""The host part of an artifact: TVM libraries for instruction sets of choice, and for the board's own CPU."""
 
 from __future__ import annotations
 
@@ -6,30 +6,61 @@ import copy
 import platform
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import DecoderProgram, tensor_attributes
+from fastcar_compile.lowering.isa import InstructionSet, instruction_sets
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.store import ArtifactWriter
 from fastcar_compile.targets import Target
 
 
+def host_variants(names: Sequence[str]) -> list[InstructionSet]:
+    """The instruction sets that an artifact is to carry libraries for, the best one of each architecture first.
+
+    Raises:
+        CompileError: an unknown name, or no linker for one of them; all of these at once.
+    """
+    variants = instruction_sets(names)
+    machine = f"{platform.machine()}-linux-gnu"
+    needed = {isa.name: cross_compiler(isa.triple, machine) for isa in variants}
+    problems = [
+        CompileError(
+            f"{compiler} is not on PATH, so no library for {name} can be linked",
+            where="host_cpus",
+            mend=f"install it, or leave {name} out",
+        )
+        for name, compiler in needed.items()
+        if shutil.which(compiler) is None
+    ]
+    if problems:
+        raise CompileError.collect(problems)
+    return variants
+
+
 def emit_host(
-    writer: ArtifactWriter, program: DecoderProgram, board: Target, *, accelerator: bool, offload: str
+    writer: ArtifactWriter,
+    program: DecoderProgram,
+    board: Target,
+    *,
+    variants: Sequence[InstructionSet],
+    accelerator: bool,
+    offload: str,
 ) -> dict[str, Any]:
-    """Lower to the build machine's CPU, and for an FPGA board also to the board's.
+    """Lower to CPUs, `variants` of them, and for an FPGA board also to the board's.
 
     With an accelerator there is also the host program that calls it for `offload`.
 
     Returns:
-        The manifest's section: `triple` and `programs` of the build machine, per program (`decode`, `prefill`,
-        `offload`) its library and its argument names; `board` the same for the board's CPU, else None.
+        The manifest's section: `variants`, of each architecture the best one first: instruction set, triple, the flags
+        of /proc/cpuinfo that it needs, and per program (`decode`, `prefill`, `offload`) its library and its argument
+        names; `board` the programs for the board's CPU, else None.
     """
     from fastcar_compile.lowering.build import lower
 
-    triple = f"{platform.machine()}-linux-gnu"
     programs = {"decode": (program.graph_module, program.outputs)}
     if program.prefill is not None:
         programs["prefill"] = (program.prefill, program.prefill_outputs)
@@ -38,16 +69,33 @@ def emit_host(
         host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
         run_pipeline(host, offload_pipeline(offload))
         programs["offload"] = (host.graph_module, host.outputs)
+    first = variants[0]
     lowered = {
-        name: lower(graph, outputs, program.sites, program.state_names()) for name, (graph, outputs) in programs.items()
+        name: lower(graph, outputs, program.sites, program.state_names(), first)
+        for name, (graph, outputs) in programs.items()
     }
-    section: dict[str, Any] = {}
+    machine = f"{platform.machine()}-linux-gnu"
+    sections = [
+        _emit_variant(writer, lowered if isa is first else _retargeted(lowered, isa), isa, machine) for isa in variants
+    ]
+    for_board = emit_board(writer, lowered, board, machine) if board.kind == "fpga" else None
+    return {"variants": sections, "board": for_board}
+
+
+def _retargeted(lowered: Mapping[str, Any], isa: InstructionSet) -> dict[str, Any]:
+    return {name: module.retarget(isa) for name, module in lowered.items()}
+
+
+def _emit_variant(
+    writer: ArtifactWriter, lowered: Mapping[str, Any], isa: InstructionSet, machine: str
+) -> dict[str, Any]:
+    programs: dict[str, Any] = {}
+    compiler = cross_compiler(isa.triple, machine)
     for name, module in lowered.items():
-        library = f"host/{triple}/{name}.so"
-        module.export(writer.file(library))
-        section[name] = {"library": library, **module.arguments()}
-    for_board = emit_board(writer, lowered, board, triple) if board.kind == "fpga" else None
-    return {"triple": triple, "programs": section, "board": for_board}
+        library = f"host/{isa.triple}/{isa.name}/{name}.so"
+        module.export(writer.file(library), compiler)
+        programs[name] = {"library": library, **module.arguments()}
+    return {"instruction_set": isa.name, "triple": isa.triple, "flags": sorted(isa.flags), "programs": programs}
 
 
 def cross_compiler(triple: str, machine: str) -> str:
@@ -62,7 +110,8 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
         lowered: program name -> LoweredModule. machine: triple of the build machine.
 
     Returns:
-        The manifest's `host.board`: triple, cpu, compiler, linked, and per program its library and argument names.
+        The manifest's `host.board`: triple, cpu, instruction set, compiler, linked, and per program its library and
+        argument names.
     """
     from fastcar_compile.lowering.target import board_instruction_set
 
@@ -86,4 +135,11 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
         else:
             compiled.export_objects(writer.file(file))
         programs[name] = {"library": file, **module.arguments()}
-    return {"triple": triple, "cpu": cpu, "compiler": compiler, "linked": linked, "programs": programs}
+    return {
+        "triple": triple,
+        "cpu": cpu,
+        "instruction_set": isa.name,
+        "compiler": compiler,
+        "linked": linked,
+        "programs": programs,
+    }

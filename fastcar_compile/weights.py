@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import InternalError
+from fastcar_compile.parallel import at_once
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
 """One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
 N, row n of each from row n of the weight only; so it may see the weight in blocks of rows."""
 
-BLOCK_ELEMENTS = 1 << 22
-"""Elements of a weight that are quantised at once: 16 MiB of float32, and several temporaries of that size."""
+BLOCK_ELEMENTS = 1 << 20
+"""Elements of a weight that are quantised at once: 4 MiB of float32, so that its temporaries stay in the cache."""
 
 
 def quantized(quantize: Make, value: Tensor) -> tuple[Tensor, ...]:
@@ -30,11 +32,29 @@ def _quantized_shapes(quantize: Make, shape: tuple[int, ...]) -> tuple[Tensor, .
     return quantize(torch.empty(shape, device="meta"))
 
 
+def blocks_of_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows [begin, end) of a weight, `BLOCK_ELEMENTS` at a time."""
+    rows, *rest = shape
+    step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
+    return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
+@contextmanager
+def _one_thread_per_operator() -> Iterator[None]:
+    """Blocks run side by side, so that an operator on one of them should not: its threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Source(Protocol):
     """Where weights come from; floating point comes out as float32."""
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor of this name, or its rows [begin, end) along the first axis."""
+        """The tensor of this name, or its rows [begin, end) along the first axis; from several threads at once."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -97,16 +117,17 @@ class LazyWeights:
     def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
         if not recipe.by_rows or recipe.source in self.recipes:
             return recipe.make(self.load(recipe.source))
-        rows, *rest = self.source.shape(recipe.source)
-        step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
-        blocks = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-        results: list[Tensor] = []
-        for begin, end in blocks:
-            made = recipe.make(self.source.read(recipe.source, (begin, end)))
-            results = results or [t.new_empty((rows, *t.shape[1:])) for t in made]
+        shape = self.source.shape(recipe.source)
+        results = tuple(torch.empty(t.shape, dtype=t.dtype) for t in _quantized_shapes(recipe.make, shape))
+
+        def fill(block: tuple[int, int]) -> None:
+            made = recipe.make(self.source.read(recipe.source, block))
             for whole, part in zip(results, made, strict=True):
-                whole[begin:end] = part
-        return tuple(results)
+                whole[slice(*block)] = part
+
+        with _one_thread_per_operator():
+            at_once(fill, blocks_of_rows(shape))
+        return results
 
 
 class Parameters(Mapping[str, Tensor]):

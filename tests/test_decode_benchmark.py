@@ -20,7 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from decode import QUICK  # noqa: E402
 from speed.ours import schedule  # noqa: E402
 from speed.plan import PEERS, Plan  # noqa: E402
-from speed.report import cosine, rows_of, table  # noqa: E402
+from speed.report import cosine, rows_of, speedups, table  # noqa: E402
 from speed.runner import run_group  # noqa: E402
 from speed.sizes import GROUP, Job, Sizes, Traffic  # noqa: E402
 
@@ -116,9 +116,35 @@ def test_a_window_bounds_the_bytes() -> None:
 def test_the_plan_has_every_peer_of_the_issue() -> None:
     """Batch 2 and longer caches too."""
     jobs = [j for p in PEERS for j in Plan(Sizes(), Path("c"), Path("f")).jobs(p)]
-    assert {(j.batch, j.max_seq_len) for j in jobs if j.engine == OURS} == {(1, 1024), (2, 1024), (1, 2048), (1, 4096)}
+    own = {(j.batch, j.sizes.context, j.max_seq_len, j.window) for j in jobs if j.engine == OURS}
+    lengths = {(1, 512, n, 0) for n in (1024, 2048, 4096)}
+    assert own == lengths | {(2, 512, 1024, 0), (1, 2048, 2304, 0), (1, 2048, 2304, 256)}
     assert {j.engine for j in jobs} == {OURS, "pytorch eager", "torch.compile", "onnxruntime", "openvino", "llama.cpp"}
     assert len({j.folder for j in jobs}) == len(jobs)
+
+
+def test_sentences_compare_with_the_own_dense_step_and_the_fastest_peer() -> None:
+    """Replay, a window and a longer cache against dense; the slower peer is not named."""
+    plain = {"batch": 1, "context": 512, "max_seq_len": 1024, "window": 0, "replay": 0.0, "replay_achieved": 0.0}
+    mine = {"engine": OURS, "precision": "w4a8", "ms_per_token": 20.0, **plain}
+    rows = [mine, {**mine, "replay": 0.8, "replay_achieved": 0.8, "ms_per_token": 10.0}, {**mine, "max_seq_len": 2048}]
+    for name, milliseconds in (("openvino", 30.0), ("onnxruntime", 25.0)):
+        precision = "int4" if name == "openvino" else "int4 block 32"
+        rows.append({**plain, "engine": name, "precision": precision, "ms_per_token": milliseconds})
+    assert speedups(rows) == [
+        "w4a8, context 512, replay 0.800: 2.00x its own dense step",
+        "w4a8, context 512, max_seq_len 2048: 1.00x its own dense step",
+        "w4a8, dense: 1.25x the fastest peer (onnxruntime int4 block 32)",
+    ]
+
+
+def test_an_unknown_precision_is_named() -> None:
+    """Before anything is measured."""
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "decode.py"), "--precisions", "w2a8"], capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert "unknown precision 'w2a8'; known: float32, bfloat16, w8a8, w4a8" in run.stderr
 
 
 def test_cosine() -> None:

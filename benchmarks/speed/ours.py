@@ -20,6 +20,8 @@ from speed.sizes import DENSE, GROUP, Job, Traffic
 
 QUANT = {"float32": "none", "bfloat16": "bf16", "w8a8": "w8a8", "w4a8": "w4a8"}
 SEED = 20250514
+SINKS = 16
+"""First tokens that a window keeps, as FastCar has them."""
 
 
 def schedule(ratio: float, tokens: int, layers: int) -> np.ndarray:
@@ -55,7 +57,9 @@ def count_traffic(program: DecoderProgram, batch: int) -> Traffic:
     counterparts = sum(s.nbytes / s.shape[2] for s in keys)
     row = program.config.hidden_size * batch * 4  # the embedding's rows
     replay = sum(2 * s.nbytes / s.shape[0] for s in slots) + counterparts  # a slot is read and written
-    return Traffic(sum(sizes[n] for n in other) + row, sum(sizes[n] for n in mlp), per_position, replay)
+    ring = program.config.ring
+    seen = 0 if ring is None else ring.attended
+    return Traffic(sum(sizes[n] for n in other) + row, sum(sizes[n] for n in mlp), per_position, replay, seen)
 
 
 def _kind(node: fx.Node) -> str:
@@ -82,6 +86,7 @@ class Ours(Engine):
             quant=QUANT[job.precision],
             replay=replay,
             prefill_chunk=1,
+            sparse_attention=fc.SparseAttention(window=job.window, sinks=SINKS) if job.window else None,
             output=Path(job.folder) / "artifact",
         )
         traffic = count_traffic(artifact.program, job.batch)

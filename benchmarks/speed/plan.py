@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speed.engines import OURS
@@ -24,6 +24,7 @@ PEERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Our precision -> (engine, precision) of the peers that it is measured with."""
 
+WINDOW = 256
 PAIRED = ("w8a8", "w4a8")
 """Our precisions that are also measured with a coupled pair of rows."""
 
@@ -50,9 +51,21 @@ class Plan:
         jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
         if self.extras and precision in PAIRED:
             jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
+        if self.extras and precision == "w8a8":
+            jobs += self._far(precision)
         if self.extras and precision == "w4a8":
             jobs += [self._job(precision, ours, precision, f"-{n}", max_seq_len=n) for n in LONG if n > base]
         return jobs + [self._job(precision, engine, name, "") for engine, name in PEERS[precision]]
+
+    def _far(self, precision: str) -> list[Job]:
+        """Four times the context, with attention to all of it and to a window."""
+        far = replace(self.sizes, context=4 * self.sizes.context)
+        length = far.context + far.tokens_per_frame
+        whole = self._job(precision, OURS, precision, "-far", max_seq_len=length)
+        window = self._job(
+            precision, OURS, precision, "-window", (DENSE, RATIOS[-1]), max_seq_len=length, window=WINDOW
+        )
+        return [replace(job, sizes=far) for job in (whole, window)]
 
     def _job(
         self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: int

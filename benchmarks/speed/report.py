@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from speed.engines import OURS
+from speed.plan import PEERS
 from speed.runner import Result
 from speed.sizes import DENSE, GROUP, Sizes
 
@@ -70,7 +71,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown, missing engines below."""
+    """The rows in Markdown, missing engines below. How peers are set up is in their `notes` and in docs/speed.md."""
     head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for r in rows:
@@ -112,20 +113,40 @@ def _remark(row: Row) -> str:
     if row["batch"] > 1:
         parts.append(f"batch {row['batch']}, coupled")
     if row["engine"] == OURS:
-        parts.append(f"max_seq_len {row['max_seq_len']}")
+        parts.append(f"context {row['context']} of {row['max_seq_len']}")
     if row["window"]:
         parts.append(f"window {row['window']}")
-    return "; ".join(filter(None, (*parts, row["notes"])))
+    return "; ".join(parts)
 
 
 def speedups(rows: list[Row]) -> list[str]:
-    """Each replay row against its own dense row, and each dense one against its fastest peer, as sentences."""
+    """What the rows say, as sentences: replay against its own dense step, cache lengths, the fastest peers."""
+    ours = [r for r in rows if r["engine"] == OURS and "missing" not in r]
+    return [*_against_dense(ours), *_against_peers(ours, [r for r in rows if "missing" not in r])]
+
+
+def _against_dense(ours: list[Row]) -> list[str]:
+    same = ("precision", "batch", "context")
     lines = []
-    for r in (r for r in rows if r["engine"] == OURS and "missing" not in r):
-        same = ("precision", "batch", "max_seq_len", "context")
-        dense = [d for d in rows if d["engine"] == OURS and d["replay"] == 0 and all(d[k] == r[k] for k in same)]
-        if r["replay"] and dense and "missing" not in dense[0]:
-            ratio = dense[0]["ms_per_token"] / r["ms_per_token"]
-            pair = f", batch {r['batch']}" if r["batch"] > 1 else ""
-            lines.append(f"{r['precision']}{pair}, replay {r['replay_achieved']:.3f}: {ratio:.2f}x its own dense step")
+    for r in ours:
+        alike = [d for d in ours if not d["replay"] and not d["window"] and all(d[k] == r[k] for k in same)]
+        if not alike or r in alike[:1]:
+            continue
+        ratio = alike[0]["ms_per_token"] / r["ms_per_token"]
+        options = [f"batch {r['batch']}"] * (r["batch"] > 1) + [f"window {r['window']}"] * (r["window"] > 0)
+        options += [f"replay {r['replay_achieved']:.3f}"] * (r["replay"] > 0)
+        options += [f"max_seq_len {r['max_seq_len']}"] * (r in alike)
+        lines.append(f"{r['precision']}, context {r['context']}, {', '.join(options)}: {ratio:.2f}x its own dense step")
+    return lines
+
+
+def _against_peers(ours: list[Row], rows: list[Row]) -> list[str]:
+    lines = []
+    for precision, names in PEERS.items():
+        dense = [r for r in ours if r["precision"] == precision and not r["replay"] and r["batch"] == 1]
+        peers = [r for r in rows if (r["engine"], r["precision"]) in names and r["engine"] != OURS]
+        if dense and peers:
+            best = min(peers, key=lambda r: r["ms_per_token"])
+            ratio = best["ms_per_token"] / dense[0]["ms_per_token"]
+            lines.append(f"{precision}, dense: {ratio:.2f}x the fastest peer ({best['engine']} {best['precision']})")
     return lines

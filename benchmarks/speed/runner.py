@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,13 +146,18 @@ def prepare(job: Job) -> None:
 
 @contextmanager
 def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[int, Worker]]:
-    """Workers by number of the job; a job that fails gets results that say why."""
+    """Workers by number of the job, prepared several at a time; one that fails gets results that say why."""
     with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(jobs[0].sizes.threads))
+        prepared = [pool.submit(prepare, job) for job in jobs]
         workers: dict[int, Worker] = {}
+        for job, future in zip(jobs, prepared, strict=True):
+            say(f"preparing {job.engine} {job.precision}")
+            wait([future])
         for number, job in enumerate(jobs):
-            say(f"{job.engine} {job.precision}")
+            say(f"opening {job.engine} {job.precision}")
             try:
-                prepare(job)
+                prepared[number].result()
                 workers[number] = Worker(job)
                 stack.callback(workers[number].close)
             except WorkerError as error:

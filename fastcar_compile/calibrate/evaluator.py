@@ -102,6 +102,9 @@ class Evaluator:
     ) -> None:
         self._config, self._rules, self._prompt = program.config, rules, prompt
         self._check(program, videos)
+        if attend is not None and program.config.ring is not None:
+            what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
+            raise InputError(what, mend="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
         self._stages = Stages(program.prefill, program.prefill_outputs, attend)
         self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}

@@ -53,6 +53,9 @@ def compile_command(
     window_positions: Annotated[
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
+    host_cpus: Annotated[
+        str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
+    ] = "native",
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact."""
@@ -79,6 +82,7 @@ def compile_command(
             replay=replay,
             offload=offload,
             sparse_attention=sparse,
+            host_cpus=[name.strip() for name in host_cpus.split(",")],
             output=str(output),
             progress=show,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,16 @@ def _show_sites(sites: Any, as_json: bool) -> None:
     print_table(table)
 
 
+def host_lines(host: Mapping[str, Any]) -> list[str]:
+    """One line for each CPU that the artifact has libraries for; the manifest's section `host`."""
+    lines = [f"library: {v['instruction_set']} ({v['triple']})" for v in host.get("variants", [])]
+    board = host.get("board")
+    if board is not None:
+        kind = "library" if board["linked"] else "object files"
+        lines.append(f"{kind}: {board['cpu']} ({board['triple']}), the board's")
+    return lines
+
+
 def _show_summary(loaded: Any, as_json: bool) -> None:
     manifest = loaded.manifest
     size = sum(entry.size for entry in manifest.files.values())
@@ -92,6 +103,8 @@ def _show_summary(loaded: Any, as_json: bool) -> None:
     console.print(f"{loaded.path}: {len(loaded.sites)} layers, {len(manifest.files)} files, {size / 1e6:.1f} MB")
     for name, value in sorted(manifest.sections.get("config", {}).items()):
         console.print(f"  {name}: {value}", soft_wrap=True, markup=False)
+    for line in host_lines(manifest.sections.get("host", {})):
+        console.print(f"  {line}", soft_wrap=True, markup=False)
     versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
     console.print(f"  written by: {versions}", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)

@@ -25,6 +25,7 @@ from fastcar_compile.lowering.isa import InstructionSet, host_instruction_set
 from fastcar_compile.lowering.kernels.choice import specialise
 from fastcar_compile.lowering.segment import Segment, segment
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.lowering.trusted_calls import trust_inner_calls
 from fastcar_compile.passes.edit import output_nodes
 
 ENTRY = "run"
@@ -132,7 +133,8 @@ def _compile(ir_module: Any, isa: InstructionSet) -> Any:
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
     prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow()]
-    return tvm.transform.Sequential([*prepare, relax.backend.cpu_generic.get_default_pipeline(target)])
+    default = relax.backend.cpu_generic.get_default_pipeline(target)
+    return tvm.transform.Sequential([*prepare, default, trust_inner_calls(ENTRY)])
 
 
 def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:

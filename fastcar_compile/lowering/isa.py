@@ -6,7 +6,7 @@ No TVM here: the runtime chooses a library with this module alone.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,9 @@ from fastcar_compile.errors import CompileError
 
 Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull"]
 """How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp."""
+
+NATIVE = "native"
+"""In `host_cpus`: the best instruction set of the build machine."""
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -91,7 +94,20 @@ def instruction_set(name: str) -> InstructionSet:
         if isa.name == name:
             return isa
     known = ", ".join(isa.name for isa in INSTRUCTION_SETS)
-    raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", mend=f"use some of: {known}, native")
+    raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", mend=f"use some of: {known}, {NATIVE}")
+
+
+def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
+    """The rows of these names, "native" for the best one of this machine; in the table's order, each once.
+
+    Raises:
+        CompileError: an unknown name, or none at all.
+    """
+    if isinstance(names, str) or not names:
+        text = f"host_cpus is a list of names, not {names!r}" if names else "no instruction set is named"
+        raise CompileError(text, where="host_cpus", mend='give for example ["native", "avx2"]')
+    chosen = {(host_instruction_set() if name == NATIVE else instruction_set(name)).name for name in names}
+    return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:

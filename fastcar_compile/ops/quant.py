@@ -21,8 +21,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 per output channel: float32 [N, K] -> (int8 [N, K], float32 scale [N])."""
     scale = weight.abs().amax(1) / 127
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    quantized = torch.clamp(torch.round(weight / scale[:, None]), -127, 127).to(torch.int8)
-    return quantized, scale
+    return (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def group_count(inputs: int) -> int:
@@ -41,9 +40,11 @@ def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     channels, inputs = weight.shape
     groups = group_count(inputs)
-    padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - inputs)).reshape(channels, groups, GROUP)
+    spare = groups * GROUP - inputs
+    padded = torch.nn.functional.pad(weight.float(), (0, spare)) if spare else weight.float()
+    padded = padded.reshape(channels, groups, GROUP)
     scale = (padded.abs().amax(2) / 7).clamp(SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE).to(torch.float16)
-    quantized = torch.clamp(torch.round(padded / scale.float()[..., None]), -7, 7).to(torch.int8)
+    quantized = (padded / scale.float()[..., None]).round_().clamp_(-7, 7).to(torch.int8)
     return pack_int4(quantized.reshape(channels, -1)), scale
 
 

@@ -8,6 +8,7 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
@@ -30,6 +31,7 @@ PASSES: dict[str, type[Pass]] = {
         RepeatLayers,
         QuantizeW8A8,
         QuantizeW4A8,
+        NarrowEmbedding,
         InsertReplay,
         SparsifyAttention,
         OffloadGate,
@@ -56,7 +58,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """The original graph -> the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
     if config.quant in QUANTIZE:
-        passes.append(QUANTIZE[config.quant])
+        passes += [QUANTIZE[config.quant], NarrowEmbedding()]
     if config.replay is not None:
         passes.append(_replay(config.replay, num_layers))
     if config.sparse_attention is not None:

@@ -53,7 +53,7 @@ class _Quantize(Pass):
             renamed = {**linears, **_replace_activations(module, self.name)}
             module.graph.eliminate_dead_code()
             if module is program.graph_module:
-                _rename_sites(program, renamed)
+                rename_sites(program, renamed)
             modified |= bool(renamed)
         return modified
 
@@ -116,7 +116,8 @@ def _replace_activations(module: fx.GraphModule, made_by: str) -> dict[str, str]
     return renamed
 
 
-def _rename_sites(program: DecoderProgram, renamed: Mapping[str, str]) -> None:
+def rename_sites(program: DecoderProgram, renamed: Mapping[str, str]) -> None:
+    """Let the sites follow nodes that were replaced: old name -> new name."""
     fields = ("query", "entry", "residual", "mlp_input", "mlp_output", "region_output", "exit")
     for i, site in enumerate(program.sites):
         changes = {f: renamed.get(getattr(site, f), getattr(site, f)) for f in fields}

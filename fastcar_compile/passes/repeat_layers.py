@@ -39,6 +39,9 @@ class RepeatLayers(Pass):
         have = len(program.sites)
         if have == self.count:
             return False
+        if program.config.ring is not None:
+            what = "repeat-layers does not copy the ring caches of sparse-attention"
+            raise CompileError(what, mend="name repeat-layers before sparse-attention in the pipeline")
         if have < 2 or have > self.count:
             raise CompileError(f"repeat-layers cannot make {self.count} layers out of {have}", mend=_MEND)
         copies = _Repeater(program.graph_module, self.path, have).run(self.count)

@@ -16,8 +16,8 @@ from fastcar_compile.errors import ArtifactError
 from fastcar_compile.explain import explain_node, explain_program
 from fastcar_compile.gates import gate_named
 from fastcar_compile.graph_io import graph_from_json
-from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite
-from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json
+from fastcar_compile.ir import DecoderConfig, DecoderProgram, LayerSite, StateSpec
+from fastcar_compile.ir_io import config_from_json, program_from_json, sites_from_json, state_from_json
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.store import Manifest, load_tensors, read_manifest, verify_files, write_section
 from fastcar_compile.runtime.tensor_files import weight_files
@@ -63,6 +63,11 @@ class Artifact:
         for name in weight_files(self.manifest.files, "weights/model"):
             found |= load_tensors(self.path / name)
         return found
+
+    @cached_property
+    def state(self) -> list[StateSpec]:
+        """What a session keeps from step to step. (A session that runs a library needs no graph.)"""
+        return state_from_json(self.manifest.sections["state"])
 
     @cached_property
     def program(self) -> DecoderProgram:

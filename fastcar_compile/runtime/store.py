@@ -6,7 +6,6 @@ hidden sibling directory that is renamed over the destination at the end, so a f
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -27,7 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.parallel import at_once
 from fastcar_compile.runtime.atomic import replace_folder, sync
+from fastcar_compile.runtime.digest import file_sha256
 from fastcar_compile.runtime.tensor_files import Placement, TensorSource, write_streamed
 
 SCHEMA_VERSION = 1
@@ -104,12 +105,6 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
             path = Path(folder) / name
             found.append((path.relative_to(root).as_posix(), path))
     return iter(sorted(found))
-
-
-def _entry(path: Path) -> FileEntry:
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileEntry(sha256=digest, size=os.fstat(stream.fileno()).st_size)
 
 
 class ArtifactWriter:
@@ -219,12 +214,11 @@ class ArtifactWriter:
         sync(self.path.parent)
 
     def _files(self) -> dict[str, FileEntry]:
-        entries = {}
-        for name, path in _walk(self.root):
+        found = dict(_walk(self.root))
+        for name, path in found.items():
             if path.is_symlink() or not path.is_file() or name == MANIFEST:
                 raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
-            entries[name] = _entry(path)
-        return entries
+        return dict(zip(found, at_once(_entry, found.values()), strict=True))
 
     def _clean(self) -> None:
         if self._root is not None:
@@ -316,7 +310,7 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
     """Checks that the folder holds exactly the manifest's files, each of its size and SHA-256.
 
     Args:
-        progress: called with each file's name before it is read.
+        progress: called with each file's name before it is read; from several threads, as files are read at once.
 
     Raises:
         ArtifactError: lists everything missing, changed, unexpected or refused, at once.
@@ -324,13 +318,14 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
     root = Path(path)
     present = dict(_walk(root))
     present.pop(MANIFEST, None)
-    problems = []
-    for name, entry in sorted(manifest.files.items()):
+
+    def check(name: str) -> str | None:
         if progress is not None:
             progress(name)
-        problem = name_problem(name) or _file_problem(present.get(name), entry)
-        if problem:
-            problems.append(f"{name}: {problem}")
+        problem = name_problem(name) or _file_problem(present.get(name), manifest.files[name])
+        return f"{name}: {problem}" if problem else None
+
+    problems = [text for text in at_once(check, sorted(manifest.files)) if text]
     for name in sorted(present.keys() - manifest.files.keys()):
         what = "is a symbolic link" if present[name].is_symlink() else "is not in the manifest"
         problems.append(f"{name}: unexpected, {what}")
@@ -341,6 +336,10 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
             where=str(root),
             mend="compile the model again, or copy the artifact again; nothing of it was loaded",
         )
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
 
 
 def _file_problem(path: Path | None, entry: FileEntry) -> str | None:

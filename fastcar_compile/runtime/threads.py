@@ -1,12 +1,10 @@
-"""How many cores a session uses, and TVM's thread pool."""
+"""TVM's thread pool."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 from fastcar_compile.errors import BackendError
 
@@ -20,58 +18,6 @@ the calling thread, to one core, where every other process that does so is too."
 
 _pool = threading.local()
 """TVM has one pool per calling thread; `size` is what this thread's was last set to."""
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: of its affinity, and whole ones of its control group's CPU quota; at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of CPU time that the control groups of this process allow (the least of them); None: no limit.
-
-    Args:
-        root: where `proc` and `sys` are.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    limits = [limit for line in lines for limit in _limits(root / "sys/fs/cgroup", *line.split(":", 2))]
-    return min(limits, default=None)
-
-
-def _limits(mount: Path, hierarchy: str, controllers: str, group: str) -> Iterator[float]:
-    """Limits of one line of /proc/self/cgroup: those of the group and of every group above it."""
-    if hierarchy == "0":
-        bases = [mount, mount / "unified"]
-    elif "cpu" in controllers.split(","):
-        bases = [mount / controllers, mount / "cpu"]
-    else:
-        return
-    base = next((b for b in bases if b.is_dir()), mount)
-    folder = base / group.lstrip("/")
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to(base):
-            return
-        limit = _limit(place)
-        if limit is not None:
-            yield limit
-
-
-def _limit(group: Path) -> float | None:
-    """cpu.max of version 2 ("max 100000", "150000 100000"), or quota and period of version 1 (-1: none)."""
-    try:
-        if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text("ascii").split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text("ascii").strip()
-            period = (group / "cpu.cfs_period_us").read_text("ascii").strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def use_threads(count: int) -> None:

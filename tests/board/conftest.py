@@ -40,8 +40,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer of it in w4a8, with the projections and the head on the accelerator too."""
-    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", num_hidden_layers=1)
+    """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention."""
+    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
+    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, num_hidden_layers=1)
 
 
 def compiled(
@@ -49,6 +50,7 @@ def compiled(
     threshold: tuple[float | None, ...],
     quant: str = "w8a8",
     offload: str = "mlp",
+    sparse_attention: fc.SparseAttention | None = None,
     **changes: int,
 ) -> fc.Artifact:
     """For zcu102, with the library for its CPU linked."""
@@ -63,6 +65,7 @@ def compiled(
         replay=fc.ReplayConfig(threshold=threshold),
         prefill_chunk=CHUNK,
         offload=offload,
+        sparse_attention=sparse_attention,
         output=folders.mktemp("board") / "artifact",
     )
 

@@ -18,6 +18,7 @@ from board.fake_pyxrt import FakeXrt
 from fastcar_compile.codegen.board.kernels import Argument, Kernel
 from fastcar_compile.codegen.hls.interface import KernelPort
 from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.lowering.isa import cpu_flags, instruction_set
 from fastcar_compile.runtime.backends import programs_for
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
 
@@ -191,12 +192,20 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
     host = artifact.manifest.sections["host"]
-    assert programs_for(host, host["triple"]) == host["programs"]
-    assert programs_for(host, "aarch64-linux-gnu")["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
-    with pytest.raises(
-        BackendError, match=f"no library for riscv64-linux-gnu, only for {host['triple']}, aarch64-linux"
-    ):
-        programs_for(host, "riscv64-linux-gnu")
+    variant = host["variants"][0]
+    here, triple = cpu_flags(), variant["triple"]
+    assert programs_for(host, triple, here) == variant["programs"]
+    weaker = host | {"variants": [variant | {"flags": ["later"]}, variant | {"programs": {}}]}
+    assert programs_for(weaker, triple, here) == {}
+    arm = "aarch64-linux-gnu"
+    assert programs_for(host, arm, frozenset())["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
+    name = variant["instruction_set"]
+    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  mend:  use another"
+    with pytest.raises(BackendError, match=re.escape(text)):
+        programs_for(host, triple, frozenset())
+    old = frozenset(instruction_set("sse4").flags)
+    with pytest.raises(BackendError, match=r"compile it with host_cpus naming one of: sse4$"):
+        programs_for(host, "x86_64-linux-gnu", old)
     unlinked = host | {"board": host["board"] | {"linked": False}}
     with pytest.raises(BackendError, match=r"the libraries for aarch64-linux-gnu are object files, not linked"):
-        programs_for(unlinked, "aarch64-linux-gnu")
+        programs_for(unlinked, arm, frozenset())

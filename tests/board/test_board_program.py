@@ -58,8 +58,9 @@ def build(artifact: fc.Artifact, native: Machine, fake_library: Fake, folder: Pa
     copy = folder / "artifact"
     shutil.copytree(artifact.path, copy)
     header = copy / "host" / "src" / "fastcar_program.hpp"
-    triple = artifact.manifest.sections["host"]["triple"]
-    header.write_text(header.read_text().replace("host/aarch64-linux-gnu/", f"host/{triple}/"))
+    variant = artifact.manifest.sections["host"]["variants"][0]
+    folder_here = f"host/{variant['triple']}/{variant['instruction_set']}/"
+    header.write_text(header.read_text().replace("host/aarch64-linux-gnu/", folder_here))
     done = native.build(copy, folder, "board", CXXFLAGS="-O0")
     assert done.returncode == 0, done.stderr
     return Built(folder / "fastcar_board", copy, fake, artifact)

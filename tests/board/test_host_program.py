@@ -35,7 +35,7 @@ def test_the_artifact_has_libraries_for_the_board(artifact: fc.Artifact) -> None
     board = artifact.manifest.sections["host"]["board"]
     assert (board["triple"], board["cpu"], board["linked"]) == ("aarch64-linux-gnu", "cortex-a53", True)
     assert board["compiler"] == "aarch64-linux-gnu-g++"
-    here = artifact.manifest.sections["host"]["programs"]
+    here = artifact.manifest.sections["host"]["variants"][0]["programs"]
     assert sorted(board["programs"]) == ["decode", "offload", "prefill"]
     for name, spec in board["programs"].items():
         assert spec["library"] == f"host/aarch64-linux-gnu/{name}.so"

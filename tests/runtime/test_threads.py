@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from fastcar_compile import parallel
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime import threads
-from fastcar_compile.runtime.threads import cpu_quota, usable_cores, use_threads
+from fastcar_compile.parallel import at_once, cpu_quota, usable_cores
+from fastcar_compile.runtime.threads import use_threads
 
 
 def root(tmp_path: Path, cgroup: str, **files: str) -> Path:
@@ -43,7 +45,7 @@ def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (2.7, 2), (0.4, 1), (64.0, 4)])
 def test_whole_cores_within_the_affinity(monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int) -> None:
-    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(parallel, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 2, 5, 7})
     assert usable_cores() == cores
 
@@ -101,3 +103,15 @@ def test_a_pool_that_cannot_grow_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(BackendError, match=rf"{many} were asked for; it was made for \d+ and cannot grow"):
         use_threads(many)
     use_threads(1)
+
+
+def test_results_are_in_order_and_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 3)
+    meeting = threading.Barrier(3, timeout=10)
+    assert at_once(lambda i: (meeting.wait(), i)[1], range(6)) == [*range(6)]
+
+    def fail(_value: int) -> None:
+        raise OSError("nothing")
+
+    with pytest.raises(OSError, match="nothing"):
+        at_once(fail, [1])

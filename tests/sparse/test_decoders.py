@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,19 @@ import pytest
 import torch
 from conftest import check_module, check_tool
 from decoders import llama
+from test_checkpoint import save
+from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.runtime.backends.eager import EagerBackend
 from fastcar_compile.runtime.session import Session
@@ -142,6 +148,32 @@ def test_explanation_and_report(artifact: fc.Artifact) -> None:
         "kv_bytes_of_full_cache": 2 * 2 * 2 * 2 * 65 * 16 * 4,
     }
     assert fc.load(artifact.path).config.ring == artifact.program.config.ring
+
+
+def test_a_checkpoint_is_rewritten_without_its_weights(tmp_path: Path) -> None:
+    """Of a folder the graph is that of the loaded model; repeated layers have to be there before."""
+    folder, item = save(tmp_path / "model"), SparsifyAttention(2, 6, "cache")
+    sizes = {"batch_size": 1, "max_seq_len": 64, "tokens_per_frame": 8, "prefill_chunk": 4}
+    repeat = RepeatLayers("model.layers", 4)
+    program = run_pipeline(capture(Checkpoint(folder), **sizes), [*analysis_pipeline(), repeat, item])
+    loaded = capture(LlamaForCausalLM.from_pretrained(folder), **sizes)
+    run_pipeline(loaded, [*analysis_pipeline(), item])
+    assert program.config == loaded.config
+    assert program.state == loaded.state
+    for one, other in zip(program.graphs(), loaded.graphs(), strict=True):
+        kinds = [sorted(str(n.target) for n in g.graph.nodes if n.op == "call_function") for g in (one, other)]
+        assert kinds[0] == kinds[1]
+    early = run_pipeline(capture(Checkpoint(folder), **sizes), [*analysis_pipeline(), item])
+    with pytest.raises(fc.CompileError, match="repeat-layers does not copy the ring caches") as found:
+        repeat.apply(early)
+    assert found.value.mend == "name repeat-layers before sparse-attention in the pipeline"
+
+
+def test_no_other_attention_stands_in_for_a_ring() -> None:
+    rules = rules_of(fc.ReplayConfig(), 2)
+    with pytest.raises(fc.InputError, match="compiled with sparse attention, for which no other") as found:
+        Evaluator(rewritten(2, 3, "absolute"), token_ids().numpy(), rules, attend=SinkWindow(4, 1))
+    assert found.value.mend == "evaluate it as it is, or a decoder compiled without sparse attention"
 
 
 def test_memory_does_not_grow_with_the_sequence() -> None:

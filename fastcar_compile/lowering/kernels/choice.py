@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import tvm
 from tvm.tirx import PrimFunc
@@ -20,6 +21,7 @@ KERNELS: dict[str, Callable[..., PrimFunc]] = {
 KIND, SIZES = "fastcar.kernel", "fastcar.sizes"
 
 
+@cache
 def portable(kind: str, *sizes: int) -> PrimFunc:
     """The kernel of that kind in its portable form, marked so that `specialise` finds it."""
     kernel = KERNELS[kind](*sizes)
@@ -29,12 +31,16 @@ def portable(kind: str, *sizes: int) -> PrimFunc:
     return marked
 
 
+@cache
+def _special(kind: str, sizes: tuple[int, ...], isa: InstructionSet) -> PrimFunc:
+    return KERNELS[kind](*sizes, isa=isa)
+
+
 def specialise(module: tvm.IRModule, isa: InstructionSet) -> tvm.IRModule:
     """The module with every marked kernel replaced by the best one of the instruction set."""
     functions = {}
     for variable, function in module.functions_items():
         if isinstance(function, PrimFunc) and function.attrs is not None and KIND in function.attrs:
-            sizes = [int(size) for size in function.attrs[SIZES]]
-            function = KERNELS[str(function.attrs[KIND])](*sizes, isa=isa)
+            function = _special(str(function.attrs[KIND]), tuple(map(int, function.attrs[SIZES])), isa)
         functions[variable] = function
     return tvm.IRModule(functions, attrs=module.attrs)

@@ -1,4 +1,4 @@
-"""int8 GEMV with exact int32 accumulation, bit for bit as fastcar_compile.ops.quant defines it."""
+"""int8 GEMV and GEMM with exact int32 accumulation, bit for bit as fastcar_compile.ops.quant defines it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,39 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
-from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, ROWS, block_rows
+from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
+from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
+from fastcar_compile.lowering.kernels.vectors import Expr, folded, interleaved, lane_total, row
 
-LANES = 32
-STEP = 2 * LANES
+_STREAMS = 8
+"""Weight rows that are read side by side for one activation row."""
+
+
+def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
+    """Weight rows and activation rows that are multiplied together; the fewest tiles that cover m."""
+    if m == 1:
+        return min(_STREAMS, n), 1
+    widest = (3, 4) if accumulators >= 12 else (2,)
+    columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
+    return min(accumulators // columns, n), columns
 
 
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
 
-    Two products are added in int16 before they are widened: |q| <= 127 and |w| <= 128, so 2 * 127 * 128 < 2**15.
-    The bias is added by another kernel: LLVM would contract the last product and the addition into one rounding.
+    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Rows with s = 0 are zero and are not
+    multiplied. Parallel over blocks of n; a block stays in the first cache while all rows of q pass, so weights are
+    read from memory once. The bias is added by another kernel: LLVM would contract the last product and the addition
+    into one rounding.
     """
-    whole, tail = k // STEP, k % STEP
-    block = block_rows(n)
-    rows = min(ROWS, block)
+    dot = INT8_DOTS[isa.int8]
+    lanes, width, step = dot.lanes, dot.width, dot.step
+    whole, tail = k // width, k % width
+    rows, columns = tile_of(m, n, dot.tile)
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
+
+    def nothing(offset: int, size: int) -> Expr:
+        return T.Broadcast(T.int8(0), size)
 
     @T.prim_func(private=True, s_tir=True)
     def linear_i8(
@@ -32,38 +49,80 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         y: T.Buffer((m, n), "float32"),
     ):
         T.func_attr({"tir.noalias": True})
-        for jo in loop(n // block):
-            for ji, i in T.grid(block // rows, m):
-                with T.sblock("rows"):
-                    T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
+        with T.sblock("root"):
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
+            T.writes(y[0:m, 0:n])
+            excess = T.alloc_buffer((m,), "int32")
+            live = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+
+            @T.inline
+            def tile(j, i, rs, cs):
+                with T.sblock("tile"):
+                    T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m], live[0:m])
                     T.writes(y[0:m, 0:n])
-                    acc = T.alloc_buffer((rows * LANES,), "int32", scope="local")
-                    j: T.int32 = jo * block + ji * rows
-                    for r in T.unroll(rows):
-                        for v in T.vectorized(LANES):
-                            acc[r * LANES + v] = 0
+                    acc = T.alloc_buffer((rs * cs * lanes,), "int32")
+                    pairs = T.alloc_buffer((2 * lanes,), "int32")
+                    fours = T.alloc_buffer((lanes,), "int32")
+                    sums = T.alloc_buffer((-(-rs * cs // 4) * 4,), "int32")
+                    for v in T.unroll(rs * cs):
+                        acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
                     for c in range(whole):
-                        for r in T.unroll(rows):
-                            for v in T.vectorized(LANES):
-                                acc[r * LANES + v] += T.Cast(
-                                    "int32",
-                                    T.Cast("int16", q[i, c * STEP + v]) * T.Cast("int16", w[j + r, c * STEP + v])
-                                    + T.Cast("int16", q[i, c * STEP + LANES + v])
-                                    * T.Cast("int16", w[j + r, c * STEP + LANES + v]),
-                                )
-                    for r in T.unroll(rows):
-                        for v in T.vectorized(16):
-                            acc[r * LANES + v] += acc[r * LANES + v + 16]
-                        for v in T.vectorized(8):
-                            acc[r * LANES + v] += acc[r * LANES + v + 8]
-                        for v in T.vectorized(4):
-                            acc[r * LANES + v] += acc[r * LANES + v + 4]
-                        for v in T.unroll(3):
-                            acc[r * LANES] += acc[r * LANES + v + 1]
-                        for t in range(tail):
-                            acc[r * LANES] += T.Cast("int32", q[i, whole * STEP + t]) * T.Cast(
-                                "int32", w[j + r, whole * STEP + t]
+                        for v in T.unroll(rs * cs):
+                            acc[T.Ramp(v * lanes, 1, lanes)] = step(
+                                acc[T.Ramp(v * lanes, 1, lanes)],
+                                row(w, [j + v // cs], c * width),
+                                row(q, [live[i + v % cs]], c * width),
                             )
-                        y[i, j + r] = T.Cast("float32", acc[r * LANES]) * (s[i] * ws[j + r])
+                    for p in T.unroll(-(-rs * cs // 4)):
+                        for h in T.unroll(2):
+                            pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
+                                acc[T.Ramp(T.min(p * 4 + 2 * h, rs * cs - 1) * lanes, 1, lanes)],
+                                acc[T.Ramp(T.min(p * 4 + 2 * h + 1, rs * cs - 1) * lanes, 1, lanes)],
+                                lanes,
+                                1,
+                            )
+                        fours[T.Ramp(0, 1, lanes)] = interleaved(
+                            pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+                        )
+                        sums[T.Ramp(p * 4, 1, 4)] = folded(row(fours, [], 0), lanes)
+                    for t in range(tail):
+                        for v in T.unroll(rs * cs):
+                            sums[v] += T.Cast("int32", q[live[i + v % cs], whole * width + t]) * T.Cast(
+                                "int32", w[j + v // cs, whole * width + t]
+                            )
+                    for v in T.unroll(rs * cs):
+                        y[live[i + v % cs], j + v // cs] = T.Cast("float32", sums[v] - excess[live[i + v % cs]]) * (
+                            s[live[i + v % cs]] * ws[j + v // cs]
+                        )
+
+            count[0] = 0
+            for i in range(m):
+                with T.sblock("row"):
+                    T.reads(q[0:m, 0:k], s[0:m], count[0])
+                    T.writes(excess[0:m], live[0:m], count[0], y[0:m, 0:n])
+                    if dot.unsigned:
+                        acc = T.alloc_buffer((lanes,), "int32")
+                        acc[T.Ramp(0, 1, lanes)] = T.Broadcast(0, lanes)
+                        for c in range(whole):
+                            acc[T.Ramp(0, 1, lanes)] = step(acc[T.Ramp(0, 1, lanes)], nothing, row(q, [i], c * width))
+                        excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
+                    else:
+                        excess[i] = 0
+                    if s[i] == T.float32(0):
+                        for j in range(n):
+                            y[i, j] = T.float32(0)
+                    else:
+                        live[count[0]] = i
+                        count[0] += 1
+            for jo in loop(n // rows):
+                for io in range(count[0] // columns):
+                    tile(jo * rows, io * columns, rows, columns)
+                if columns > 1:
+                    for io in range(count[0] % columns):
+                        tile(jo * rows, count[0] // columns * columns + io, rows, 1)
+            if n % rows > 0:
+                for io in range(count[0]):
+                    tile(n // rows * rows, io, n % rows, 1)
 
     return linear_i8

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.lowering.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.runtime.backends.base import Backend
 from fastcar_compile.runtime.store import load_tensors
 
@@ -54,9 +55,9 @@ def _cpu_options(artifact: Artifact, threads: int | None) -> dict[str, Any]:
     sections = artifact.manifest.sections
     return {
         "root": artifact.path,
-        "programs": programs_for(sections["host"], f"{platform.machine()}-linux-gnu"),
+        "programs": programs_for(sections["host"], f"{platform.machine()}-linux-gnu", cpu_flags()),
         "params": artifact.params,
-        "state": artifact.program.state,
+        "state": artifact.state,
         "config": artifact.config,
         "threads": threads,
     }
@@ -75,20 +76,21 @@ def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
     model = next((f for f in (ONNX_INLINE, ONNX_EXTERNAL) if f in artifact.manifest.files), None)
     if model is None:
         raise BackendError("this artifact has no ONNX model", mend="compile the model again")
-    return OrtBackend(artifact.path / model, artifact.program.state, artifact.config, threads)
+    return OrtBackend(artifact.path / model, artifact.state, artifact.config, threads)
 
 
-def programs_for(host: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """The libraries that run on a machine: those of the build machine, or those of the board.
+def programs_for(host: Mapping[str, Any], machine: str, flags: frozenset[str]) -> dict[str, Any]:
+    """The best libraries that a CPU runs: one of the variants, or those of the board.
 
     Args:
-        host: the manifest's section. machine: its triple.
+        host: the manifest's section. machine: the CPU's triple. flags: what it offers, as /proc/cpuinfo names it.
 
     Raises:
         BackendError: there are none for it.
     """
-    if host["triple"] == machine:
-        return host["programs"]
+    for variant in host["variants"]:
+        if variant["triple"] == machine and flags >= set(variant["flags"]):
+            return variant["programs"]
     board = host.get("board")
     if board is not None and board["triple"] == machine:
         if not board["linked"]:
@@ -98,10 +100,11 @@ def programs_for(host: Mapping[str, Any], machine: str) -> dict[str, Any]:
                 mend=f"compile again where {board['compiler']} is on PATH; docs/board.md",
             )
         return board["programs"]
-    known = ", ".join([host["triple"], *([board["triple"]] if board else [])])
-    raise BackendError(
-        f"this artifact has no library for {machine}, only for {known}", mend="compile it for this machine"
-    )
+    here = [isa.name for isa in runnable(INSTRUCTION_SETS, machine.split("-", maxsplit=1)[0], flags)]
+    known = [f"{v['instruction_set']} ({v['triple']})" for v in host["variants"]]
+    known += [f"{board['cpu']} ({board['triple']})"] if board else []
+    mend = f"compile it with host_cpus naming one of: {', '.join(here)}" if here else "use another machine"
+    raise BackendError(f"this artifact has no library for this CPU ({machine}), only for {', '.join(known)}", mend=mend)
 
 
 def _accelerator(artifact: Artifact) -> dict[str, Any]:

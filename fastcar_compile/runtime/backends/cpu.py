@@ -14,10 +14,11 @@ from tvm import relax
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.tensor_files import ALIGNMENT
-from fastcar_compile.runtime.threads import usable_cores, use_threads
+from fastcar_compile.runtime.threads import use_threads
 
 _ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 

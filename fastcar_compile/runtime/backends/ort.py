@@ -11,8 +11,8 @@ import onnxruntime
 from fastcar_compile.codegen.onnx.export import output_name
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
-from fastcar_compile.runtime.threads import usable_cores
 
 _ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 

@@ -1,0 +1,178 @@
+"""GB/s of weights that the integer linears stream, and the share of this machine's read bandwidth.
+
+    python benchmarks/kernel_speed.py --json out.json
+    python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
+
+Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
+that of a kernel that only reads, measured in turns with the others; times are the least of all calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm.script import tirx as T
+
+from fastcar_compile.lowering.isa import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    cpu_flags,
+    host_instruction_set,
+    instruction_set,
+)
+from fastcar_compile.lowering.kernels.choice import KERNELS
+from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.quant import group_count
+from fastcar_compile.parallel import usable_cores
+from fastcar_compile.runtime.threads import use_threads
+
+KINDS = ("linear_w8a8", "linear_w4a8")
+STREAMED = 192 << 20
+"""Bytes of weights that calls go through before they meet the same again: several times the largest cache."""
+
+BLOCK = 1 << 15
+Run = Callable[[int], None]
+"""Calls a kernel with the weights of that number."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel on one shape; milliseconds of one call, gigabytes of weights per second, share of read bandwidth."""
+
+    kernel: str
+    isa: str
+    m: int
+    n: int
+    k: int
+    threads: int
+    ms: float
+    gb_per_s: float
+    share: float
+    gmac_per_s: float
+
+
+def read_kernel(size: int) -> Any:
+    """The exclusive or of all 64-byte words of every block of 32 KiB: as fast as this machine reads."""
+    blocks = size // BLOCK
+
+    @T.prim_func(s_tir=True)
+    def read(w: T.Buffer((blocks, BLOCK // 4), "int32"), y: T.Buffer((blocks, 16), "int32")):
+        T.func_attr({"tir.noalias": True, "global_symbol": "read"})
+        for b in T.parallel(blocks):
+            with T.sblock("block"):
+                T.reads(w[0:blocks, 0 : BLOCK // 4])
+                T.writes(y[0:blocks, 0:16])
+                acc = T.alloc_buffer((128,), "int32")
+                for u in T.unroll(8):
+                    acc[T.Ramp(u * 16, 1, 16)] = T.Broadcast(0, 16)
+                for c in range(BLOCK // 512):
+                    for u in T.unroll(8):
+                        acc[T.Ramp(u * 16, 1, 16)] = T.bitwise_xor(
+                            acc[T.Ramp(u * 16, 1, 16)], w[b, T.Ramp(c * 128 + u * 16, 1, 16)]
+                        )
+                for u in T.unroll(7):
+                    acc[T.Ramp(0, 1, 16)] = T.bitwise_xor(acc[T.Ramp(0, 1, 16)], acc[T.Ramp(u * 16 + 16, 1, 16)])
+                y[b, T.Ramp(0, 1, 16)] = acc[T.Ramp(0, 1, 16)]
+
+    return read
+
+
+def compiled(name: str, kernel: Any, isa: InstructionSet) -> Any:
+    """The function of a kernel."""
+    module = tvm.IRModule({name: kernel.with_attr("global_symbol", name)})
+    return tvm.compile(module, target=host_target(isa))[name]
+
+
+def reader(isa: InstructionSet) -> tuple[Run, int]:
+    """Reads one eighth of the streamed bytes per call; bytes of a call."""
+    size = STREAMED // 8
+    parts = [tvm.runtime.tensor(np.full((size // BLOCK, BLOCK // 4), i, np.int32)) for i in range(8)]
+    y = tvm.runtime.tensor(np.zeros((size // BLOCK, 16), np.int32))
+    function = compiled("read", read_kernel(size), isa)
+    return lambda i: function(parts[i % 8], y), size
+
+
+def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
+    """One linear on weights in turn; bytes of weights and scales of a call."""
+    random = np.random.default_rng(0)
+    four = kind == "linear_w4a8"
+    shape, dtype = ((n, group_count(k) * 64), np.uint8) if four else ((n, k), np.int8)
+    scales = np.ones((n, group_count(k)), np.float16) if four else np.ones(n, np.float32)
+    bytes_of_call = int(np.prod(shape)) + scales.nbytes
+    copies = -(-STREAMED // bytes_of_call)
+    weights = [tvm.runtime.tensor(random.integers(0, 127, shape, dtype)) for _ in range(copies)]
+    q = tvm.runtime.tensor(random.integers(-127, 128, (m, k), np.int8))
+    s, ws = tvm.runtime.tensor(np.ones(m, np.float32)), tvm.runtime.tensor(scales)
+    y = tvm.runtime.tensor(np.zeros((m, n), np.float32))
+    function = compiled(kind, KERNELS[kind](m, n, k, isa=isa), isa)
+    return lambda i: function(q, s, weights[i % copies], ws, y), bytes_of_call
+
+
+def least(runs: Sequence[Run], seconds: float) -> list[float]:
+    """Seconds of the fastest call of each, which take turns of a few calls until the time is over."""
+    best, number, end = [float("inf")] * len(runs), 0, time.perf_counter() + seconds
+    while time.perf_counter() < end or number < 8:
+        for which, run in enumerate(runs):
+            for i in range(4):
+                start = time.perf_counter()
+                run(number + i)
+                best[which] = min(best[which], time.perf_counter() - start)
+        number += 4
+    return best
+
+
+def measure(isa: InstructionSet, kind: str, shape: tuple[int, int, int], threads: int, seconds: float) -> Row:
+    """One row."""
+    m, n, k = shape
+    run, size = linear(kind, isa, m, n, k)
+    read, read_size = reader(isa)
+    taken, reading = least([run, read], seconds)
+    speed = size / taken
+    share = speed / (read_size / reading)
+    return Row(kind, isa.name, m, n, k, threads, taken * 1e3, speed / 1e9, share, m * n * k / taken / 1e9)
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,4" -> [1, 4]."""
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="2048x5504,5504x2048", help="n x k of the weights")
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 64], help="activation rows")
+    parser.add_argument("--isa", help="names; default: the best one of this CPU")
+    parser.add_argument("--kernels", default=",".join(KINDS))
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--seconds", type=float, default=2.0, help="per row")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    sets = [instruction_set(name) for name in options.isa.split(",")] if options.isa else [host_instruction_set()]
+    if lacking := [isa.name for isa in sets if not isa.flags <= cpu_flags()]:
+        able = ", ".join(isa.name for isa in INSTRUCTION_SETS if isa.flags <= cpu_flags())
+        parser.error(f"this CPU does not run {', '.join(lacking)}; it runs {able}")
+    use_threads(options.threads)
+    rows = []
+    for isa in sets:
+        for kind in options.kernels.split(","):
+            for size in options.sizes.split(","):
+                n, k = map(int, size.split("x"))
+                for m in options.rows:
+                    rows.append(row := measure(isa, kind, (m, n, k), options.threads, options.seconds))
+                    text = f"{row.ms:8.3f} ms {row.gb_per_s:6.1f} GB/s {row.share:6.1%} {row.gmac_per_s:7.1f} GMAC/s"
+                    print(f"{kind} {isa.name} m={m} {size}: {text}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What kernels share: vector loads, the sums of four vectors at once, the arithmetic fence.
+
+A kernel's temporaries are buffers without a scope and below 1024 bytes: TVM puts only those on the stack, where LLVM
+finds registers for them. A vector that is used twice goes through one, because an expression is a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm.script import tirx as T
+
+Expr = Any
+"""A TIR expression."""
+
+Load = Callable[[int, int], Expr]
+"""`load(offset, lanes)`: that many elements from an offset on."""
+
+
+def row(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
+    """Loads from `start` on along the last axis of a buffer."""
+    return lambda offset, lanes: buffer[(*index, T.Ramp(start + offset, 1, lanes))]
+
+
+def pure(dtype: str, name: str, *arguments: Expr) -> Expr:
+    """A call of an LLVM intrinsic without side effects."""
+    return T.call_llvm_pure_intrin(dtype, name, *arguments)
+
+
+def fence(dtype: str, value: Expr) -> Expr:
+    """The value, rounded: LLVM must not contract its product with a sum that follows."""
+    return pure(dtype, "llvm.arithmetic.fence", value)
+
+
+def gather(values: Sequence[Expr]) -> Expr:
+    """A vector of scalars."""
+    return T.Shuffle(list(values), list(range(len(values))))
+
+
+def lane_total(vector: Expr, lanes: int) -> Expr:
+    """The sum of one int32 vector, a scalar."""
+    return pure("int32", f"llvm.vector.reduce.add.v{lanes}i32", vector)
+
+
+def interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
+    """In every block of four: runs of `width` lanes of a and b in turn, the block's halves added.
+
+    The sums of four vectors a, b, c, d cost a third of four single sums as `folded` of
+    interleaved(interleaved(a, b, 1), interleaved(c, d, 1), 2).
+    """
+    runs = [range(start, start + width) for start in range(0, 4, width)]
+    order = [which * lanes + lane for run in runs for which in (0, 1) for lane in run]
+    halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
+    return T.Shuffle([a, b], halves[0]) + T.Shuffle([a, b], halves[1])
+
+
+def folded(load: Load, lanes: int) -> Expr:
+    """int32x4: lanes that are equal modulo four, added."""
+    sums = load(0, 4)
+    for offset in range(4, lanes, 4):
+        sums = sums + load(offset, 4)
+    return sums

@@ -1,0 +1,65 @@
+"""The integer kernels for AArch64 under qemu-user, bit for bit."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from lowering.integer_cases import CASES, module
+from tvm.support import cc
+
+from board.conftest import FOLDERS, Machine
+from fastcar_compile.lowering.isa import instruction_set
+from fastcar_compile.lowering.target import host_target
+
+TYPE_CODES = {"i": 0, "u": 1, "f": 2}
+"""Of DLPack, by numpy's kind."""
+
+
+@pytest.fixture(scope="module")
+def runner(aarch64: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """run_kernels.cpp for aarch64."""
+    program = tmp_path_factory.mktemp("kernels") / "run_kernels"
+    libraries = aarch64.libraries
+    link = [f"-L{libraries['TVM_LIB']}", "-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi"]
+    command = [aarch64.compiler, "-std=c++17", "-O1", "-isystem", str(FOLDERS["FFI"] / "include")]
+    command += [str(Path(__file__).parent / "run_kernels.cpp"), "-o", str(program), *link]
+    command += [f"-Wl,-rpath,{libraries['TVM_LIB']}"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that run_kernels.cpp reads."""
+    data = bytearray(struct.pack("<i", len(CASES)))
+    for case in CASES:
+        arguments = case.arguments()
+        data += struct.pack(f"<i{len(case.name)}si", len(case.name), case.name.encode(), len(arguments))
+        for array in arguments:
+            code, bits = TYPE_CODES[array.dtype.kind], array.dtype.itemsize * 8
+            data += struct.pack(f"<iii{array.ndim}q", code, bits, array.ndim, *array.shape)
+            data += np.ascontiguousarray(array).tobytes()
+    path = tmp_path_factory.mktemp("cases") / "cases.bin"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(("name", "cpu"), [("neon", "cortex-a53"), ("neon-dotprod", "max")])
+def test_kernels_are_exact(
+    name: str, cpu: str, runner: Path, cases: Path, aarch64: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulated CPU has what the instruction set says, and not more."""
+    isa = instruction_set(name)
+    library = tmp_path / "kernels.so"
+    executable = tvm.compile(module(isa), target=host_target(isa))
+    executable.export_library(str(library), fcompile=cc.cross_compiler(aarch64.compiler))
+    monkeypatch.setenv("QEMU_CPU", cpu)
+    done = aarch64.run(runner, library, cases)
+    assert done.stdout.splitlines() == [f"{case.name} equal" for case in CASES], done.stderr
+    assert done.returncode == 0

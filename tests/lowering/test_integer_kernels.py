@@ -1,0 +1,98 @@
+"""w8a8 and w4a8 kernels of every instruction set that this CPU runs, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcar_compile.lowering.isa import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    cpu_flags,
+    host_instruction_set,
+    instruction_set,
+)
+from fastcar_compile.lowering.kernels import linear_w4a8, linear_w8a8
+from fastcar_compile.lowering.target import host_target
+
+from .integer_cases import CASES, KINDS, IntegerCase, module
+
+EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
+"""The kernels of avx2-vnni, in the encoding of AVX-512."""
+X86 = (*(isa for isa in INSTRUCTION_SETS if isa.machine == "x86_64"), EVEX)
+
+
+def check(library: tvm.runtime.Module, case: IntegerCase, seed: int = 0, skipped: tuple[int, ...] = ()) -> None:
+    """The kernel's output equals the reference's; rows that are skipped have a scale of zero."""
+    *inputs, expected = case.arguments(seed)
+    inputs[1][list(skipped)] = 0
+    expected[list(skipped)] = 0
+    y = tvm.runtime.tensor(np.full_like(expected, np.nan))
+    library[case.name](*map(tvm.runtime.tensor, inputs), y)
+    np.testing.assert_array_equal(y.numpy(), expected, err_msg=case.name)
+
+
+@pytest.mark.parametrize("isa", X86, ids=lambda isa: isa.name)
+def test_kernels_are_exact(isa: InstructionSet) -> None:
+    if lacking := sorted(isa.flags - cpu_flags()):
+        pytest.skip(f"this CPU has no {', '.join(lacking)}")
+    library = tvm.compile(module(isa), target=host_target(isa))
+    for case in CASES:
+        check(library, case)
+        check(library, case, skipped=tuple(range(0, case.m, 3)))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 400),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_any_shape_is_exact(kind: str, m: int, n: int, k: int, best: bool, seed: int) -> None:
+    """With the best kernels of this machine, and with those for every CPU."""
+    isa = host_instruction_set()
+    case = IntegerCase(kind, m, n, k)
+    kernels = isa if best else replace(isa, int8="portable")
+    check(tvm.compile(module(kernels, (case,)), target=host_target(isa)), case, seed)
+
+
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_blocks_are_exact(kind: str, m: int) -> None:
+    """Threads share nothing but the activations; the last rows of an odd n follow."""
+    case = IntegerCase(kind, m, 481, 1152)
+    check(tvm.compile(module(host_instruction_set(), (case,)), target=host_target()), case)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 64])
+def test_accumulators_stay_on_the_stack(count: int) -> None:
+    """TVM puts temporaries of 1024 bytes or more, and LLVM then keeps in memory what should be in registers."""
+    rows, columns = linear_w8a8.tile_of(count, 4096, 12)
+    assert 4 * 16 * rows * columns < 1024
+    assert (rows, columns) == {1: (8, 1), 2: (6, 2), 3: (4, 3), 5: (3, 4)}.get(count, (3, 4))
+    rows, columns = linear_w4a8.tile_of(count, 4096)
+    assert rows * columns == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_row_is_not_multiplied(kind: str) -> None:
+    """All but one of eight rows skipped takes a fraction of the time: the least of many runs each."""
+    case = IntegerCase(kind, 8, 256, 2048)
+    library = tvm.compile(module(host_instruction_set(), (case,)), target=host_target())
+    q, s, w, ws, y = map(tvm.runtime.tensor, case.arguments())
+    one = s.numpy() * np.float32([0, 0, 0, 0, 0, 1, 0, 0])
+
+    def least(scales: np.ndarray) -> float:
+        arguments = (q, tvm.runtime.tensor(scales), w, ws, y)
+        timer = library.mod.time_evaluator(case.name, tvm.cpu(), number=3, repeat=20)
+        return min(timer(*arguments).results)
+
+    assert least(one) < 0.6 * least(s.numpy())

@@ -1,0 +1,105 @@
+"""One artifact with libraries for several instruction sets."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.cli.inspect import host_lines
+from fastcar_compile.lowering.isa import cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.runtime import backends
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """A small w4a8 Llama for the machine's best instruction set and the least of x86-64, named in another order."""
+    if host_instruction_set().machine != "x86_64":
+        pytest.skip("the instruction sets of this test are x86-64's")
+    return fc.compile(
+        llama(num_hidden_layers=1, initializer_range=0.2),
+        target="cpu",
+        tokens_per_frame=4,
+        max_seq_len=24,
+        quant="w4a8",
+        prefill_chunk=4,
+        host_cpus=["sse4", "native", "sse4"],
+        output=tmp_path_factory.mktemp("variants") / "artifact",
+    )
+
+
+def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
+    variants = artifact.manifest.sections["host"]["variants"]
+    best = host_instruction_set().name
+    assert [v["instruction_set"] for v in variants] == [best, "sse4"]
+    assert variants[1]["flags"] == sorted(instruction_set("sse4").flags)
+    for variant in variants:
+        folder = f"host/x86_64-linux-gnu/{variant['instruction_set']}"
+        assert {p["library"] for p in variant["programs"].values()} == {
+            f"{folder}/{n}.so" for n in ("decode", "prefill")
+        }
+    assert host_lines(artifact.manifest.sections["host"]) == [
+        f"library: {best} (x86_64-linux-gnu)",
+        "library: sse4 (x86_64-linux-gnu)",
+    ]
+
+
+def test_a_session_picks_the_best_that_the_cpu_runs(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both give the same tokens; without the better one's files the session on the lesser CPU still opens."""
+    prompt = torch.tensor([[1, 2, 3, 4, 5]])
+    expected = artifact.session("cpu").generate(prompt, 16)
+    chosen: list[str] = []
+    pick = backends.programs_for
+
+    def spy(*arguments: object) -> dict[str, object]:
+        programs = pick(*arguments)  # type: ignore[arg-type]
+        chosen.append(programs["decode"]["library"])
+        return programs
+
+    monkeypatch.setattr(backends, "programs_for", spy)
+    artifact.session("cpu")
+    monkeypatch.setattr(backends, "cpu_flags", lambda: instruction_set("sse4").flags)
+    assert torch.equal(torch.as_tensor(artifact.session("cpu").generate(prompt, 16)), torch.as_tensor(expected))
+    names = [Path(library).parent.name for library in chosen]
+    assert names == [host_instruction_set().name, "sse4"]
+
+
+def test_a_cpu_that_runs_none_of_them(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "cpu_flags", frozenset)
+    best, triple = host_instruction_set().name, "x86_64-linux-gnu"
+    text = f"no library for this CPU ({triple}), only for {best} ({triple}), sse4 ({triple})"
+    with pytest.raises(fc.BackendError, match=re.escape(text)):
+        artifact.session("cpu")
+
+
+def test_kernels_of_both_variants_differ(artifact: fc.Artifact) -> None:
+    libraries = [v["programs"]["decode"]["library"] for v in artifact.manifest.sections["host"]["variants"]]
+    assert len({artifact.manifest.files[library].sha256 for library in libraries}) == 2
+    assert cpu_flags() >= host_instruction_set().flags
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["mmx"], "unknown instruction set 'mmx'"),
+        ([], "no instruction set is named"),
+        ("native", "host_cpus is a list of names, not 'native'"),
+    ],
+)
+def test_names_that_are_refused(names: list[str], text: str, tmp_path: Path) -> None:
+    """Before anything is captured."""
+    with pytest.raises(fc.CompileError, match=text):
+        fc.compile(llama(), target="cpu", host_cpus=names, output=tmp_path / "artifact")
+
+
+def test_every_missing_linker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _tool: None)
+    with pytest.raises(fc.CompileError) as raised:
+        fc.compile(llama(), target="cpu", host_cpus=["neon", "neon-dotprod"], output=tmp_path / "artifact")
+    assert "no library for neon can be linked" in str(raised.value)
+    assert "no library for neon-dotprod can be linked" in str(raised.value)
