@@ -12,6 +12,7 @@ from fastcar_compile.errors import UserError
 
 _DPI = 110
 _STYLES = {"calibrated": "-", "uniform": "--", "random": ":"}
+_MARKERS = {"calibrated": "o", "uniform": "s", "random": "x"}
 _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#b07d2b")
 _RANDOM = "#777777"
 
@@ -56,12 +57,15 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for (gate, calibration), points in series.items():
         colour = _RANDOM if gate == "random" else _COLOURS[gates.index(gate) % len(_COLOURS)]
         style, label = _STYLES.get(calibration, "-."), gate if gate == calibration else f"{gate}, {calibration}"
-        axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker="o", markersize=4, label=label)
+        marker = _MARKERS.get(calibration, "D")
+        axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker=marker, markersize=5, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_xlabel("replayed share of the forwards t ≥ F, %")
     axes.set_ylabel("NLL / dense NLL (held-out, teacher-forced)")
-    ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= axes.get_ylim()[1]]
+    highest = axes.get_ylim()[1]
+    fine = (1.1, 1.2) if highest < 5 else ()
+    ticks = [t for t in (1, *fine, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= highest]
     axes.set_yticks(ticks, [f"{t:g}×" for t in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
