@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    if options.docs and options.decoder:
+        parser.error("--docs writes about all decoders: leave --decoder away")
     torch.set_num_threads(options.threads)
     found = {}
     for decoder in DECODERS:

@@ -144,7 +144,8 @@ def _beaten_by(rows: Rows, row: Row) -> Iterator[str]:
 
 def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
     """Whether replay with the window has the lower NLL, over all frames or in the last one, than the window alone."""
-    yield "| decoder | attention | gate | replay | NLL | window alone | last frame | window alone | replay is better in |"
+    columns = ("NLL", "window alone", "last frame", "window alone", "replay is better in")
+    yield f"| decoder | attention | gate | replay | {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|---|---|---|"
     better = total = 0
     for name, rows in found.items():
@@ -155,8 +156,9 @@ def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
             better, total = better + bool(won), total + 1
             yield f"| {name} | {row['sparse_attention']} | {line} | {' and '.join(won) or 'neither'} |"
     yield ""
-    yield f"Replay with a window beats the same window alone in {better} of {total} rows. The thresholds are those of full"
-    yield "attention. Drift is in the pictures above: NLL by frame. Small differences decide nothing: there are few videos."
+    yield f"Replay with a window beats the same window alone in {better} of {total} rows. The thresholds are those of"
+    yield "full attention. Drift is in the pictures above: NLL by frame. Small differences decide nothing, as there are"
+    yield "few videos."
 
 
 def _against(row: Row, alone: Row) -> tuple[list[str], str]:
