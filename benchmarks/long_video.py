@@ -162,33 +162,40 @@ def _decode(session: fc.Session, prompt: torch.Tensor, count: int) -> tuple[np.n
 
 
 def plot(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], path: Path) -> None:
-    """NLL by frame of the attentions, NLL by frame of the chain rules, time by frame."""
+    """NLL by frame of the attentions, NLL by frame of the chain rules and, of what was decoded, time by frame."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, panels = plt.subplots(1, 3 if decoded else 2, figsize=(14 if decoded else 10, 4.2), layout="constrained")
+    left, middle = panels[:2]
     for row in quality:
         frames = range(2, len(row["nll_by_frame"]) + 1)
         if row["chain"] == "dense":
             left.plot(frames, row["nll_by_frame"][1:], label=row["attention"])
-        if row["attention"] == "window 512, in cache":
+        if row["attention"] == DECODED[-1]:
             middle.plot(frames, row["nll_by_frame"][1:], label=f"{row['chain']} ({row['replay_ratio']:.0%} replay)")
-    for row in decoded:
-        label = f"{row['attention']}, {row['replay_ratio']:.0%} replay, {row['kv_bytes'] / 2**20:.1f} MiB KV"
-        right.plot(range(3, len(row["ms_per_token_by_frame"]) + 3), row["ms_per_token_by_frame"], label=label)
-    titles = ("dense, by attention", "window 512, in cache: chains of replays", "free decode, cpu backend")
-    units = ("NLL, nats per token", "NLL, nats per token", "ms per token")
-    for axes, title, unit in zip((left, middle, right), titles, units, strict=True):
-        axes.set(title=title, xlabel="frame", ylabel=unit)
-        axes.set_ylim(bottom=0)
+    left.set(title="dense, by attention", yscale="log")
+    left.axvspan(2, 8, color="0.9", zorder=0, label="frames of the training")
+    middle.set(title=f"{DECODED[-1]}: chains of replays", ylim=(0, None))
+    for axes in (left, middle):
+        axes.set(xlabel="frame", ylabel="NLL, nats per token")
+    if decoded:
+        _plot_times(decoded, panels[2])
+    for axes in panels:
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    left.axvspan(2, 8, color="0.9", zorder=0)
-    left.text(2.2, left.get_ylim()[1] * 0.02, "trained", fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _plot_times(decoded: list[dict[str, Any]], axes: Any) -> None:
+    for row in decoded:
+        label = f"{row['attention']}, {row['replay_ratio']:.0%} replay, {row['kv_bytes'] / 2**20:.1f} MiB KV"
+        axes.plot(range(3, len(row["ms_per_token_by_frame"]) + 3), row["ms_per_token_by_frame"], label=label)
+    axes.set(title="free decode, cpu backend", xlabel="frame", ylabel="ms per token", ylim=(0, None))
 
 
 def main() -> None:

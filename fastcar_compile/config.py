@@ -20,7 +20,7 @@ from pydantic import (
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.gates import GATES, gate_named
 
-QUANT_MODES: tuple[str, ...] = ("none", "w8a8", "w4a8")
+QUANT_MODES: tuple[str, ...] = ("none", "bf16", "w8a8", "w4a8")
 OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
 
 
@@ -232,7 +232,8 @@ class CompileConfig(_Config):
         tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
         max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
-        quant: "none" (float32), "w8a8" or "w4a8" (int4 weights in groups of 128).
+        quant: "none" (float32), "bf16" (bfloat16 weights, float32 sums), "w8a8" or "w4a8" (int4 weights in groups
+            of 128).
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph.
         offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
@@ -246,7 +247,7 @@ class CompileConfig(_Config):
     tokens_per_frame: int = Field(ge=1, strict=True)
     max_seq_len: int = Field(ge=2, strict=True)
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
-    quant: Literal["none", "w8a8", "w4a8"] = "none"
+    quant: Literal["none", "bf16", "w8a8", "w4a8"] = "none"
     replay: ReplayConfig | None = None
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"

@@ -43,7 +43,7 @@ def emit_accelerator(
     Raises:
         CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
-    if config.quant == "none":
+    if config.quant in ("none", "bf16"):
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
         return None

@@ -32,7 +32,7 @@ def compile_command(
     max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
     quant: Annotated[
-        str | None, typer.Option(help="none, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
+        str | None, typer.Option(help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
     gate: Annotated[str, typer.Option(help="What decides: tas, input_delta, bound; always, never, random.")] = "tas",
     threshold: Annotated[

@@ -28,6 +28,7 @@ from fastcar_compile.estimate.trace import load_trace
 from fastcar_compile.targets import Target, load_target
 
 SHAPE_CONTEXT = 512
+ENGINE_QUANTS = ("w8a8", "w4a8")
 SHAPE_QUANT, SHAPE_OFFLOAD, SHAPE_KV_BITS = "w8a8", "all", 8
 ARTIFACT_KV_BITS = 32
 """An artifact's key and value caches are float32."""
@@ -94,7 +95,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     ring = sections["decoder"].get("ring")
     work = Workload(
         shape_of_sections(sections),
-        config["quant"] if config["quant"] != "none" else SHAPE_QUANT,
+        config["quant"] if config["quant"] in ENGINE_QUANTS else SHAPE_QUANT,
         max(1, config["max_seq_len"] // 2),
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
@@ -115,7 +116,7 @@ def _with_options(
     kv_bits: int | None,
     sink_window: str | None,
 ) -> Workload:
-    if quant is not None and quant not in ("w8a8", "w4a8"):
+    if quant is not None and quant not in ENGINE_QUANTS:
         raise UserError(f"there is no engine for --quant {quant}", mend="give w8a8 or w4a8")
     if offload is not None and offload not in OFFLOADS:
         raise UserError(f"--offload {offload} is not known", mend=f"give one of {', '.join(OFFLOADS)}")

@@ -96,7 +96,7 @@ def default_backends(sections: Mapping[str, Any]) -> list[str]:
 
 def default_tolerance(sections: Mapping[str, Any]) -> float:
     """1e-3 in float32. Quantised: a last-bit difference in attention may move an activation by one int8 step."""
-    return 5e-2 if sections.get("config", {}).get("quant", "none") != "none" else 1e-3
+    return 1e-3 if sections.get("config", {}).get("quant", "none") in ("none", "bf16") else 5e-2
 
 
 def _names(text: str) -> list[str]:

@@ -64,8 +64,8 @@ class Workload:
             wrong.append(f"context = {self.context} (at least 1)")
         if not 1 <= self.batch <= 32:
             wrong.append(f"batch = {self.batch} (1 to 32)")
-        if self.quant == "none":
-            wrong.append('quant = "none" (the engine is int8: w8a8 or w4a8)')
+        if self.quant not in ("w8a8", "w4a8"):
+            wrong.append(f'quant = "{self.quant}" (the engine is int8: w8a8 or w4a8)')
         if self.kv_bits not in (8, 16, 32):
             wrong.append(f"kv_bits = {self.kv_bits} (8, 16 or 32)")
         if wrong:

@@ -132,7 +132,8 @@ def _compile(ir_module: Any, isa: InstructionSet) -> Any:
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
-    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow()]
+    unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
+    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow(), unused]
     default = relax.backend.cpu_generic.get_default_pipeline(target)
     return tvm.transform.Sequential([*prepare, default, trust_inner_calls(ENTRY)])
 
@@ -190,6 +191,7 @@ def _import_segment(part: Segment) -> Any:
 def _import(exported: ExportedProgram) -> Any:
     """TVM calls a custom converter with the importer in the main graph, but without it in branches of a cond."""
     importer = ExportedProgramImporter()
+    importer.own_converters = dict(importer.convert_map)  # type: ignore[attr-defined]
 
     def bound(converter: Converter) -> Converter:
         return lambda node, _importer=None: converter(node, importer)

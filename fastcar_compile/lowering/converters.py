@@ -7,19 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tvm
 from torch import fx
 from tvm import relax
 from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
+from fastcar_compile.lowering import patterns
 from fastcar_compile.lowering.kernels import gate_scores, window
+from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.attention import attention
+from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.linear import linear
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
+from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
+from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.ops.activations import factor_table
@@ -41,6 +46,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _dtype(node: fx.Node) -> str:
     return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+_RESHAPE = tvm.ir.Op.get("relax.reshape")
 
 
 class _Emitter:
@@ -65,6 +73,11 @@ class _Emitter:
         return self.builder.emit(relax.op.call_tir_inplace(target, args, [0], out))
 
     def reshape(self, value: relax.Expr, shape: tuple[int, ...]) -> relax.Var:
+        """A reshape of a reshape is one: TVM would fuse two into a kernel that copies."""
+        bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
+        while isinstance(bound, relax.Call) and bound.op == _RESHAPE:
+            value = bound.args[0]
+            bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
         return self.builder.emit(relax.op.reshape(value, shape))
 
 
@@ -73,8 +86,27 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     x, weight = node.args[0], node.args[1]
     n, k = _shape(weight)  # type: ignore[arg-type]
     m = math.prod(_shape(x)) // k  # type: ignore[arg-type]
-    y = e.kernel(linear(m, n, k), [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
+    kernel = portable(f"linear_{_dtype(weight)}", m, n, k)  # type: ignore[arg-type]
+    y = e.kernel(kernel, [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
+
+
+def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var, relax.Var]:
+    """int8 rows of x and their scales. A norm before them, or the product of a gated MLP, is in the same kernel; equal
+    calls of linears that share x are merged later."""
+    outs = [((m, k), "int8"), ((m,), "float32")]
+    if (product := patterns.gated_product(x)) is not None:
+        gate, up, activation = product
+        rows = [e.reshape(e.importer.env[n], (m, k)) for n in (gate, up)]
+        table = relax.const(factor_table(activation).numpy(), "int32")
+        pair = e.kernels(activate_quantize(m, k, activation), [*rows, table], outs)
+    elif (norm := patterns.rms_norm(x)) is not None:
+        before, weight, epsilon = norm
+        rows = [e.reshape(e.importer.env[before], (m, k)), e.importer.env[weight]]
+        pair = e.kernels(rms_norm_quantize(m, k, epsilon), rows, outs)
+    else:
+        pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
+    return e.builder.emit(pair[0]), e.builder.emit(pair[1])
 
 
 def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
@@ -82,8 +114,7 @@ def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     n = _shape(node.args[1])[0]  # type: ignore[arg-type]
     *rows, k = _shape(node.args[0])  # type: ignore[arg-type]
     m = math.prod(rows)
-    quantized = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], [((m, k), "int8"), ((m,), "float32")])
-    q, s = e.builder.emit(quantized[0]), e.builder.emit(quantized[1])
+    q, s = _quantized_rows(e, node.args[0], m, k)  # type: ignore[arg-type]
     kind = "linear_w8a8" if _dtype(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
     y = e.kernel(portable(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
@@ -106,8 +137,9 @@ def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
 
 def _attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    kernel = attention(_shape(node.args[0]), _shape(node.args[1]), float(node.args[4]))  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
+    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    kernel = attention if query[2] == 1 else attention_chunk
+    return e.kernel(kernel(query, cache, float(node.args[4])), e.args[:4], _shape(node), "float32")  # type: ignore[arg-type]
 
 
 def _tas(node: fx.Node, importer: Any) -> relax.Var:
@@ -234,6 +266,43 @@ def _all(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
 
+def _add(node: fx.Node, importer: Any) -> relax.Var:
+    """A rotary embedding is one kernel; any other sum is TVM's own."""
+    found = patterns.rotary(node)
+    if found is None:
+        return importer.own_converters["add.Tensor"](node)
+    e = _Emitter(node, importer)
+    x, cos, sin = found
+    kernel = rotary(_shape(x), _shape(cos)[0])  # type: ignore[arg-type]
+    tables = [e.reshape(importer.env[n], _shape(n)) for n in (cos, sin)]
+    return e.kernel(kernel, [importer.env[x], *tables], _shape(node), "float32")
+
+
+def _mul(node: fx.Node, importer: Any) -> relax.Var:
+    """A root-mean-square norm is one kernel; any other product is TVM's own."""
+    found = patterns.rms_norm(node)
+    if found is None:
+        return importer.own_converters["mul.Tensor"](node)
+    e = _Emitter(node, importer)
+    x, weight, epsilon = found
+    k = _shape(weight)[0]
+    m = math.prod(_shape(x)) // k
+    y = e.kernel(rms_norm(m, k, epsilon), [e.reshape(importer.env[x], (m, k)), importer.env[weight]], (m, k), "float32")
+    return e.reshape(y, _shape(node))
+
+
+def _transpose(node: fx.Node, importer: Any) -> relax.Var:
+    """Of two axes with at most one longer than 1 between the first and the last of them: no element moves."""
+    e = _Emitter(node, importer)
+    before = _shape(node.args[0])  # type: ignore[arg-type]
+    first, last = sorted(int(a) % len(before) for a in node.args[1:3])  # type: ignore[arg-type]
+    if sum(n > 1 for n in before[first : last + 1]) <= 1:
+        return e.reshape(e.args[0], _shape(node))
+    axes = list(range(len(before)))
+    axes[first], axes[last] = last, first
+    return e.builder.emit(relax.op.permute_dims(e.args[0], axes))
+
+
 def _embedding(node: fx.Node, importer: Any) -> relax.Var:
     """TVM's own converter reads out of bounds for an id outside the vocabulary; this one clips it."""
     e = _Emitter(node, importer)
@@ -249,9 +318,13 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
 
 CONVERTERS: dict[str, Converter] = {
     "select.int": _select,
+    "transpose.int": _transpose,
+    "add.Tensor": _add,
+    "mul.Tensor": _mul,
     "embedding.default": _embedding,
     "linear.default": _linear,
     "all.default": _all,
+    "linear_bf16.default": _linear,
     "linear_w8a8.default": _quantized_linear,
     "linear_w4a8.default": _quantized_linear,
     "activation_factor.default": _activation_factor,

@@ -63,7 +63,7 @@ def linear_calls(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLi
     groups: dict[tuple[fx.Node, str, bool], list[fx.Node]] = {}
     kept: list[HostLinear] = []
     for node in program.graph_module.graph.nodes:
-        if not is_op(node, aten.linear, *QUANTISED) or node.name in of_mlps:
+        if not is_op(node, aten.linear, fastcar.linear_bf16, *QUANTISED) or node.name in of_mlps:
             continue
         role, layer = places.get(node, ("head", None))
         if reason := _reason(node, program.config.batch_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.passes.base import Pass
+from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
@@ -29,6 +30,7 @@ PASSES: dict[str, type[Pass]] = {
         SplitGateUp,
         FindSites,
         RepeatLayers,
+        Bfloat16Weights,
         QuantizeW8A8,
         QuantizeW4A8,
         NarrowEmbedding,
@@ -39,7 +41,7 @@ PASSES: dict[str, type[Pass]] = {
         OffloadLinears,
     )
 }
-QUANTIZE: dict[str, Pass] = {"w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
+QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
 def analysis_pipeline() -> list[Pass]:

@@ -173,6 +173,6 @@ def test_the_mlp_is_inside_the_branch() -> None:
     """The layer function itself has no linear of the MLP's width; the compute branch has all three."""
     functions = {v.name_hint: f.script() for v, f in lowered(Case()).ir_module.functions_items()}
     branches = [text for name, text in functions.items() if "false_branch" in name and "segment" in name]
-    assert [text.count("R.call_tir(linear_f32") for text in branches] == [3]
+    assert [text.count("R.call_tir(linear_float") for text in branches] == [3]
     layer = next(text for name, text in functions.items() if "cond_result" in text and "branch" not in name)
-    assert layer.count("R.call_tir(linear_f32") == 4
+    assert layer.count("R.call_tir(linear_float") == 4

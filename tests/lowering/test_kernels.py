@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-import tvm
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.linear import linear
 from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops.activations import FACTORS, factor_table
 from fastcar_compile.ops.quant import group_count, pack_int4
 from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
 
+from .kernel_runs import few, run
+
 fastcar = torch.ops.fastcar
-few = settings(max_examples=12, deadline=None, derandomize=True)
-
-
-def run(kernel: PrimFunc, *arguments: Tensor) -> list[Tensor]:
-    """Compile one kernel and call it; returns every argument as it is afterwards."""
-    library = tvm.compile(tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")}), target=host_target())
-    tensors: list[Any] = [tvm.runtime.tensor(a.numpy()) for a in arguments]
-    library["main"](*tensors)
-    return [torch.from_numpy(np.array(t.numpy())) for t in tensors]
 
 
 def seeded(seed: int) -> None:
     torch.manual_seed(seed)
-
-
-@few
-@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.integers(0, 99))
-def test_linear(m: int, n: int, k: int, seed: int) -> None:
-    seeded(seed)
-    x, w = torch.randn(m, k), torch.randn(n, k)
-    y = run(linear(m, n, k), x, w, torch.zeros(m, n))[-1]
-    torch.testing.assert_close(y, x @ w.T, atol=1e-4, rtol=1e-4)
-
-
-def test_linear_parallel() -> None:
-    seeded(0)
-    x, w = torch.randn(1, 640), torch.randn(480, 640)
-    y = run(linear(1, 480, 640), x, w, torch.zeros(1, 480))[-1]
-    torch.testing.assert_close(y, x @ w.T, atol=1e-3, rtol=1e-4)
 
 
 @few
@@ -98,27 +66,6 @@ def test_activation_factor_is_exact(activation: str, size: int, scale: float, se
     x = torch.randn(size) * scale
     y = run(activation_factor(size, activation), x, factor_table(activation), torch.zeros(size))[-1]
     assert torch.equal(y, fastcar.activation_factor(x, activation))
-
-
-@few
-@given(
-    st.integers(1, 2),
-    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
-    st.sampled_from([(1, 0), (1, 20), (1, 36), (5, 0), (5, 30), (5, 33)]),
-    st.sampled_from([1, 6, 8, 20, 32, 80]),
-    st.integers(0, 99),
-)
-def test_attention(b: int, heads: tuple[int, int], rows: tuple[int, int], d: int, seed: int) -> None:
-    seeded(seed)
-    (hq, hkv), (t, position), s = heads, rows, 37
-    q, k, v = torch.randn(b, hq, t, d), torch.randn(b, hkv, s, d), torch.randn(b, hkv, s, d)
-    k[:, :, position + t :] = torch.nan
-    v[:, :, position + t :] = torch.nan
-    at = torch.tensor([position])
-    y = run(attention((b, hq, t, d), (b, hkv, s, d), 0.3), q, k, v, at, torch.zeros(b, hq, t, d))[-1]
-    expected = fastcar.attention(q, k, v, at, 0.3)
-    seen = min(t, s - position)
-    torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
 
 
 @few

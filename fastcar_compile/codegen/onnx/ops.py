@@ -132,6 +132,12 @@ def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:
     return quantized, op.Mul(amax, _float(quant._INV_127)), _uint8(ZERO_POINT)
 
 
+def linear_bf16(x: Value, weight: Value, bias: Value | None) -> Value:
+    """The weights are cast to float32, which is exact."""
+    y = op.MatMul(x, op.Transpose(op.Cast(weight, to=onnx.TensorProto.FLOAT), perm=[1, 0]))
+    return y if bias is None else op.Add(y, bias)
+
+
 def linear_w8a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> Value:
     """Dynamic int8 rows times int8 weights; `qweight` is uint8 [N, K] with zero point 128 (see `ZERO_POINT`)."""
     quantized, row_scale, zero = _quantized_rows(x)
@@ -178,6 +184,7 @@ def activation_factor(x: Value, activation: str) -> Value:
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Operator overload -> its ONNX definition."""
-    functions = (cache_write, attention, tas, gate, slot_read, slot_write, linear_w8a8, linear_w4a8, activation_factor)
-    every = (*functions, *WINDOW, *SCORES)
+    linears = (linear_bf16, linear_w8a8, linear_w4a8)
+    state = (cache_write, attention, tas, gate, slot_read, slot_write)
+    every = (*state, *linears, activation_factor, *WINDOW, *SCORES)
     return {getattr(torch.ops.fastcar, f.__name__).default: f for f in every}

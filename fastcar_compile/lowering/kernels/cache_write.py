@@ -25,7 +25,7 @@ def cache_write(cache: Shape, rows: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
                 T.writes(keys[0:b, 0:h, 0:s, 0:d])
-                at: T.int32 = T.Cast("int32", position[0]) + r
+                at: T.let = T.Cast("int32", position[0]) + r
                 if at < s:
                     for c in T.vectorized(d):
                         keys[i, j, at, c] = value[i, j, r, c]

@@ -8,11 +8,26 @@ from functools import cache
 import tvm
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.lowering.isa import InstructionSet
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
+from fastcar_compile.lowering.kernels.linear import SMALL_BATCH, linear
+from fastcar_compile.lowering.kernels.linear_chunk import linear_chunk
 from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 
+
+def linear_float32(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """x float32 [m, k] by w float32 [n, k]."""
+    return (linear if m <= SMALL_BATCH else linear_chunk)(m, n, k, "float32", isa)
+
+
+def linear_bfloat16(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """x float32 [m, k] by w bfloat16 [n, k]."""
+    return (linear if m <= SMALL_BATCH else linear_chunk)(m, n, k, "bfloat16", isa)
+
+
 KERNELS: dict[str, Callable[..., PrimFunc]] = {
+    "linear_bfloat16": linear_bfloat16,
+    "linear_float32": linear_float32,
     "linear_w4a8": linear_w4a8,
     "linear_w8a8": linear_w8a8,
 }

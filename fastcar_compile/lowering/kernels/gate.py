@@ -31,10 +31,10 @@ def gate(
             with T.sblock("row"):
                 T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
                 T.writes(y[0:batch])
-                now: T.int32 = T.Cast("int32", step[0])
-                slot: T.int32 = now % slots
-                pair: T.int32 = (i + half) % batch
-                least: T.float32 = threshold[0] * T.float32(sign)
+                now: T.let = T.Cast("int32", step[0])
+                slot: T.let = now % slots
+                pair: T.let = (i + half) % batch
+                least: T.let = threshold[0] * T.float32(sign)
                 y[i] = (
                     (now >= stride)
                     and (refreshed == 0 or now // stride % period != 0)

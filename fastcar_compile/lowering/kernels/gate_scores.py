@@ -30,8 +30,8 @@ def tas_heads(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1], factor[0:hq])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((2,), "float32", scope="local")
-                before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
+                acc = T.alloc_buffer((2,), "float32")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 acc[1] = T.float32(0)
                 for h in range(hq):
                     acc[0] = T.float32(0)
@@ -57,7 +57,7 @@ def input_delta(rows: int, width: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
                 T.writes(y[0:rows])
-                acc = T.alloc_buffer((2,), "float32", scope="local")
+                acc = T.alloc_buffer((2,), "float32")
                 acc[0] = T.float32(0)
                 acc[1] = T.float32(0)
                 for c in range(width):
@@ -86,8 +86,8 @@ def cosine_distance(query: Shape, cache: Shape, stride: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((4,), "float32", scope="local")
-                before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
+                acc = T.alloc_buffer((4,), "float32")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 acc[3] = T.float32(0)
                 for h in range(hq):
                     acc[0] = T.float32(0)
@@ -117,9 +117,9 @@ def random_score(rows: int, layer: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(step[0:1])
                 T.writes(y[0:rows])
-                x = T.alloc_buffer((3,), "int64", scope="local")
-                p: T.int64 = T.int64(HASH_PRIME)
-                row: T.int64 = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
+                x = T.alloc_buffer((3,), "int64")
+                p: T.let = T.int64(HASH_PRIME)
+                row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
                 x[0] = ((step[0] + T.int64(1)) * T.int64(by_step) + row + T.int64(offset)) % p
                 x[1] = x[0] * x[0] % p
                 x[0] = (x[1] * x[1] % p * x[0] + T.int64(first)) % p

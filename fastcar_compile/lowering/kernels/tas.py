@@ -16,6 +16,7 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group = hq // hkv
+    lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
     factor, one, limit = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS), float(TAS_LIMIT)
 
     @T.prim_func(private=True, s_tir=True)
@@ -30,24 +31,30 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((1,), "int64", scope="local")
-                product = T.alloc_buffer((1,), "float64", scope="local")
-                before: T.int32 = T.max(T.Cast("int32", position[0]) - stride, 0)
-                acc[0] = T.int64(0)
-                for h, c in T.grid(hq, d):
-                    product[0] = (
-                        T.Cast("float64", q[i, h, 0, c])
-                        * T.Cast("float64", keys[i, h // group, before, c])
-                        * T.float64(one)
-                    )
-                    acc[0] += T.Cast(
-                        "int64",
-                        T.if_then_else(
-                            T.isfinite(product[0]),
-                            T.max(T.min(T.nearbyint(product[0]), T.float64(limit)), T.float64(-limit)),
-                            T.float64(-limit),
-                        ),
-                    )
+                acc = T.alloc_buffer((lanes,), "int64")
+                product = T.alloc_buffer((lanes,), "float64")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                for v in T.vectorized(lanes):
+                    acc[v] = T.int64(0)
+                for h in range(hq):
+                    for c in range(d // lanes):
+                        for v in T.vectorized(lanes):
+                            product[v] = (
+                                T.Cast("float64", q[i, h, 0, c * lanes + v])
+                                * T.Cast("float64", keys[i, h // group, before, c * lanes + v])
+                                * T.float64(one)
+                            )
+                        for v in T.vectorized(lanes):
+                            acc[v] += T.Cast(
+                                "int64",
+                                T.if_then_else(
+                                    T.fabs(product[v]) < T.infinity("float64"),  # also false for NaN
+                                    T.max(T.min(T.nearbyint(product[v]), T.float64(limit)), T.float64(-limit)),
+                                    T.float64(-limit),
+                                ),
+                            )
+                for v in T.unroll(lanes - 1):
+                    acc[0] += acc[v + 1]
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
     return temporal_score

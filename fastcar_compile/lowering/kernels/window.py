@@ -6,12 +6,12 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
+from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 
 Shape = tuple[int, int, int, int]
-KEYS = 4
-"""Keys whose dot products run together, as in attention.py."""
-PARALLEL_ELEMENTS = 1 << 19
-_LOWEST = -3.0e38
+BLOCK = 16
+"""Weights whose exponentials run together."""
 
 
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
@@ -23,7 +23,7 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
         with T.sblock("row"):
             T.reads(position[0:1])
             T.writes(row[0:1])
-            p: T.int64 = T.max(position[0] - T.int64(back), T.int64(0))
+            p: T.let = T.max(position[0] - T.int64(back), T.int64(0))
             row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
 
     return row_of_earlier_key
@@ -45,8 +45,8 @@ def ring_write(cache: Shape, rows: int, sinks: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
                 T.writes(keys[0:b, 0:h, 0:s, 0:d])
-                p: T.int32 = T.Cast("int32", position[0]) + r
-                at: T.int32 = T.if_then_else(p < sinks, p, sinks + (p - sinks) % ring)
+                p: T.let = T.Cast("int32", position[0]) + r
+                at: T.let = T.if_then_else(p < sinks, p, sinks + (p - sinks) % ring)
                 for c in T.vectorized(d):
                     keys[i, j, at, c] = value[i, j, r, c]
 
@@ -57,13 +57,13 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
     """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
 
     Key j of a query at p is sink j, or position first + j - sinks where `first` is the first of the window; two passes
-    over them, their number rounded up to KEYS with weight zero.
+    over them.
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, ring = hq // hkv, s - sinks
-    lanes = next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
-    padded = (sinks + window + KEYS - 1) // KEYS * KEYS
+    lanes = vector_lanes(d)
+    padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
@@ -87,25 +87,25 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
                 weights = T.alloc_buffer((padded,), "float32")
-                both = T.alloc_buffer((2 * d,), "float32", scope="local")
-                row = T.alloc_buffer((KEYS,), "int32", scope="local")
-                dot = T.alloc_buffer((KEYS * lanes,), "float32", scope="local")
-                acc = T.alloc_buffer((d,), "float32", scope="local")
-                stat = T.alloc_buffer((2,), "float32", scope="local")
-                bi: T.int32 = fused // (hq * t)
-                h: T.int32 = fused // t % hq
-                i: T.int32 = fused % t
-                p: T.int32 = T.Cast("int32", position[0]) + i
-                first: T.int32 = T.max(p - (window - 1), sinks)
-                base: T.int32 = (first - sinks) % ring
-                seen: T.int32 = T.min(p + 1, sinks) + T.max(p + 1 - first, 0)
+                both = T.alloc_buffer((2 * d,), "float32")
+                row = T.alloc_buffer((KEYS,), "int32")
+                dot = T.alloc_buffer((KEYS * lanes,), "float32")
+                acc = T.alloc_buffer((d,), "float32")
+                stat = T.alloc_buffer((2,), "float32")
+                bi: T.let = fused // (hq * t)
+                h: T.let = fused // t % hq
+                i: T.let = fused % t
+                p: T.let = T.Cast("int32", position[0]) + i
+                first: T.let = T.max(p - (window - 1), sinks)
+                base: T.let = (first - sinks) % ring
+                seen: T.let = T.min(p + 1, sinks) + T.max(p + 1 - first, 0)
                 for c in T.vectorized(d):
                     both[c] = q[bi, h, i, c]
                     both[d + c] = sink_q[bi, h, i, c]
-                stat[0] = T.float32(_LOWEST)
+                stat[0] = T.float32(LOWEST)
                 for block in range((seen + KEYS - 1) // KEYS):
                     for r in T.unroll(KEYS):
-                        j: T.int32 = T.min(block * KEYS + r, seen - 1)
+                        j: T.let = T.min(block * KEYS + r, seen - 1)
                         row[r] = T.if_then_else(j < sinks, j, sinks + (base + j - sinks) % ring)
                         for v in T.vectorized(lanes):
                             dot[r * lanes + v] = T.float32(0)
@@ -126,12 +126,14 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                         for v in T.unroll(min(lanes, 4) - 1):
                             dot[r * lanes] += dot[r * lanes + v + 1]
                         weights[block * KEYS + r] = T.if_then_else(
-                            block * KEYS + r < seen, dot[r * lanes] * T.float32(scale), T.float32(_LOWEST)
+                            block * KEYS + r < seen, dot[r * lanes] * T.float32(scale), T.float32(LOWEST)
                         )
-                        stat[0] = T.max(stat[0], weights[block * KEYS + r])
+                        stat[0] = T.max(weights[block * KEYS + r], stat[0])
+                for block in range((seen + BLOCK - 1) // BLOCK):
+                    for r in T.vectorized(BLOCK):
+                        weights[block * BLOCK + r] = exp_not_positive(weights[block * BLOCK + r] - stat[0])
                 stat[1] = T.float32(0)
                 for r in range(seen):
-                    weights[r] = T.exp(weights[r] - stat[0])
                     stat[1] += weights[r]
                 for c in T.vectorized(d):
                     acc[c] = T.float32(0)

@@ -1,0 +1,27 @@
+"""Linear with bfloat16 weights: activations and sums stay float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("fastcar::linear_bf16", mutates_args=())
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Linear layer whose weights are widened to float32 when they are read, which is exact.
+
+    Args:
+        x: float32 [..., K].
+        weight: bfloat16 [N, K].
+        bias: float32 [N] or None.
+
+    Returns:
+        float32 [..., N] = x @ weight.T (+ bias), summed in float32 in any order.
+    """
+    return torch.nn.functional.linear(x, weight.float(), bias)
+
+
+@linear_bf16.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

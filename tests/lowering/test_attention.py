@@ -1,0 +1,108 @@
+"""Decode and chunk attention against the eager operator."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from tvm.tirx import PrimFunc
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.kernels.attention import BLOCK, PARALLEL_ELEMENTS, attention, context_parts
+from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
+
+from .kernel_runs import few, run
+
+Heads = tuple[int, int]
+HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
+
+
+def _inputs(b: int, heads: Heads, t: int, s: int, d: int, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cache rows that are not filled hold NaN: reading one would show."""
+    hq, hkv = heads
+    q, k, v = torch.randn(b, hq, t, d), torch.randn(b, hkv, s, d), torch.randn(b, hkv, s, d)
+    k[:, :, position + t :] = torch.nan
+    v[:, :, position + t :] = torch.nan
+    return q, k, v, torch.tensor([position])
+
+
+@cache
+def _kernel(b: int, heads: Heads, t: int, s: int, d: int) -> PrimFunc:
+    make = attention if t == 1 else attention_chunk
+    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3)
+
+
+def _check(b: int, heads: Heads, t: int, s: int, d: int, position: int) -> None:
+    q, k, v, at = _inputs(b, heads, t, s, d, position)
+    y = run(_kernel(b, heads, t, s, d), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
+    expected = torch.ops.fastcar.attention(q, k, v, at, 0.3)
+    seen = min(t, s - position)
+    torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
+
+
+@few
+@given(st.integers(1, 2), HEADS, st.integers(0, 99), st.sampled_from([1, 6, 8, 20, 32, 80]), st.integers(0, 99))
+def test_decode_attention(b: int, heads: Heads, position: int, d: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    _check(b, heads, 1, 100, d, position)
+
+
+@few
+@given(
+    st.integers(1, 2),
+    HEADS,
+    st.sampled_from([(2, 0), (5, 0), (5, 30), (6, 97), (8, 41), (64, 9)]),
+    st.sampled_from([1, 6, 8, 20, 32, 80]),
+    st.integers(0, 99),
+)
+def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, seed: int) -> None:
+    """Chunks that end before, at and beyond the end of the cache."""
+    torch.manual_seed(seed)
+    _check(b, heads, rows[0], 100, d, rows[1])
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
+def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
+    """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
+    torch.manual_seed(0)
+    assert context_parts(heads[1], 2 * heads[1] * 1024 * 128) > 1
+    for position in (0, BLOCK - 1, BLOCK, 700, 1023):
+        _check(1, heads, 1, 1024, 128, position)
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
+def test_chunk_attention_in_parallel(heads: Heads) -> None:
+    torch.manual_seed(0)
+    _check(1, heads, 8, 1024, 64, 300)
+
+
+def test_small_caches_stay_on_one_thread() -> None:
+    assert context_parts(4, PARALLEL_ELEMENTS - 1) == 0
+    assert context_parts(1, PARALLEL_ELEMENTS) == 16
+    assert context_parts(15, PARALLEL_ELEMENTS) == 1
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("large", [80.0, 3e4])
+def test_attention_of_large_logits(t: int, large: float) -> None:
+    """Weights far below the largest one vanish, and nothing overflows."""
+    torch.manual_seed(0)
+    q, k, v, at = _inputs(1, (2, 2), t, 70, 16, 66)
+    make = attention if t == 1 else attention_chunk
+    y = run(make((1, 2, t, 16), (1, 2, 70, 16), large), q, k, v, at, torch.zeros(1, 2, t, 16))[-1]
+    torch.testing.assert_close(y, torch.ops.fastcar.attention(q, k, v, at, large), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_attention_does_not_hide_a_nan(t: int, what: str) -> None:
+    torch.manual_seed(0)
+    q, k, v, at = _inputs(1, (1, 1), t, 70, 16, 40)
+    {"query": q, "key": k, "value": v}[what][0, 0, 0, 3] = torch.nan
+    make = attention if t == 1 else attention_chunk
+    y = run(make((1, 1, t, 16), (1, 1, 70, 16), 0.25), q, k, v, at, torch.zeros(1, 1, t, 16))[-1]
+    assert torch.isnan(y[0, 0, 0]).any()

@@ -1,0 +1,192 @@
+"""Kernels that stand for several operators: exact against those, and found in real graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from tvm.tirx import PrimFunc
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering import patterns
+from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
+from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS
+from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
+from fastcar_compile.lowering.kernels.rotary import rotary
+from fastcar_compile.ops.activations import FACTORS, factor_table
+from fastcar_compile.ops.quant import quantize_rows
+
+from .kernel_runs import few, run
+from .programs import LAYERS, Case, lowered
+
+fastcar = torch.ops.fastcar
+
+
+def _check_activated(m: int, k: int, activation: str, size: float) -> None:
+    gate, up = torch.randn(m, k) * size, torch.randn(m, k)
+    outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
+    *_, q, s = run(activate_quantize(m, k, activation), gate, up, factor_table(activation), *outputs)
+    expected_q, expected_s = quantize_rows(gate * fastcar.activation_factor(gate, activation) * up)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
+
+
+@few
+@given(
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from(sorted(FACTORS)),
+    st.sampled_from([0.0, 1e-35, 0.1, 4.0, 30.0]),
+    st.integers(0, 99),
+)
+def test_activate_quantize_is_exact(m: int, k: int, activation: str, size: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    _check_activated(m, k, activation, size)
+
+
+def test_activate_quantize_in_parallel() -> None:
+    torch.manual_seed(0)
+    _check_activated(33, 1001, "silu", 3.0)
+    assert PARALLEL_ELEMENTS <= 33 * 1001
+
+
+def _check_norm(m: int, k: int, size: float) -> None:
+    x, w = torch.randn(m, k) * size, torch.rand(k) + 0.5
+    y = run(rms_norm(m, k, 1e-6), x, w, torch.zeros(m, k))[-1]
+    expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+    torch.testing.assert_close(y, expected, atol=1e-6, rtol=1e-5)
+    *_, q, s = run(rms_norm_quantize(m, k, 1e-6), x, w, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
+    expected_q, expected_s = quantize_rows(y)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-3, 1.0, 300.0]), st.integers(0, 99))
+def test_rms_norm_quantize_is_exactly_the_norm_quantised(m: int, k: int, size: float, seed: int) -> None:
+    """An accelerator's host gets float rows, the CPU quantised ones: they must be the same numbers."""
+    torch.manual_seed(seed)
+    _check_norm(m, k, size)
+
+
+def test_rms_norm_in_parallel() -> None:
+    torch.manual_seed(0)
+    _check_norm(33, 1001, 1.0)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+@few
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([2, 6, 12, 32, 80, 128]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_rotary(b: int, h: int, t: int, d: int, own: bool, seed: int) -> None:
+    """With one table for all rows of the batch, and with one for each."""
+    torch.manual_seed(seed)
+    x, angle = torch.randn(b, h, t, d), torch.randn(b if own else 1, 1, t, d)
+    cos, sin = angle.cos(), angle.sin()
+    y = run(rotary((b, h, t, d), len(cos)), x, cos, sin, torch.zeros(b, h, t, d))[-1]
+    torch.testing.assert_close(y, _rotated(x, cos, sin), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_a_real_decode_step_uses_them(quant: str) -> None:
+    names = [v.name_hint for v, f in lowered(Case(quant=quant)).ir_module.functions_items() if isinstance(f, PrimFunc)]
+    assert any(n.startswith("rotate") for n in names)
+    assert any(n.startswith("normalize_quantize_rows") for n in names) == (quant == "w8a8")
+    assert any(n.startswith("activate_quantize_i8") for n in names) == (quant == "w8a8")
+    assert LAYERS > 1  # and still one kernel for all layers
+    assert len([n for n in names if n.startswith("attend")]) == 1
+
+
+def _traced(function: object, *inputs: Tensor) -> fx.Node:
+    """The operator that makes the result."""
+    exported = torch.export.export(_Module(function), inputs)
+    return exported.graph.output_node().args[0][0]  # type: ignore[index,return-value]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._function(*inputs)  # type: ignore[operator]
+
+
+def test_patterns_are_found_in_either_order() -> None:
+    x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
+    for function in (_rotated, lambda a, c, s: torch.cat([-a[..., 4:], a[..., :4]], -1) * s + c * a):
+        found = patterns.rotary(_traced(function, x, table, table + 1))
+        assert found is not None
+        assert [n.name for n in found[1:]] in (["args_1", "args_2"], ["inputs_1", "inputs_2"])
+    g = torch.randn(2, 8)
+    for function in (
+        lambda a, u: a * fastcar.activation_factor(a, "silu") * u,
+        lambda a, u: u * (fastcar.activation_factor(a, "silu") * a),
+    ):
+        found_product = patterns.gated_product(_traced(function, g, g + 1))
+        assert found_product is not None
+        assert found_product[2] == "silu"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, c, s: a * c + torch.cat([a[..., 4:], a[..., :4]], -1) * s,  # no minus
+        lambda a, c, s: a * c + torch.cat([-a[..., 5:], a[..., :5]], -1) * s,  # not the halves
+        lambda a, c, s: a * c + torch.cat([a[..., :4], -a[..., 4:]], -1) * s,  # not turned
+        lambda a, c, s: a * c - torch.cat([-a[..., 4:], a[..., :4]], -1) * s,
+        lambda a, c, s: torch.add(a * c, torch.cat([-a[..., 4:], a[..., :4]], -1) * s, alpha=2),
+        lambda a, c, s: a * c + torch.cat([-c.expand(2, 3, 4, 8)[..., 4:], a[..., :4]], -1) * s,  # of something else
+    ],
+)
+def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: object) -> None:
+    x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
+    assert patterns.rotary(_traced(function, x, table, table + 1)) is None
+
+
+def _norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def test_norms_are_found() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    for function in (_norm, lambda a, b: torch.rsqrt((a * a).mean([2], keepdim=True) + 1e-5) * a * b):
+        found = patterns.rms_norm(_traced(function, x, w))
+        assert found is not None
+        assert found[2] == 1e-5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, w: w * (a * torch.rsqrt(a.pow(3).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt(a.pow(2).mean(1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt((a + 1).pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w[:1] * (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w + (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    ],
+)
+def test_what_only_resembles_a_norm_is_left_alone(function: object) -> None:
+    assert patterns.rms_norm(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
+
+
+def test_what_only_resembles_a_gated_product_is_left_alone() -> None:
+    g = torch.randn(2, 8)
+    assert patterns.gated_product(_traced(lambda a, u: u * fastcar.activation_factor(a, "silu") * u, g, g + 1)) is None
+    assert patterns.gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") + u, g, g + 1)) is None
+    one_row = g[:1].clone()
+    assert (
+        patterns.gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") * u, g, one_row)) is None
+    )

@@ -1,0 +1,71 @@
+"""Products with float32 and bfloat16 weights against PyTorch, for this machine and in the portable form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastcar_compile.lowering.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
+from fastcar_compile.lowering.kernels.choice import linear_bfloat16, linear_float32
+from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.lowering.kernels.linear_chunk import tile
+
+from .kernel_runs import few, run
+
+KERNELS = {torch.float32: linear_float32, torch.bfloat16: linear_bfloat16}
+DTYPES = st.sampled_from(sorted(KERNELS, key=str))
+SETS = st.sampled_from([PORTABLE, host_instruction_set()])
+
+
+def _check(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet) -> None:
+    x, w = torch.randn(m, k), torch.randn(n, k).to(dtype)
+    y = run(KERNELS[dtype](m, n, k, isa), x, w, torch.full((m, n), torch.nan))[-1]
+    torch.testing.assert_close(y.double(), x.double() @ w.double().T, atol=2e-6 * k, rtol=1e-5)
+
+
+@few
+@given(st.integers(1, SMALL_BATCH), st.integers(1, 70), st.integers(1, 150), DTYPES, SETS, st.integers(0, 99))
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int) -> None:
+    torch.manual_seed(seed)
+    _check(m, n, k, dtype, isa)
+
+
+@few
+@given(st.integers(SMALL_BATCH + 1, 140), st.integers(1, 40), st.integers(1, 90), DTYPES, SETS, st.integers(0, 99))
+def test_linear_of_a_chunk(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int) -> None:
+    torch.manual_seed(seed)
+    _check(m, n, k, dtype, isa)
+
+
+@pytest.mark.parametrize("dtype", sorted(KERNELS, key=str), ids=str)
+@pytest.mark.parametrize("m", [1, 2, 33])
+def test_linear_in_parallel(m: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert PARALLEL_ELEMENTS <= 481 * 640
+    _check(m, 481, 640, dtype, host_instruction_set())
+
+
+def _bits(value: float) -> Tensor:
+    return torch.tensor([[value]]).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1.5, 3e38, float("inf")])
+def test_every_kind_of_bfloat16_is_widened(value: float) -> None:
+    """Denormals and infinity too: the bits move, nothing is rounded."""
+    w = _bits(value)
+    y = run(linear_bfloat16(1, 1, 1, host_instruction_set()), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
+    assert torch.equal(y, w.float())
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
+def test_tiles_fit_the_registers(isa: InstructionSet) -> None:
+    """Sums, a row of x and a weight do; and a buffer of sums is below the 1024 bytes that TVM keeps on the stack."""
+    registers = 32 if isa.float_lanes == 16 or isa.machine == "aarch64" else 16
+    for m in range(SMALL_BATCH + 1, 200):
+        columns, rows = tile(m, isa)
+        vectors = columns // isa.float_lanes
+        assert rows * vectors + vectors + 1 <= registers
+        assert rows * columns // 2 * 4 < 1024
