@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from decode import QUICK  # noqa: E402
+from decode import QUICK, parse  # noqa: E402
 from speed.ours import schedule  # noqa: E402
 from speed.plan import PEERS, Plan  # noqa: E402
 from speed.report import cosine, rows_of, speedups, table  # noqa: E402
-from speed.runner import run_group  # noqa: E402
+from speed.runner import Result, run_group  # noqa: E402
 from speed.sizes import GROUP, Job, Sizes, Traffic  # noqa: E402
 
 KEYS = {"engine", "precision", "replay", "ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share"}
@@ -106,6 +106,14 @@ def test_an_engine_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     assert "Missing: pytorch eager float8: KeyError: 'float8'" in table([row])
 
 
+def test_a_table_without_bandwidth_says_so() -> None:
+    """Our engine measures it; where that is missing, peers keep their times."""
+    result = Result(Job("openvino", "int4", QUICK, "", ""), "dense", [2e-3], traffic=Traffic(1e6, 0, 0), logits=[1.0])
+    row = rows_of([result], [1.0], 0.0)[0]
+    assert row["bandwidth_share"] is None
+    assert "| openvino | int4 | 0 | 2 | 2 - 2 | 1 | not measured |  |" in table([row])
+
+
 def test_a_window_bounds_the_bytes() -> None:
     """Beyond the window the context costs nothing more."""
     traffic = Traffic(weights=100, mlp=50, per_position=2, state=3)
@@ -138,13 +146,12 @@ def test_sentences_compare_with_the_own_dense_step_and_the_fastest_peer() -> Non
     ]
 
 
-def test_an_unknown_precision_is_named() -> None:
+def test_an_unknown_precision_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is measured."""
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "decode.py"), "--precisions", "w2a8"], capture_output=True, text=True
-    )
-    assert run.returncode == 2
-    assert "unknown precision 'w2a8'; known: float32, bfloat16, w8a8, w4a8" in run.stderr
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--precisions", "w2a8"])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "unknown precision 'w2a8'; known: float32, bfloat16, w8a8, w4a8" in capsys.readouterr().err
 
 
 def test_cosine() -> None:

@@ -76,14 +76,15 @@ def table(rows: list[Row]) -> str:
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for r in rows:
         if "missing" not in r:
-            spread = f"{r['ms_min']:.1f} - {r['ms_max']:.1f}"
-            numbers = (
-                f"{r['ms_per_token']:.1f} | {spread} | {r['bytes_per_token'] / 1e6:.0f} | {r['bandwidth_share']:.0%}"
+            share = r["bandwidth_share"]
+            times = f"{r['ms_per_token']:.3g} | {r['ms_min']:.3g} - {r['ms_max']:.3g}"
+            streamed = f"{r['bytes_per_token'] / 1e6:.0f} | {'not measured' if share is None else f'{share:.0%}'}"
+            lines.append(
+                f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {times} | {streamed} | {_remark(r)} |"
             )
-            lines.append(f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {numbers} | {_remark(r)} |")
-    for r in rows:
-        if "missing" in r and r["replay"] == 0:
-            lines += ["", f"Missing: {r['engine']} {r['precision']}: {r['missing']}"]
+    reasons = [f"Missing: {r['engine']} {r['precision']}: {r['missing']}" for r in rows if "missing" in r]
+    for reason in dict.fromkeys(reasons):
+        lines += ["", reason]
     return "\n".join(lines) + "\n"
 
 
