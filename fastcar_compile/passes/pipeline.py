@@ -16,6 +16,7 @@ from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.passes.skip_rows import SkipRows
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
 from fastcar_compile.passes.unify_linears import UnifyLinears
@@ -35,6 +36,7 @@ PASSES: dict[str, type[Pass]] = {
         QuantizeW4A8,
         NarrowEmbedding,
         InsertReplay,
+        SkipRows,
         SparsifyAttention,
         OffloadGate,
         OffloadMlp,
@@ -62,7 +64,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     if config.quant in QUANTIZE:
         passes += [QUANTIZE[config.quant], NarrowEmbedding()]
     if config.replay is not None:
-        passes.append(_replay(config.replay, num_layers))
+        passes += [_replay(config.replay, num_layers), SkipRows(config.replay.couple_cfg)]
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))

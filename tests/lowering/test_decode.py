@@ -108,7 +108,8 @@ def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
     for i in range(FRAME):
         source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))
     for limit, finite in ((-INF, True), (INF, False)):
-        victim._state = {n: tvm.runtime.tensor(np.array(v.numpy())) for n, v in source._state.items()}
+        for name, value in source._state.tensors.items():
+            victim._state.tensors[name].copy_(value)
         logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
         assert np.isfinite(logits).all() == finite
 
@@ -117,13 +118,12 @@ def test_state_is_updated_in_place(tmp_path: Path) -> None:
     """No result is a copy: every state comes back as the very memory that went in."""
     case = Case()
     backend = cpu_backend(case, tmp_path, export(case, tmp_path))
-    before = {n: np.from_dlpack(t).ctypes.data for n, t in backend._state.items()}
-    feeds = backend._feeds(tokens(case, 1)[0], 0) | backend._gate_feeds(0, np.zeros(LAYERS, np.float32))
-    results = backend._decode(feeds)
-    assert {n: np.from_dlpack(results[n]).ctypes.data for n in before} == before
-    after = {n: np.from_dlpack(t).ctypes.data for n, t in backend._state.items()}
-    assert after == before
-    assert backend._state["key_cache_0"].numpy()[:, :, 0].any()
+    before = {n: t.data_ptr() for n, t in backend._state.tensors.items()}
+    backend._step.set(tokens(case, 1)[0], 0)
+    results = backend._decode(*before)
+    assert {n: a.ctypes.data for n, a in zip(before, results, strict=True) if a is not None} == before
+    assert {n: t.data_ptr() for n, t in backend._state.tensors.items()} == before
+    assert backend._state.tensors["key_cache_0"][:, :, 0].any()
 
 
 def test_storage_does_not_grow_with_the_cache() -> None:

@@ -8,7 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import Expr, fence, folded, gather, interleaved, lane_total, row
+from fastcar_compile.lowering.kernels.vectors import Expr, fence, folded, gather, interleaved, lane_total, row, union
 from fastcar_compile.ops.quant import GROUP
 
 _FLOAT_EXPONENT = 112 << 23
@@ -33,7 +33,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     """Group by group: y = float(sum q * w) * ws, added in ascending order; then times the row's scale.
 
     q int8 [m, k], s float32 [m], w uint8 [n, 64 * G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n].
-    Rows with s = 0 are zero and are not multiplied. Four outputs at a time, in the lanes of one vector. The fence keeps
+    Rows of q that are zero are not multiplied. Four outputs at a time, in the lanes of one vector. The fence keeps
     LLVM from contracting a product and the addition after it into one rounding. As for w8a8, another kernel adds the
     bias.
     """
@@ -42,6 +42,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
     rows, columns = tile_of(m, n)
+    scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -112,9 +113,15 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                 with T.sblock("row"):
                     T.reads(q[0:m, 0:k], s[0:m], count[0])
                     T.writes(x[0:m, 0:padded], excess[0:m, 0:groups], live[0:m], count[0], y[0:m, 0:n])
-                    if s[i] == T.float32(0):
+                    seen = T.alloc_buffer((16,), "int8")
+                    seen[T.Ramp(0, 1, 16)] = T.Broadcast(T.int8(0), 16)
+                    for c in range(scanned // 16):
+                        seen[T.Ramp(0, 1, 16)] = T.bitwise_or(seen[T.Ramp(0, 1, 16)], q[i, T.Ramp(c * 16, 1, 16)])
+                    for t in range(scanned % 16):
+                        seen[0] = T.bitwise_or(seen[0], q[i, scanned // 16 * 16 + t])
+                    if scanned > 0 and union(row(seen, [], 0)) == T.int8(0):
                         for j in range(n):
-                            y[i, j] = T.float32(0)
+                            y[i, j] = T.float32(0) * s[i]
                     else:
                         for t in range(k):
                             x[count[0], t] = q[i, t]

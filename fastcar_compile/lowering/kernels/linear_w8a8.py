@@ -8,7 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import Expr, folded, interleaved, lane_total, row
+from fastcar_compile.lowering.kernels.vectors import Expr, folded, interleaved, lane_total, row, union
 
 _STREAMS = 8
 """Weight rows that are read side by side for one activation row."""
@@ -26,7 +26,7 @@ def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
 
-    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Rows with s = 0 are zero and are not
+    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Rows of q that are zero are not
     multiplied. Parallel over blocks of n; a block stays in the first cache while all rows of q pass, so weights are
     read from memory once. The bias is added by another kernel: LLVM would contract the last product and the addition
     into one rounding.
@@ -35,6 +35,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     lanes, width, step = dot.lanes, dot.width, dot.step
     whole, tail = k // width, k % width
     rows, columns = tile_of(m, n, dot.tile)
+    scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -109,9 +110,15 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                         excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
                     else:
                         excess[i] = 0
-                    if s[i] == T.float32(0):
+                    seen = T.alloc_buffer((16,), "int8")
+                    seen[T.Ramp(0, 1, 16)] = T.Broadcast(T.int8(0), 16)
+                    for c in range(scanned // 16):
+                        seen[T.Ramp(0, 1, 16)] = T.bitwise_or(seen[T.Ramp(0, 1, 16)], q[i, T.Ramp(c * 16, 1, 16)])
+                    for t in range(scanned % 16):
+                        seen[0] = T.bitwise_or(seen[0], q[i, scanned // 16 * 16 + t])
+                    if scanned > 0 and union(row(seen, [], 0)) == T.int8(0):
                         for j in range(n):
-                            y[i, j] = T.float32(0)
+                            y[i, j] = T.float32(0) * (s[i] * ws[j])
                     else:
                         live[count[0]] = i
                         count[0] += 1
