@@ -30,7 +30,7 @@ HELD_OUT_SEED, CALIBRATION_SEED = 1, 2
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 
 HELD_OUT, CALIBRATION, HEAD_VIDEOS = 16, 16, 6
-RATIOS = (0.5, 0.8, 0.85)
+RATIOS = {"input_delta": (0.5, 0.8, 0.85), "tas": (0.5,)}
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,17 @@ DECODERS = (
 
 
 def heads_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> list[Any]:
-    """Query heads for TAS, from a few calibration videos; kept in the folder."""
-    kept = folder / "heads.json"
-    if not kept.exists():
-        model = decoder.model()
-        layers, count = model.config.num_hidden_layers, model.config.num_attention_heads
+    """Query heads for TAS, from a few calibration videos; every layer is kept in the folder as soon as it is known."""
+    kept, model = folder / "heads.json", decoder.model()
+    chosen = json.loads(kept.read_text()) if kept.exists() else []
+    layers, count = model.config.num_hidden_layers, model.config.num_attention_heads
+    if len(chosen) < layers:
         videos = decoder.videos(HEAD_VIDEOS, CALIBRATION_SEED)
         evaluator = Evaluator(program_of(model, HEAD_VIDEOS), videos, rules_of(fc.ReplayConfig(), layers))
-        kept.write_text(json.dumps(choose_heads(evaluator, [count] * layers, say)) + "\n")
-    return json.loads(kept.read_text())
+        for heads in choose_heads(evaluator, [count] * layers, say, first=len(chosen)):
+            chosen.append(heads)
+            kept.write_text(json.dumps(chosen) + "\n")
+    return chosen
 
 
 def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Study:
@@ -97,12 +99,10 @@ def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Stud
 
 def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
     """Write the example's cases.json."""
-    gates = [
-        fc.ReplayConfig(gate="input_delta"),
-        fc.ReplayConfig(gate="tas", heads=heads_of(decoder, folder, say)),
-    ]
-    videos = decoder.videos(CALIBRATION, CALIBRATION_SEED)
-    cases = study_of(decoder, folder, say).plan(videos, gates, RATIOS, journals=folder)
+    videos, study = decoder.videos(CALIBRATION, CALIBRATION_SEED), study_of(decoder, folder, say)
+    cases = study.plan(videos, [fc.ReplayConfig(gate="input_delta")], RATIOS["input_delta"], journals=folder)
+    by_tas = fc.ReplayConfig(gate="tas", heads=heads_of(decoder, folder, say))
+    cases += study.plan(videos, [by_tas], RATIOS["tas"], ("calibrated", "uniform"), journals=folder)[1:]
     save_cases(cases, decoder.folder / "cases.json")
 
 
@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    if options.docs and options.decoder:
+        parser.error("--docs writes about all decoders: leave --decoder away")
     torch.set_num_threads(options.threads)
     found = {}
     for decoder in DECODERS:

@@ -102,7 +102,7 @@ def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     build(tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", [None, "not json", "[]", '{"schema_version": 1, "producer": {}}'])
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"schema_version": 2, "producer": {}}'])
 def test_refuses_a_foreign_folder_and_leaves_it_alone(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "home"
     path.mkdir()
@@ -250,7 +250,7 @@ def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
 def test_schema_version(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
     edit_manifest(path, schema_version=99)
-    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 1"):
+    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 2"):
         read_manifest(path)
 
 
@@ -265,14 +265,14 @@ def test_manifest_problems(tmp_path: Path) -> None:
         read_manifest(path)
     assert "files.a.sha256: String should match pattern" in str(caught.value)
     assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
-    (path / "manifest.json").write_text('{"schema_version": 1,')
+    (path / "manifest.json").write_text('{"schema_version": 2,')
     with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
         read_manifest(path)
 
 
 def test_manifest_model_refuses_unknown_fields() -> None:
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        Manifest.model_validate({"schema_version": 1, "producer": {}, "sections": {}, "files": {}, "more": 1})
+        Manifest.model_validate({"schema_version": 2, "producer": {}, "sections": {}, "files": {}, "more": 1})
 
 
 def test_name_problem_accepts_plain_names() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fastcar_compile.calibrate.evaluator import Evaluator
 from fastcar_compile.gates import gate_named
@@ -18,15 +18,22 @@ Heads = tuple[tuple[int, float], ...]
 Say = Callable[[str], None]
 
 
-def choose_heads(evaluator: Evaluator, counts: list[int], say: Say = lambda _line: None) -> tuple[Heads, ...]:
+def choose_heads(
+    evaluator: Evaluator, counts: list[int], say: Say = lambda _line: None, first: int = 0
+) -> Iterator[Heads]:
     """Per layer (head, weight 1 or -1) pairs of least NLL when SHARE of the layer replays and nothing else does.
 
     The best single head comes first, then the head whose sum or difference with those chosen helps most.
 
     Args:
         evaluator: of calibration videos, with gate "tas". counts: query heads per layer.
+        first: the layer to begin with.
+
+    Yields:
+        A layer's heads as soon as they are chosen.
     """
-    return tuple(_layer(evaluator, layer, count, say) for layer, count in enumerate(counts))
+    for layer, count in list(enumerate(counts))[first:]:
+        yield _layer(evaluator, layer, count, say)
 
 
 def _layer(evaluator: Evaluator, layer: int, count: int, say: Say) -> Heads:

@@ -18,7 +18,7 @@ from fastcar_compile.gates import Comparison
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
 """Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
-SPREADS = (0.1, 0.05)
+SPREADS = (0.1,)
 """Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
 
 STEPS = (0.06, 0.03)

@@ -35,7 +35,7 @@ def label(case: Case, row: dict[str, Any]) -> str:
 
 
 def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], folder: Path, video: int = 0) -> None:
-    """quality.png, drift.png, heat-*.png and, where there is a detokeniser, strips.png.
+    """quality.png, drift.png and, for full attention, heat-*.png; where there is a detokeniser, strips.png.
 
     Args:
         cases, rows: as `Study.rows` returns them. video: which one the strips show.
@@ -51,10 +51,10 @@ def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], fo
     lines = [*dense, *chosen]
     plots.drift([named[c] for c in lines], [label(c, named[c]) for c in lines], folder / "drift.png")
     replays = {}
-    for case in chosen:
+    for case in (c for c in chosen if c.attention is None):
         result, text = judge.measure(case), label(case, named[case])
         plots.heat(result.places, f"{result.row['decoder']}: {text}", folder / f"heat-{case.name}.png")
-        if judge.truth is not None and case.attention is None:
+        if judge.truth is not None:
             replays[text.replace(", ", "\n")] = judge.pixels(result.predicted)[video]
     if judge.truth is not None and replays:
         pixels = judge.pixels(judge.measure(Case("dense")).predicted)[video]

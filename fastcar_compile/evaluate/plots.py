@@ -12,6 +12,7 @@ from fastcar_compile.errors import UserError
 
 _DPI = 110
 _STYLES = {"calibrated": "-", "uniform": "--", "random": ":"}
+_MARKERS = {"calibrated": "o", "uniform": "s", "random": "x"}
 _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#b07d2b")
 _RANDOM = "#777777"
 
@@ -56,12 +57,15 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for (gate, calibration), points in series.items():
         colour = _RANDOM if gate == "random" else _COLOURS[gates.index(gate) % len(_COLOURS)]
         style, label = _STYLES.get(calibration, "-."), gate if gate == calibration else f"{gate}, {calibration}"
-        axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker="o", markersize=4, label=label)
+        marker = _MARKERS.get(calibration, "D")
+        axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker=marker, markersize=5, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_xlabel("replayed share of the forwards t ≥ F, %")
     axes.set_ylabel("NLL / dense NLL (held-out, teacher-forced)")
-    ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= axes.get_ylim()[1]]
+    highest = axes.get_ylim()[1]
+    fine = (1.1, 1.2) if highest < 5 else ()
+    ticks = [t for t in (1, *fine, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= highest]
     axes.set_yticks(ticks, [f"{t:g}×" for t in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -93,7 +97,7 @@ def heat(places: np.ndarray, title: str, path: Path) -> None:
 def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
     """NLL by frame, from the second frame on, a line per row."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
     for row, label in zip(rows, labels, strict=True):
         values = row["nll_by_frame"][1:]
         axes.plot(range(2, len(values) + 2), values, marker="o", markersize=4, label=label)
@@ -101,7 +105,7 @@ def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) 
     axes.set_ylabel("NLL, nats per token")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title(rows[0]["decoder"])
     _save(plt, figure, path)
 

@@ -31,7 +31,7 @@ from fastcar_compile.runtime.atomic import replace_folder, sync
 from fastcar_compile.runtime.digest import file_sha256
 from fastcar_compile.runtime.tensor_files import Placement, TensorSource, write_streamed
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 _PRODUCERS = {
     "fastcar_compile": "fastcar_compile",

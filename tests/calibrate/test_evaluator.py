@@ -142,7 +142,7 @@ def test_heads_are_chosen_by_the_damage_that_they_do() -> None:
     source = rewritten(replay)
     evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS))
     lines: list[str] = []
-    chosen = choose_heads(evaluator, [2, 0], lines.append)
+    chosen = list(choose_heads(evaluator, [2, 0], lines.append))
     assert chosen[1] == ()
     assert len(lines) == len(chosen[0])
 

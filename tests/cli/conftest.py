@@ -88,7 +88,7 @@ class FakeArtifact:
         config = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME, "target": "zcu102"}
         files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
         sections = {"config": config, "decoder": config | {"vocab_size": VOCAB, "takes_embeddings": False}}
-        return Manifest(schema_version=1, producer={"torch": "2.13.0"}, sections=sections, files=files)
+        return Manifest(schema_version=2, producer={"torch": "2.13.0"}, sections=sections, files=files)
 
     @property
     def sites(self) -> list[FakeSite]:

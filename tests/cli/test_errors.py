@@ -130,6 +130,6 @@ def test_jsonable() -> None:
 
 
 def test_sizes_must_be_in_the_manifest() -> None:
-    manifest = Manifest(schema_version=1, producer={}, sections={"decoder": {"batch_size": 1}}, files={})
+    manifest = Manifest(schema_version=2, producer={}, sections={"decoder": {"batch_size": 1}}, files={})
     with pytest.raises(ArtifactError, match="the manifest does not state max_seq_len, tokens_per_frame"):
         decoder_sizes(manifest)

@@ -224,7 +224,7 @@ def test_command_line(fastcar: tuple[Path, Callable[..., tuple[int, str]]], rows
     assert [(r["gate"], r["sparse_attention"]) for r in found] == expected
     assert found[0]["nll"] == rows[0]["nll"]
     assert found[2]["nll"] == rows[4]["nll"]
-    names = ["drift.png", "heat-input_delta-uniform-0.5-window6-2.png", "heat-input_delta-uniform-0.5.png"]
+    names = ["drift.png", "heat-input_delta-uniform-0.5.png"]
     assert sorted(p.name for p in (folder / "plots").iterdir()) == [*names, "quality.png", "strips.png"]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in (folder / "plots").iterdir())
     code, text = run(*common, "--cases", folder / "cases.json", "--json", "-")
@@ -249,3 +249,19 @@ def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]
     for words, message in cases:
         code, text = run(*words)
         assert (code, message in text) == (2, True), text
+
+
+def test_a_window_is_that_of_the_sparse_attention_pass() -> None:
+    """The mask over the whole cache against the operator over a ring cache."""
+    torch.manual_seed(1)
+    length, sinks, window, steps = 30, 3, 8, 5
+    keys, values, query = torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 4, steps, 8)
+    ring = torch.zeros(2, 2, sinks + window + steps - 1, 8), torch.zeros(2, 2, sinks + window + steps - 1, 8)
+    for start in range(0, length, steps):
+        at = torch.tensor([start])
+        ring = tuple(
+            torch.ops.fastcar.ring_write(cache, whole[:, :, start : start + steps], at, sinks)
+            for cache, whole in zip(ring, (keys, values), strict=True)
+        )
+        expected = torch.ops.fastcar.window_attention(query, *ring, at, 0.3, sinks, window)
+        torch.testing.assert_close(SinkWindow(window, sinks)(query, keys, values, at, 0.3), expected)

@@ -72,7 +72,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("fuse", "unknown pass 'fuse'\n  mend:  use one of: canonicalize, find-sites, "),
+        ("fuse", "unknown pass 'fuse'\n  mend:  use one of: bfloat16-weights, canonicalize, "),
         ('insert-replay{"depth": 1, "age": 2}', "pass 'insert-replay' has no option ['age', 'depth']\n  mend:  its o"),
         ('canonicalize{"x": 1}', "pass 'canonicalize' has no option ['x']\n  mend:  its options: []"),
         ("canonicalize,", "malformed pipeline text at character 13: ''"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, program, tokens
+from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, lowered, program, tokens
 
 from fastcar_compile.ir import StateRole, StateSpec
 from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
@@ -157,3 +157,14 @@ def test_the_default_is_every_usable_core(built: tuple[Path, dict[str, Any]]) ->
     source = program(CASE)
     assert CpuBackend(*built, source.params, source.state, source.config, None)._threads == cores
     assert cpu_backend(CASE, *built)._threads == 2
+
+
+def test_only_the_entry_checks_its_arguments(built: tuple[Path, dict[str, Any]]) -> None:
+    """Two checks per argument and layer otherwise."""
+    functions = dict(p.split(":\n", 1) for p in lowered(CASE).executable.as_text().split("@") if ":\n" in p)
+    assert len(functions) > 4
+    assert {n for n, text in functions.items() if "check_tensor_info" in text or "match_shape" in text} == {"run"}
+    decode = opened(built)._decode
+    wrong = [*decode._arguments[:-1], adopt(torch.zeros(3))]
+    with pytest.raises(Exception, match=r"run|argument|shape|ndim"):
+        decode._run(*wrong)
