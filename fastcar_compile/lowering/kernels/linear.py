@@ -6,6 +6,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
+from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
 ROWS = 4
@@ -33,6 +34,8 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
     whole, tail = k // lanes, k % lanes
     block = block_rows(n)
     rows = min(block, 4 if m <= 2 else 2 if m < SMALL_BATCH else 1)
+    size = 4 if dtype == "float32" else 2
+    ahead, lines = prefetch_ahead(rows, k * size), -(-lanes * size // LINE)
     loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
@@ -49,6 +52,9 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
                         for v in T.vectorized(lanes):
                             acc[r * lanes + v] = T.float32(0)
                     for c in range(whole):
+                        for r in T.unroll(rows):
+                            for u in T.unroll(lines):
+                                T.evaluate(prefetch(w[j + ahead + r, c * lanes + u * (LINE // size)]))
                         for r in T.unroll(rows):
                             for i in T.unroll(m):
                                 for v in T.vectorized(lanes):

@@ -7,8 +7,19 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
-from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import Expr, fence, folded, gather, interleaved, lane_total, row, union
+from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.lowering.kernels.vectors import (
+    Expr,
+    fence,
+    folded,
+    gather,
+    interleaved,
+    lane_total,
+    prefetch,
+    prefetch_ahead,
+    row,
+    union,
+)
 from fastcar_compile.ops.quant import GROUP
 
 _FLOAT_EXPONENT = 112 << 23
@@ -43,6 +54,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     padded, packed = groups * GROUP, groups * HALF
     rows, columns = tile_of(m, n)
     scanned = k if m > 1 else 0
+    ahead, streamed = prefetch_ahead(rows, packed), m <= SMALL_BATCH
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -80,6 +92,9 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                     for p in T.unroll(-(-rs * cs // 4)):
                         total[T.Ramp(p * 4, 1, 4)] = T.Broadcast(T.float32(0), 4)
                     for g in range(groups):
+                        if streamed:
+                            for v in T.unroll(rs):
+                                T.evaluate(prefetch(w[j + ahead + v, g * HALF]))
                         for p in T.unroll(-(-rs * cs // 4)):
                             for v in T.unroll(4):
                                 parts[T.Ramp(v * lanes, 1, lanes)] = group(

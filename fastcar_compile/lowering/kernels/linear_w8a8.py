@@ -7,8 +7,17 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
-from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.vectors import Expr, folded, interleaved, lane_total, row, union
+from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.lowering.kernels.vectors import (
+    Expr,
+    folded,
+    interleaved,
+    lane_total,
+    prefetch,
+    prefetch_ahead,
+    row,
+    union,
+)
 
 _STREAMS = 8
 """Weight rows that are read side by side for one activation row."""
@@ -36,6 +45,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     whole, tail = k // width, k % width
     rows, columns = tile_of(m, n, dot.tile)
     scanned = k if m > 1 else 0
+    ahead, streamed = prefetch_ahead(rows, k), m <= SMALL_BATCH
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -69,6 +79,9 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                     for v in T.unroll(rs * cs):
                         acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
                     for c in range(whole):
+                        if streamed:
+                            for v in T.unroll(rs):
+                                T.evaluate(prefetch(w[j + ahead + v, c * width]))
                         for v in T.unroll(rs * cs):
                             acc[T.Ramp(v * lanes, 1, lanes)] = step(
                                 acc[T.Ramp(v * lanes, 1, lanes)],

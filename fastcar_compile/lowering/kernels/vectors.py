@@ -66,3 +66,21 @@ def folded(load: Load, lanes: int) -> Expr:
     for offset in range(4, lanes, 4):
         sums = sums + load(offset, 4)
     return sums
+
+
+PREFETCH_BYTES = 1 << 15
+"""How far ahead weights are asked for. The second cache keeps more misses under way than the first, and a prefetcher
+gives up on rows that are read side by side within a page."""
+
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def prefetch_ahead(rows: int, row_bytes: int) -> int:
+    """By how many weight rows to prefetch while `rows` of them are read together: past those, far enough ahead."""
+    return max(rows, -(-PREFETCH_BYTES // row_bytes))
+
+
+def prefetch(element: Expr) -> Expr:
+    """Ask for the line of a buffer's element, into the second cache; it may lie past the buffer's end."""
+    return T.call_intrin("void", "tirx.prefetch", T.address_of(element), 0, 2, 1)
