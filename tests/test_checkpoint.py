@@ -330,10 +330,9 @@ import resource, sys
 from pathlib import Path
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.ops.quant import quantize_weight
 from fastcar_compile.passes.base import run_pipeline
-from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
-from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.runtime.tensor_files import write_streamed
 

@@ -94,7 +94,7 @@ def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact]
     for i in range(1, 1 + FRAME):
         session.step(ids[:, i])
     backend = session._backend
-    for name, tensor in zip(backend._decode._names, backend._decode._params, strict=True):
+    for name, tensor in zip(backend._decode.names, backend._decode.arguments, strict=True):
         if ".mlp." in name:
             tensor.copyfrom(torch.full(tuple(tensor.shape), torch.nan).numpy())
     assert torch.isfinite(session.step(ids[:, 1 + FRAME])).all()

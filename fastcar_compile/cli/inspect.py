@@ -100,7 +100,8 @@ def _show_summary(loaded: Any, as_json: bool) -> None:
         print_json(fields | manifest.model_dump(mode="json"))
         return
     console = stdout()
-    console.print(f"{loaded.path}: {len(loaded.sites)} layers, {len(manifest.files)} files, {size / 1e6:.1f} MB")
+    counts = f"{len(loaded.sites)} layers, {len(manifest.files)} files, {size / 1e6:.1f} MB"
+    console.print(f"{loaded.path}: {counts}", soft_wrap=True, markup=False)
     for name, value in sorted(manifest.sections.get("config", {}).items()):
         console.print(f"  {name}: {value}", soft_wrap=True, markup=False)
     for line in host_lines(manifest.sections.get("host", {})):

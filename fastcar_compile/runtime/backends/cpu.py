@@ -39,6 +39,9 @@ class _Program:
 
     Args:
         known: inputs and parameters by name; the library keeps those that it takes.
+
+    Attributes:
+        names, arguments: what the library takes, in its order.
     """
 
     def __init__(self, library: Path, spec: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -50,14 +53,15 @@ class _Program:
             raise BackendError(f"the library needs parameters that are not given: {lacking}", where=library.name)
         self._run = machine["run"]
         self._places = {name: i for i, name in enumerate(spec["outputs"])}
-        self._arguments = [known[n] for n in (*spec["inputs"], *spec["params"])]
+        self.names = (*spec["inputs"], *spec["params"])
+        self.arguments = [known[n] for n in self.names]
 
     def __call__(self, *names: str) -> list[Array | None]:
         """Runs it; the results of these names (None: it has no such result).
 
         They are views of the VM's memory, which it uses again once they are gone.
         """
-        results = self._run(*self._arguments)
+        results = self._run(*self.arguments)
         return [np.from_dlpack(results[self._places[n]]) if n in self._places else None for n in names]
 
 
