@@ -71,7 +71,7 @@ def test_state_and_weights_stay_where_they_are(built: tuple[Path, dict[str, Any]
     backend, source = opened(built), program(CASE)
     state = {name: tensor.data_ptr() for name, tensor in backend._state.tensors.items()}
     decode = backend._decode
-    given = [np.from_dlpack(a).ctypes.data for a in decode._arguments]
+    given = [np.from_dlpack(a).ctypes.data for a in decode.arguments]
     weights = {t.data_ptr() for t in source.params.values() if t.data_ptr() % 64 == 0 and t.numel() > 1}
     assert len(weights & set(given)) == len(weights) > 10
     assert set(state.values()) <= set(given)
@@ -79,11 +79,11 @@ def test_state_and_weights_stay_where_they_are(built: tuple[Path, dict[str, Any]
         backend.decode(token, i % LENGTH, i % LENGTH, np.zeros(LAYERS, np.float32)).logits.ctypes.data
         for i, token in enumerate(tokens(CASE, 600))
     ]
-    results = decode._run(*decode._arguments)
+    results = decode._run(*decode.arguments)
     for name, address in state.items():
         assert np.from_dlpack(results[decode._places[name]]).ctypes.data == address, name
     assert {name: t.data_ptr() for name, t in backend._state.tensors.items()} == state
-    assert [np.from_dlpack(a).ctypes.data for a in decode._arguments] == given
+    assert [np.from_dlpack(a).ctypes.data for a in decode.arguments] == given
     assert set(places[300:]) <= set(places[:300]), "the VM's pool grows"
     assert any(t.abs().sum() > 0 for t in backend._state.tensors.values())
 
@@ -165,6 +165,6 @@ def test_only_the_entry_checks_its_arguments(built: tuple[Path, dict[str, Any]])
     assert len(functions) > 4
     assert {n for n, text in functions.items() if "check_tensor_info" in text or "match_shape" in text} == {"run"}
     decode = opened(built)._decode
-    wrong = [*decode._arguments[:-1], adopt(torch.zeros(3))]
+    wrong = [*decode.arguments[:-1], adopt(torch.zeros(3))]
     with pytest.raises(Exception, match=r"run|argument|shape|ndim"):
         decode._run(*wrong)
