@@ -14,9 +14,11 @@ import tvm
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from tvm import relax
+from tvm.ir import StringImm
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 from tvm.support import cc
+from tvm.tirx import IntImm
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import LayerSite, where
@@ -150,7 +152,8 @@ def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:
 
 def _add_segment(builder: Any, part: Segment, name: str) -> Any:
     """Import one segment and add it, its kernels and its branches to the module."""
-    imported = _import_segment(part)
+    literals = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(len(part.literals))]
+    imported = _import_segment(part, literals)
     mapping: dict[str, Any] = {}
     for variable, function in imported.functions_items():
         if not isinstance(function, relax.Function):
@@ -158,39 +161,48 @@ def _add_segment(builder: Any, part: Segment, name: str) -> Any:
     branches = [v.name_hint for v, f in imported.functions_items() if isinstance(f, relax.Function)]
     branches.remove("main")
     for branch in branches:
-        mapping[branch] = _add_function(builder, imported[branch], f"{name}_{branch}", mapping)
-    return _add_function(builder, imported["main"], name, mapping)
+        mapping[branch] = _add_function(builder, imported[branch], f"{name}_{branch}", mapping, literals)
+    return _add_function(builder, imported["main"], name, mapping, literals)
 
 
-def _add_function(builder: Any, function: Any, name: str, mapping: dict[str, Any]) -> Any:
-    renamed = _Renamer(mapping).visit_expr(function)
-    return builder.add_func(renamed.with_attr("global_symbol", name), name)
+def _add_function(builder: Any, function: Any, name: str, mapping: dict[str, Any], literals: list[relax.Var]) -> Any:
+    """Every function of a segment takes its literals after its own arguments."""
+    renamed = _Renamer(mapping, literals).visit_expr(function)
+    whole = relax.Function([*renamed.params, *literals], renamed.body, renamed.ret_ty, renamed.is_pure, renamed.attrs)
+    named = relax.utils.copy_with_new_vars(whole).with_attr("global_symbol", name)
+    return builder.add_func(named, name)
 
 
 @mutator
 class _Renamer(PyExprMutator):
-    """Points calls at the kernels' names in the merged module."""
+    """Points calls at the functions' names in the merged module, and hands the literals to those of branches."""
 
-    def __init__(self, mapping: dict[str, Any]) -> None:
+    def __init__(self, mapping: dict[str, Any], literals: list[relax.Var]) -> None:
         super().__init__()
-        self._mapping = mapping
+        self._mapping, self._literals = mapping, literals
+
+    def visit_call_(self, call: Any) -> Any:
+        if isinstance(call.op, tvm.ir.GlobalVar):
+            call = relax.Call(call.op, [*call.args, *self._literals], call.attrs, call.ty_args, call.span)
+        return super().visit_call_(call)
 
     def visit_global_var_(self, op: Any) -> Any:
         return self._mapping.get(op.name_hint, op)
 
 
-def _import_segment(part: Segment) -> Any:
+def _import_segment(part: Segment, literals: list[relax.Var]) -> Any:
     examples = tuple(_example(n) for n in part.inputs)
     exported = torch.export.export(part.module, examples, strict=False)
     try:
-        return _import(exported)
+        return _import(exported, literals)
     except (AssertionError, NotImplementedError, ValueError) as error:
         raise CompileError(f"TVM cannot import this graph: {error}", where=where(part.outputs[-1])) from error
 
 
-def _import(exported: ExportedProgram) -> Any:
+def _import(exported: ExportedProgram, literals: list[relax.Var]) -> Any:
     """TVM calls a custom converter with the importer in the main graph, but without it in branches of a cond."""
     importer = ExportedProgramImporter()
+    importer.literals = literals  # type: ignore[attr-defined]
     importer.own_converters = dict(importer.convert_map)  # type: ignore[attr-defined]
 
     def bound(converter: Converter) -> Converter:
@@ -222,7 +234,8 @@ def _add_entry(
         values[_identity(node)] = parameters[-1]
     with builder.function(ENTRY, parameters):
         for part in segments:
-            call = relax.Call(functions[part.key], [values[_identity(n)] for n in part.inputs])
+            literals = [IntImm("int64", v) if isinstance(v, int) else StringImm(v) for v in part.literals]
+            call = relax.Call(functions[part.key], [*(values[_identity(n)] for n in part.inputs), *literals])
             result = builder.emit(call)
             for i, node in enumerate(part.outputs):
                 values[node] = builder.emit(relax.TupleGetItem(result, i))

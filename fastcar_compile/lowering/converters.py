@@ -10,7 +10,6 @@ import numpy as np
 import tvm
 from torch import fx
 from tvm import relax
-from tvm.ir import StringImm
 from tvm.tirx import IntImm, PrimFunc
 
 from fastcar_compile.lowering import patterns
@@ -240,23 +239,23 @@ def _slot_write(node: fx.Node, importer: Any) -> relax.Var:
 
 def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    layer = IntImm("int64", int(node.args[3]))  # type: ignore[arg-type]
-    call = relax.call_dps_packed(OFFLOAD_FUNCTION, [*e.args[:3], layer], relax.TensorType(_shape(node), "float32"))
+    arguments = [*e.args[:3], importer.literals[int(node.args[3])]]  # type: ignore[arg-type]
+    call = relax.call_dps_packed(OFFLOAD_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
     return e.builder.emit(call)
 
 
 def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    arguments = [e.args[0], StringImm(str(node.args[1]))]
+    arguments = [e.args[0], importer.literals[int(node.args[1])]]  # type: ignore[arg-type]
     call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
     return e.builder.emit(call)
 
 
 def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    numbers = [IntImm("int64", int(value)) for value in node.args[5:7]]  # type: ignore[arg-type]
+    stride, layer = IntImm("int64", int(node.args[5])), importer.literals[int(node.args[6])]  # type: ignore[arg-type]
     results = [relax.TensorType(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in node.meta["val"]]
-    return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], *numbers], results))
+    return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], stride, layer], results))
 
 
 def _all(node: fx.Node, importer: Any) -> relax.Var:
