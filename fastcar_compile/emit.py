@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ from fastcar_compile.ir_io import graphs_to_json, program_sections
 from fastcar_compile.lowering.isa import InstructionSet
 from fastcar_compile.report import write_report
 from fastcar_compile.runtime.store import ArtifactWriter
-from fastcar_compile.runtime.tensor_files import Placement, plan_shards
+from fastcar_compile.runtime.tensor_files import Placement, WrittenTensors, plan_shards
 from fastcar_compile.targets import Target
+from fastcar_compile.weights import LazyWeights
 
 Progress = Callable[[str], None]
 WEIGHTS = "weights/model"
@@ -42,6 +44,10 @@ def emit_artifact(
         _emit_graphs(writer, program, original)
         say("writing the weights")
         places = _emit_weights(writer, program, one_file=board.kind == "fpga")
+        if program.lazy is not None:
+            # Whoever reads weights from here on takes them from the files: they are quantised once.
+            written = WrittenTensors(writer.root, places, program.params)
+            program = dataclasses.replace(program, lazy=LazyWeights(written))
         say("exporting to ONNX")
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE

@@ -51,7 +51,7 @@ def _one_thread_per_operator() -> Iterator[None]:
 
 
 class Source(Protocol):
-    """Where weights come from; floating point comes out as float32."""
+    """Where weights come from; floating point of a checkpoint comes out as float32."""
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor of this name, or its rows [begin, end) along the first axis; from several threads at once."""

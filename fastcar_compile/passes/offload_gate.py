@@ -28,7 +28,9 @@ class OffloadGate(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Only layers that may replay have a gate; one that the TAS unit does not have stays on the host."""
-        return any([_offload(program.graph_module, site) for site in program.sites if site.replay])
+        modified = any([_offload(program.graph_module, site) for site in program.sites if site.replay])
+        program.graph_module.graph.eliminate_dead_code()
+        return modified
 
 
 def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
@@ -44,7 +46,6 @@ def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
     gate.replace_all_uses_with(replay)
     score.replace_all_uses_with(new_score, delete_user_cb=lambda user: user is not gate)
     counted.args = (chain, new_chain, step)
-    module.graph.eliminate_dead_code()
     return True
 
 

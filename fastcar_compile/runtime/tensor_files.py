@@ -129,6 +129,30 @@ def _bytes(name: str, value: Tensor, spec: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8))
 
 
+@dataclass(frozen=True)
+class WrittenTensors:
+    """Tensors that were written to files, as a source of weights: nothing is made a second time.
+
+    Attributes:
+        root: folder of the files. places: where each tensor is. specs: shape and dtype of each.
+    """
+
+    root: Path
+    places: Mapping[str, Placement]
+    specs: TensorSource
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor as it was written, or its rows [begin, end) along the first axis."""
+        place, spec = self.places[name], self.specs.spec(name)
+        data = torch.from_numpy(np.fromfile(self.root / place.file, np.uint8, place.length, offset=place.offset))
+        whole = data.view(spec.dtype).reshape(spec.shape)
+        return whole if rows is None else whole[slice(*rows)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.specs.spec(name).shape)
+
+
 class LazyTensors(Mapping[str, Tensor]):
     """Byte streams that are made when they are asked for.
 

@@ -131,7 +131,7 @@ class _Builder:
         if self.places is None:
             value = self.params[name].detach().cpu().contiguous()
             if value.dtype == torch.int8:
-                value = (value.to(torch.int16) + ZERO_POINT).to(torch.uint8)
+                value = value.view(torch.uint8) ^ ZERO_POINT  # the byte of w with its top bit flipped is w + 128
             self.initializers.append(_inline(name, value))
             return
         signed = spec.dtype == torch.int8
@@ -139,7 +139,7 @@ class _Builder:
         kind = TensorProto.UINT8 if signed else _TYPES[spec.dtype]
         self.initializers.append(_external(stored, kind, tuple(spec.shape), self.places[name]))
         if signed:
-            # The byte of w with its top bit flipped is that of w + 128; onnxruntime folds this when it loads the model.
+            # As above; onnxruntime folds this when it loads the model.
             flip = helper.make_node("BitwiseXor", [stored, self._top_bit()], [name])
             self.nodes.append(flip)
 
