@@ -317,7 +317,7 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
 
 def _slice(node: fx.Node, importer: Any) -> relax.Var:
     """One element of a vector, such as a layer's threshold, is taken by an index that is data: one kernel for all."""
-    axis, begin, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    axis, begin, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     if len(_shape(node.args[0])) != 1 or _shape(node) != (1,) or axis or step != 1 or (begin or 0) < 0:  # type: ignore[arg-type]
         return importer.own_converters["slice.Tensor"](node)
     e = _Emitter(node, importer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,16 +60,33 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
 
 
 def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
-    """What the node yields on its arguments' fake values."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    """What the node yields on its arguments' fake values. Equal calls share one value: layers mostly repeat each other,
+    and a fake definition takes longer than the rest of an edit."""
+    arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = fake_mode_of(graph)
-    with mode if mode else nullcontext(), torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    known: dict[object, Any] = vars(mode).setdefault("fastcar_values", {})
+    key = (node.target, _signature(arguments))
+    if key not in known:
+        args, kwargs = arguments
+        with mode, torch.no_grad():
+            known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[key]
+
+
+def _signature(value: Any) -> object:
+    """What a fake definition can see of an argument, as a key."""
+    if isinstance(value, Tensor):
+        return (value.dtype, tuple(value.shape), value.stride(), str(value.device))
+    if isinstance(value, list | tuple):
+        return tuple(_signature(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _signature(v)) for k, v in value.items())
+    return (type(value), value)
 
 
 def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: torch.dtype, made_by: str) -> fx.Node:
     """A new placeholder after the last one; its node name and target are `name`."""
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    last = graph.find_nodes(op="placeholder")[-1]
     mode = fake_mode_of(graph)
     with graph.inserting_after(last):
         node = graph.placeholder(name)
@@ -81,7 +97,7 @@ def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: tor
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """The placeholder of this name."""
-    return next(n for n in graph.nodes if n.op == "placeholder" and n.target == name)
+    return next(n for n in graph.find_nodes(op="placeholder") if n.target == name)
 
 
 def node_named(graph: fx.Graph, name: str) -> fx.Node:
@@ -116,6 +132,16 @@ def ancestors(*nodes: fx.Node) -> set[fx.Node]:
 def in_order(graph: fx.Graph, nodes: set[fx.Node]) -> list[fx.Node]:
     """The nodes of a set in graph order."""
     return [n for n in graph.nodes if n in nodes]
+
+
+def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Every node on a path from `first` to `last`, both included, in graph order; looks at no node before `first` that
+    it does not lead to, so that the cost of a layer does not grow with the layers around it."""
+    reached = {first}
+    for node in sorted(ancestors_until(last, {first})):
+        if any(a in reached for a in node.all_input_nodes):
+            reached.add(node)
+    return sorted(reached)
 
 
 def node_arg(node: fx.Node, index: int) -> fx.Node:

@@ -17,10 +17,8 @@ from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.edit import (
     add_placeholder,
-    ancestors,
+    between,
     call,
-    descendants,
-    in_order,
     node_named,
     output_nodes,
     set_outputs,
@@ -179,7 +177,7 @@ class _Inserter:
         self.updates.append((self._spec(state, role, site.layer), written))
 
     def _conditional(self, site: LayerSite, entry: fx.Node, replay: fx.Node, cached: fx.Node) -> fx.Node:
-        constants, compute = _compute_branch(self.module, entry, self.origin, site)
+        constants, compute = _compute_branch(entry, self.origin, site)
         keep = _replay_branch(self.module, entry, replay, cached, constants)
         names = (f"replay_branch_{site.layer}", f"compute_branch_{site.layer}")
         branches = []
@@ -199,7 +197,7 @@ class _Inserter:
         return self.call(aten.mul.Tensor, more, self.call(aten.to.dtype, replay, torch.int32))
 
     def _erase_region(self, entry: fx.Node) -> None:
-        for node in reversed(in_order(self.graph, descendants(entry) & ancestors(self.origin))):
+        for node in reversed(between(entry, self.origin)):
             if node is not entry and not node.users:
                 self.graph.erase_node(node)
 
@@ -231,14 +229,11 @@ class _Inserter:
         return self.call(aten.stack.default, [row(i) for i in range(len(self.program.sites))])
 
 
-def _compute_branch(
-    module: fx.GraphModule, entry: fx.Node, output: fx.Node, site: LayerSite
-) -> tuple[list[fx.Node], fx.GraphModule]:
+def _compute_branch(entry: fx.Node, output: fx.Node, site: LayerSite) -> tuple[list[fx.Node], fx.GraphModule]:
     """The MLP region as a graph of its own over (entry, replay, cached, *constants); returns its constants too."""
-    outer = module.graph
-    region = in_order(outer, (descendants(entry) & ancestors(output)) - {entry})
+    region = [n for n in between(entry, output) if n is not entry]
     inside = set(region)
-    constants = in_order(outer, {a for n in region for a in n.all_input_nodes if a not in inside and a is not entry})
+    constants = sorted({a for n in region for a in n.all_input_nodes if a not in inside and a is not entry})
     graph = fx.Graph()
     values = {entry: _branch_input(graph, "hidden", entry)}
     replay, cached = _gate_inputs(graph, site, entry)
