@@ -109,7 +109,7 @@ def attention(
                                 for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
                                         dot[r * lanes + v] += q[bi, h * group + g, 0, c * lanes + v] * widened(
-                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v], isa
+                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v], dtype, isa
                                         )
                             for r in T.unroll(KEYS):
                                 if lanes >= 16:
@@ -132,7 +132,7 @@ def attention(
                         for r in range(count):
                             stat[2] += weights[r]
                             for c in T.vectorized(d):
-                                acc[c] += weights[r] * widened(values[bi, h, at + r, c], isa)
+                                acc[c] += weights[r] * widened(values[bi, h, at + r, c], dtype, isa)
                         totals[item * group + g] = stat[2]
                         for c in T.vectorized(d):
                             sums[item * group + g, c] = acc[c]

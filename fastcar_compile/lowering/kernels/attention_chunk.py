@@ -74,7 +74,7 @@ def attention_chunk(
                 for block in range((seen + BLOCK - 1) // BLOCK):
                     at: T.let = block * BLOCK
                     for v, c in T.grid(BLOCK, d):
-                        turned[c, v] = widened(keys[bi, h, T.min(at + v, seen - 1), c], isa)
+                        turned[c, v] = widened(keys[bi, h, T.min(at + v, seen - 1), c], dtype, isa)
                     for part in range(rows // tile):
                         head: T.let = h * group + (begin + part * tile) // t
                         i: T.let = (begin + part * tile) % t
@@ -118,7 +118,7 @@ def attention_chunk(
                                     for r in T.unroll(tile):
                                         for c in T.vectorized(width):
                                             acc[r * width + c] += weights[r * BLOCK + v] * widened(
-                                                values[bi, h, at + v, piece * width + c], isa
+                                                values[bi, h, at + v, piece * width + c], dtype, isa
                                             )
                                 for r in T.unroll(tile):
                                     for c in T.vectorized(width):

@@ -40,7 +40,7 @@ def tas_heads(
                 for h in range(hq):
                     acc[0] = T.float32(0)
                     for c in range(d):
-                        acc[0] += q[i, h, 0, c] * widened(keys[i, h // group, before, c], isa)
+                        acc[0] += q[i, h, 0, c] * widened(keys[i, h // group, before, c], dtype, isa)
                     acc[1] += acc[0] * factor[h]
                 y[i] = acc[1] * T.float32(scale)
 
@@ -100,7 +100,7 @@ def cosine_distance(
                     acc[1] = T.float32(0)
                     acc[2] = T.float32(0)
                     for c in range(d):
-                        acc[4] = widened(keys[i, h // group, before, c], isa)
+                        acc[4] = widened(keys[i, h // group, before, c], dtype, isa)
                         acc[0] += q[i, h, 0, c] * acc[4]
                         acc[1] += q[i, h, 0, c] * q[i, h, 0, c]
                         acc[2] += acc[4] * acc[4]

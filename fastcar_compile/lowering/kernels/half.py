@@ -23,9 +23,9 @@ _LEAST_NORMAL = (_BIAS + 1) << 23
 """Bits of 2^-14 in float32."""
 
 
-def widened(value: Any, isa: InstructionSet) -> Any:
+def widened(value: Any, dtype: str, isa: InstructionSet) -> Any:
     """A loaded float32, or a loaded float16 as the float32 that it is; subnormals, infinities and NaN too."""
-    if str(value.dtype) == "float32":
+    if dtype == "float32":
         return value
     if isa.float16:
         return T.Cast("float32", value)

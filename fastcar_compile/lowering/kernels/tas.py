@@ -45,7 +45,7 @@ def tas(
                         for v in T.vectorized(lanes):
                             product[v] = (
                                 T.Cast("float64", q[i, h, 0, c * lanes + v])
-                                * T.Cast("float64", widened(keys[i, h // group, before, c * lanes + v], isa))
+                                * T.Cast("float64", widened(keys[i, h // group, before, c * lanes + v], dtype, isa))
                                 * T.float64(one)
                             )
                         for v in T.vectorized(lanes):

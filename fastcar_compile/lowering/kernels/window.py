@@ -124,7 +124,7 @@ def window_attention(
                             for v in T.vectorized(lanes):
                                 dot[r * lanes + v] += both[
                                     T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v
-                                ] * widened(keys[bi, h // group, row[r], c * lanes + v], isa)
+                                ] * widened(keys[bi, h // group, row[r], c * lanes + v], dtype, isa)
                     for r in T.unroll(KEYS):
                         if lanes >= 16:
                             for v in T.vectorized(8):
@@ -150,6 +150,7 @@ def window_attention(
                     for c in T.vectorized(d):
                         acc[c] += weights[r] * widened(
                             values[bi, h // group, T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring), c],
+                            dtype,
                             isa,
                         )
                 for c in T.vectorized(d):
