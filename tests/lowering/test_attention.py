@@ -42,9 +42,7 @@ def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype) ->
     return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), ISA)
 
 
-def _check(
-    b: int, heads: Heads, t: int, s: int, d: int, position: int, dtype: torch.dtype = torch.float32
-) -> None:
+def _check(b: int, heads: Heads, t: int, s: int, d: int, position: int, dtype: torch.dtype = torch.float32) -> None:
     q, k, v, at = _inputs(b, heads, t, s, d, position, dtype)
     y = run(_kernel(b, heads, t, s, d, dtype), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
     expected = torch.ops.fastcar.attention(q, k, v, at, 0.3)

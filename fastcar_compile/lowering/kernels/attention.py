@@ -109,7 +109,9 @@ def attention(
                                 for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
                                         dot[r * lanes + v] += q[bi, h * group + g, 0, c * lanes + v] * widened(
-                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v], dtype, isa
+                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v],
+                                            dtype,
+                                            isa,
                                         )
                             for r in T.unroll(KEYS):
                                 if lanes >= 16:
