@@ -94,7 +94,7 @@ class Gate(ABC):
     weights: LayerWeights | None = None
 
     def params(self) -> dict[str, Tensor]:
-        """Parameters that the score reads; in the program they are named `gate_{name}_{layer}`. Most gates have none."""
+        """What the score reads besides its values, in the program as `gate_{name}_{layer}`. Most gates have none."""
         return {}
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastcar_compile.errors import CompileError, UserError
@@ -118,12 +118,19 @@ class GateWeights:
 
     def save(self, path: str | Path) -> None:
         """Write the file, all values in float32; same weights, same bytes."""
-        tensors = {
-            f"layer.{layer}.{name}": tensor.float().contiguous()
-            for layer, weights in self.layers.items()
-            for name, tensor in weights.params().items()
-        }
-        save_file(tensors, str(path), {"format": FORMAT, "version": VERSION})
+        self.require()
+        header: dict[str, object] = {"__metadata__": {"format": FORMAT, "version": VERSION}}
+        data = b""
+        for layer, weights in self.layers.items():
+            for name, tensor in weights.params().items():
+                values = tensor.float().contiguous().numpy().astype("<f4").tobytes()
+                place = [len(data), len(data) + len(values)]
+                header[f"layer.{layer}.{name}"] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": place}
+                data += values
+        # The library's own writer puts the metadata in an order that changes from run to run.
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        Path(path).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
     def check(self, hidden: Sequence[int]) -> None:
         """Raises CompileError, with all that is wrong, unless there is a network for every layer's hidden size."""

@@ -167,9 +167,7 @@ class _Inserter:
             layer=site.layer,
             rows=self.config.batch_size,
             params={
-                name: attribute(
-                    self.module, gate_parameter(name, site.layer), value, self.origin, InsertReplay.name
-                )
+                name: attribute(self.module, gate_parameter(name, site.layer), value, self.origin, InsertReplay.name)
                 for name, value in gate.params().items()
             },
         )
