@@ -25,7 +25,7 @@ LAYERS, FRAME, LENGTH, VOCAB = 3, 8, 65, 17
 
 @dataclass(frozen=True)
 class Case:
-    """What distinguishes one small decoder from another; `None` thresholds never replay."""
+    """What distinguishes one small decoder from another: one threshold per layer, and with `None` it never replays."""
 
     quant: str = "none"
     batch: int = 2
@@ -43,7 +43,7 @@ def program(case: Case) -> DecoderProgram:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=len(case.thresholds),
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB,
@@ -65,7 +65,7 @@ def program(case: Case) -> DecoderProgram:
         replay=replay,
         prefill_chunk=6,
     )
-    return run_pipeline(captured, rewrite_pipeline(options, LAYERS))
+    return run_pipeline(captured, rewrite_pipeline(options, len(case.thresholds)))
 
 
 @cache

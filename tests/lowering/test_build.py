@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tvm
 from safetensors.torch import save_file
+from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir_io import program_sections
-from fastcar_compile.lowering.build import lower
+from fastcar_compile.lowering import build
+from fastcar_compile.lowering.build import ENTRY, lower
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.base import run_pipeline
@@ -153,3 +156,24 @@ def test_aligned_weights_are_not_copied() -> None:
     frozen = aligned.copy()
     frozen.flags.writeable = False
     np.testing.assert_array_equal(adopt(frozen).numpy(), frozen)
+
+
+@pytest.mark.parametrize("offload", [None, "linears"])
+def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch, offload: str | None) -> None:
+    """Also not for a host graph, whose calls name their layer, and not with the thresholds, one per layer."""
+    monkeypatch.setattr(build, "_compile", lambda *_: None)  # what is counted comes before
+
+    def functions(thresholds: tuple[float, ...]) -> dict[str, list[str]]:
+        host = copy.deepcopy(program(Case(quant="w8a8", thresholds=thresholds)))
+        if offload is not None:
+            run_pipeline(host, offload_pipeline(offload))
+        module = lower(host.graph_module, host.outputs, host.sites, host.state_names()).ir_module
+        whole = tvm.transform.Sequential([relax.transform.LegalizeOps(), relax.transform.DeadCodeElimination([ENTRY])])
+        names: dict[str, list[str]] = {}
+        for variable, function in whole(module).functions_items():
+            names.setdefault(type(function).__name__, []).append(variable.name_hint)
+        return {kind: sorted(found) for kind, found in names.items()}
+
+    few, many = functions((0.0,) * 2), functions((0.0,) * 5)
+    assert few == many
+    assert len(few["Function"]) == 6  # entry, prologue, layer and its two branches, epilogue

@@ -24,7 +24,8 @@ FRAME, LENGTH = 4, 17
 
 
 def program(quant: str = "none", thresholds: tuple[float | None, ...] = (0.0, None)) -> DecoderProgram:
-    captured = capture(llama(), batch_size=1, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=0)
+    model = llama(num_hidden_layers=len(thresholds))
+    captured = capture(model, batch_size=1, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=0)
     run_pipeline(captured, analysis_pipeline())
     config = CompileConfig(
         target="cpu",
@@ -35,7 +36,7 @@ def program(quant: str = "none", thresholds: tuple[float | None, ...] = (0.0, No
         replay=ReplayConfig(threshold=thresholds),
         prefill_chunk=1,
     )
-    return run_pipeline(captured, rewrite_pipeline(config, 2))
+    return run_pipeline(captured, rewrite_pipeline(config, len(thresholds)))
 
 
 def test_names_if_and_state(tmp_path: Path) -> None:
@@ -48,6 +49,19 @@ def test_names_if_and_state(tmp_path: Path) -> None:
     assert "mlp_cache_0_out" in {o.name for o in graph.output}
     inlined = onnx.inliner.inline_local_functions(onnx.load(tmp_path / "decoder.onnx"))
     assert [n.op_type for n in inlined.graph.node].count("If") == 1  # layer 1 never replays
+
+
+def test_bodies_do_not_grow_with_the_layers(tmp_path: Path) -> None:
+    counts = []
+    for layers in (2, 5):
+        export_onnx(program("w8a8", (0.0,) * layers), tmp_path / "decoder.onnx")
+        model = onnx.load(tmp_path / "decoder.onnx")
+        counts.append({f.name: len(f.node) for f in model.functions})
+        assert [n.op_type for n in model.graph.node].count("segment_1") == layers
+    few, many = counts
+    grown = {name for name in few if few[name] != many[name]}
+    assert few.keys() == many.keys()
+    assert grown == {"segment_0", "segment_2"}  # a threshold per layer, a decision and a score per layer
 
 
 @pytest.mark.parametrize("quant", ["none", "w8a8", "w4a8"])
