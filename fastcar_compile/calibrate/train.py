@@ -26,8 +26,8 @@ from fastcar_compile.calibrate.trained import SAVE_EVERY, TrainedGate, TrainingS
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.inspect_model import ModelFacts
 
-RATE = 5e-3
-"""Peak learning rate (Adam), after a short warm-up; it falls with a cosine to the floor."""
+RATES = {"learned": 5e-3, "tas": 2e-2}
+"""Peak learning rates (Adam), after a short warm-up; they fall with a cosine to the floor."""
 
 RATE_FLOOR, WARM_UP = 0.03, 10
 """Least rate relative to the peak; steps before the peak."""
@@ -153,7 +153,7 @@ class _Training:
         random = torch.Generator().manual_seed(options.seed)
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
-        self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=RATE, betas=(0.9, 0.95))
+        self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=RATES[options.gate], betas=(0.9, 0.95))
         self._price = FIRST_PRICE
         self.log: list[Step] = []
 
@@ -174,7 +174,7 @@ class _Training:
         decoder, options = self._decoder, self._options
         progress = number / options.steps
         for group in self._optimizer.param_groups:
-            group["lr"] = _rate(number, options.steps)
+            group["lr"] = RATES[options.gate] * _schedule(number, options.steps)
         tokens = self._batch(number)
         first = decoder.prompt - 1 + decoder.frame
         random = torch.Generator().manual_seed(options.seed * options.steps + number)
@@ -187,7 +187,8 @@ class _Training:
         divergence = (dense.exp() * (dense - now)).sum(-1).mean()
         short = options.target - shares.mean()
         scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
-        loss = divergence / scale + self._price * short + SHORTFALL_GAIN / 2 * short.clamp(min=0).square()
+        price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
+        loss = divergence / scale + price * short
         self._optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.scorers.parameters(), 1.0)
@@ -212,9 +213,9 @@ class _Training:
         return TrainedGate(self._options.gate, layers, self._options.target, replay, nll, dense, key)
 
 
-def _rate(number: int, steps: int) -> float:
+def _schedule(number: int, steps: int) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * number / steps))
-    return RATE * min(1.0, (number + 1) / WARM_UP) * (RATE_FLOOR + (1 - RATE_FLOOR) * cosine)
+    return min(1.0, (number + 1) / WARM_UP) * (RATE_FLOOR + (1 - RATE_FLOOR) * cosine)
 
 
 def _line(log: Sequence[Step], steps: int, price: float) -> str:
