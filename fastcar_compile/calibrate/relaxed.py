@@ -68,12 +68,13 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a layer's gate meets on a dense decoder: queries and keys one frame earlier, [N, n, F, Hq, D], and MLP
-    inputs x, [N, n, F, H], of frames 1 to n."""
+    """What a layer's gate meets on a dense decoder: queries and keys one frame earlier, [N, n, F, Hq, D], MLP inputs x
+    and their outputs y, [N, n, F, H], of frames 1 to n."""
 
     query: Tensor
     earlier: Tensor
     x: Tensor
+    y: Tensor
 
 
 class RelaxedDecoder:
@@ -165,7 +166,7 @@ class _Recorder:
         self.sample: Sample | None = None
 
     def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
-        self.sample = _sample(self._decoder, query, key_cache, x)
+        self.sample = _sample(self._decoder, query, key_cache, x, output)
         return output
 
 
@@ -181,7 +182,7 @@ class _Replay:
         flat = output.reshape(rows, decoder.length, -1)
         inputs = decoder.framed(x.reshape(rows, decoder.length, -1).float())
         fresh = decoder.framed(flat)
-        sample = _sample(decoder, query, key_cache, x)
+        sample = _sample(decoder, query, key_cache, x, output)
         prepared = self._scorer.prepare(sample.query, sample.earlier, sample.x)
         y, cached = fresh[:, 0], inputs[:, 0]
         outputs, decisions = [y], []
@@ -197,13 +198,13 @@ class _Replay:
         return torch.cat([flat[:, : decoder.prompt], decoded], 1).reshape(output.shape)
 
 
-def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor) -> Sample:
+def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Sample:
     """Keys one frame earlier: those of the token before frame 0's first are never needed, as frame 0 computes."""
     keys = key_cache.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
     now = decoder.framed(query.transpose(1, 2).float())
     earlier = decoder.framed(keys.transpose(1, 2).float())
-    inputs = decoder.framed(x.reshape(len(query), decoder.length, -1).float())
-    return Sample(now[:, 1:], earlier[:, :-1], inputs[:, 1:])
+    inputs, outputs = (decoder.framed(v.reshape(len(query), decoder.length, -1).float()) for v in (x, output))
+    return Sample(now[:, 1:], earlier[:, :-1], inputs[:, 1:], outputs[:, 1:])
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, _position: Tensor, scale: float) -> Tensor:

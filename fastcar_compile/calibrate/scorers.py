@@ -65,17 +65,17 @@ class TasScorer(Scorer):
     """score = bias - sum over query heads of weight * logit: TAS of weighted heads, which replays where it is great.
 
     Args:
-        sample: what the layer's gate meets, for the scale of logits and the first bias. scale: attention's own.
-        random: of the first weights.
+        sample: what the layer's gate meets: the first weights are those that tell best how much the MLP's output
+            changes from one frame to the next. scale: attention's own.
     """
 
-    def __init__(self, sample: Sample, scale: float, random: torch.Generator) -> None:
+    def __init__(self, sample: Sample, scale: float) -> None:
         super().__init__()
         self._scale = scale
         logits = self._logits(sample.query, sample.earlier)
-        count = logits.shape[-1]
         self._spread = float(logits.flatten(0, -2).std(0).mean().clamp(min=1e-12))
-        self.heads = nn.Parameter((1 + 0.1 * torch.randn(count, generator=random)) * STEEPNESS / count)
+        weights = _regression(logits[:, 1:] / self._spread, _change(sample.y))
+        self.heads = nn.Parameter(-weights * STEEPNESS / weights.abs().sum().clamp(min=1e-12))
         self.bias = nn.Parameter(torch.zeros(()))
         with torch.no_grad():
             scores = self.prepare(sample.query, sample.earlier, sample.x)
@@ -102,3 +102,18 @@ def _quantile(scores: Tensor, share: float) -> Tensor:
     """torch.quantile without its limit of 16 million elements."""
     flat = scores.flatten()
     return flat.kthvalue(max(1, round(share * len(flat)))).values
+
+
+def _change(outputs: Tensor) -> Tensor:
+    """log ||y - y one frame earlier|| of y [N, n, F, H], [N, n - 1, F]; what hardly changes counts as a thousandth."""
+    change = outputs.diff(dim=1).norm(dim=-1)
+    return change.clamp(min=1e-3 * float(change.mean()) + 1e-12).log()
+
+
+def _regression(inputs: Tensor, wanted: Tensor) -> Tensor:
+    """Least-squares weights [k] of inputs [..., k] for `wanted` [...], beside a constant; a little ridge."""
+    x, y = inputs.flatten(0, -2).double(), wanted.flatten().double()
+    x, y = x - x.mean(0), y - y.mean()
+    moments = x.T @ x / len(x)
+    ridge = 1e-3 * moments.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moments), dtype=x.dtype)
+    return torch.linalg.solve(moments + ridge, x.T @ y / len(x)).float()

@@ -139,7 +139,7 @@ def _learned(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random
 
 
 def _tas(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
-    return [TasScorer(sample, scale, random) for sample, scale in zip(samples, decoder.scales, strict=True)]
+    return [TasScorer(sample, scale) for sample, scale in zip(samples, decoder.scales, strict=True)]
 
 
 SCORERS = {"learned": _learned, "tas": _tas}

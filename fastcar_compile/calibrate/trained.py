@@ -48,6 +48,11 @@ class TrainedGate:
             return None
         return [dict(enumerate(layer["heads"].tolist())) for layer in self.layers]
 
+    def facts(self) -> dict[str, Any]:
+        """Everything but the weights, JSON-safe; the heads of "tas" too."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return {"gate": self.gate, "inputs": self.inputs, "heads": self.heads(), **numbers}
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with tensors `layer.{l}.{name}`; same gate, same bytes."""
         tensors = {f"layer.{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
