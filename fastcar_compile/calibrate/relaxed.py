@@ -43,6 +43,14 @@ class Scorer(nn.Module):
         """float32 [N, F], for one frame of what `prepare` returned, x and x at the last computed visit, [N, F, H]."""
         raise NotImplementedError
 
+    def weights(self) -> dict[str, Tensor]:
+        """Of the gate, by their names in its file, float32."""
+        raise NotImplementedError
+
+    def threshold(self) -> float:
+        """At which the gate with these weights decides as the scorer does."""
+        raise NotImplementedError
+
 
 @dataclass
 class Relaxation:

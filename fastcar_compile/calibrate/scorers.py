@@ -61,6 +61,11 @@ class LearnedScorer(Scorer):
         return {name: tensor.detach().float().contiguous().clone() for name, tensor in found.items()}
 
 
+    def threshold(self) -> float:
+        """At which the gate with these weights decides as the scorer does."""
+        return 0.0
+
+
 class TasScorer(Scorer):
     """score = bias - sum over query heads of weight * logit: TAS of weighted heads, which replays where it is great.
 
@@ -93,6 +98,10 @@ class TasScorer(Scorer):
         """heads [Hq], float32, of sum one in absolute value, so that thresholds have the size of logits."""
         heads = self.heads.detach()
         return {"heads": (heads / heads.abs().sum().clamp(min=1e-12)).float().clone()}
+
+    def threshold(self) -> float:
+        """At which the gate with these heads decides as the scorer does."""
+        return float(self.bias.detach() * self._spread / self.heads.detach().abs().sum().clamp(min=1e-12))
 
     def _logits(self, query: Tensor, earlier: Tensor) -> Tensor:
         return (query * earlier).sum(-1) * self._scale

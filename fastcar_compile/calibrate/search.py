@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastcar_compile.calibrate.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibrate.evaluator import Evaluator
@@ -105,10 +106,7 @@ class Search:
 
     def at(self, layer: int, share: float) -> float | None:
         """The threshold that this share of the layer's dense scores passes."""
-        scores = self._scores[layer]
-        if share <= 0:
-            return None
-        return self._comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])
+        return _at(self._scores[layer], share, self._comparison)
 
     def curve(self, layer: int, base: Values) -> list[Point]:
         """Damage of this layer's thresholds on top of the others in `base`, relative to the layer closed."""
@@ -135,9 +133,18 @@ class Search:
 
     def uniform(self, target: float) -> Values:
         """One quantile for every layer, whose joint replay ratio is the target within UNIFORM_TOLERANCE."""
+        return self._bisect(target, self.at)
+
+    def level(self, target: float) -> Values:
+        """One threshold for every layer: the best one where layers were trained together. Like `uniform` otherwise."""
+        able = [scores for scores, can in zip(self._scores, self._able, strict=True) if can]
+        pooled = torch.sort(torch.cat(able), descending=self._comparison is Comparison.AT_LEAST).values
+        return self._bisect(target, lambda _layer, share: _at(pooled, share, self._comparison))
+
+    def _bisect(self, target: float, at: Callable[[int, float], float | None]) -> Values:
         share, low, high, values = target, 0.0, 1.0, self.closed
         for _ in range(8):
-            values = tuple(self.at(i, share) if able else None for i, able in enumerate(self._able))
+            values = tuple(at(i, share) if able else None for i, able in enumerate(self._able))
             ratio = self.outcome(values).replay
             if abs(ratio - target) <= UNIFORM_TOLERANCE:
                 break
@@ -149,8 +156,8 @@ class Search:
     def for_replay(self, target: float) -> Values:
         """Thresholds of at least this replay ratio, of small damage."""
         best = self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
-        plain = self.uniform(target)
-        best = plain if self._better(plain, best, target) else best
+        for plain in (self.uniform(target), self.level(target)):
+            best = plain if self._better(plain, best, target) else best
         for spread in SPREADS:
             chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
             best = chosen if self._better(chosen, best, target) else best
@@ -204,6 +211,13 @@ class Search:
         scores = self._scores[layer]
         passing = (scores <= value) if self._comparison is Comparison.AT_MOST else (scores >= value)
         return float(passing.float().mean())
+
+
+def _at(scores: Tensor, share: float, comparison: Comparison) -> float | None:
+    """Of sorted scores the one that this share passes."""
+    if share <= 0:
+        return None
+    return comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])
 
 
 def _with(values: Values, layer: int, value: float | None) -> Values:

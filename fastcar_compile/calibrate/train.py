@@ -179,7 +179,7 @@ class _Training:
         first = decoder.prompt - 1 + decoder.frame
         random = torch.Generator().manual_seed(options.seed * options.steps + number)
         relaxation = Relaxation(max(0.0, 1 - progress / NOISE_ENDS), random)
-        logits, shares = decoder.replayed(tokens[:, :-1], list(self.scorers), relaxation)  # type: ignore[arg-type]
+        logits, shares = decoder.replayed(tokens[:, :-1], self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:], -1)
         dense = torch.log_softmax(decoder.dense(tokens[:, :-1])[:, first:], -1)
         targets = tokens[:, first + 1 :, None]
@@ -209,8 +209,11 @@ class _Training:
         """Of all steps."""
         last = self.log[-max(1, round(TAIL * len(self.log))) :]
         replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
-        layers = tuple(scorer.weights() for scorer in self.scorers)  # type: ignore[operator]
-        return TrainedGate(self._options.gate, layers, self._options.target, replay, nll, dense, key)
+        layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
+        return TrainedGate(self._options.gate, layers, thresholds, self._options.target, replay, nll, dense, key)
+
+    def _list(self) -> list[Scorer]:
+        return list(self.scorers)  # type: ignore[arg-type]
 
 
 def _schedule(number: int, steps: int) -> float:

@@ -29,6 +29,7 @@ class TrainedGate:
         gate: "learned" or "tas".
         layers: per layer the tensors, float32: of "learned" w1 [units, 2 H], b1 [units], w2 [units], b2 [1]; of "tas"
             heads [Hq].
+        thresholds: per layer that at which it was trained; calibration finds better ones, and those for other shares.
         target: the share of the forwards t >= F that it was trained to replay.
         replay, nll, nll_dense: share, and nats per token with and without replay, over the last steps of the training.
         inputs: SHA-256 of weights, options and videos.
@@ -36,6 +37,7 @@ class TrainedGate:
 
     gate: str
     layers: tuple[dict[str, Tensor], ...] = field(repr=False)
+    thresholds: tuple[float, ...]
     target: float
     replay: float
     nll: float
@@ -51,13 +53,15 @@ class TrainedGate:
     def facts(self) -> dict[str, Any]:
         """Everything but the weights, JSON-safe; the heads of "tas" too."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return {"gate": self.gate, "inputs": self.inputs, "heads": self.heads(), **numbers}
+        named = {"gate": self.gate, "inputs": self.inputs, "heads": self.heads(), "thresholds": self.thresholds}
+        return named | numbers
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with tensors `layer.{l}.{name}`; same gate, same bytes."""
         tensors = {f"layer.{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
         facts = {name: repr(getattr(self, name)) for name in _NUMBERS}
         metadata = {"format": FORMAT, "version": VERSION, "gate": self.gate, "inputs": self.inputs, **facts}
+        metadata["thresholds"] = json.dumps(self.thresholds)
         _replace(Path(path), _ordered(save(tensors, metadata)))
 
     @classmethod
@@ -84,8 +88,9 @@ class TrainedGate:
                 _, index, part = name.split(".")
                 layers.setdefault(int(index), {})[part] = tensor
             numbers = {name: float(metadata[name]) for name in _NUMBERS}
+            thresholds = tuple(json.loads(metadata["thresholds"]))
             ordered = tuple(layers[i] for i in range(len(layers)))
-            return cls(gate=metadata["gate"], layers=ordered, inputs=metadata["inputs"], **numbers)
+            return cls(metadata["gate"], ordered, thresholds, inputs=metadata["inputs"], **numbers)
         except (ValueError, KeyError) as error:
             raise UserError(f"the gate is malformed: {error!r}", where=str(path), mend=mend) from error
 
