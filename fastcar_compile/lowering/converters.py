@@ -22,6 +22,7 @@ from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
+from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.rotary import rotary
@@ -213,6 +214,12 @@ def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.add(change, weighted))
 
 
+def _learned_score(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    kernel = learned_score(*_shape(node.args[0]), _shape(node.args[2])[0])  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args, _shape(node), "float32")
+
+
 def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     value = np.full(_shape(node), float(node.args[2]), np.float32)  # type: ignore[arg-type]
@@ -339,6 +346,7 @@ CONVERTERS: dict[str, Converter] = {
     "tas_heads.default": _tas_heads,
     "input_delta.default": _input_delta,
     "output_bound.default": _output_bound,
+    "learned_score.default": _learned_score,
     "constant_score.default": _constant_score,
     "random_score.default": _random_score,
     "slot_read.default": _slot_read,

@@ -1,4 +1,7 @@
-"""Scores of the gates: tas_heads, input_delta, output_bound, constant_score, random_score; attention.py has `tas`."""
+"""Scores of the gates: tas_heads, input_delta, output_bound, learned_score, constant_score, random_score.
+
+attention.py has `tas`.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,27 @@ def output_bound(
 def _(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@custom_op("fastcar::learned_score", mutates_args=())
+def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2, summed in float32 in any order.
+
+    Args:
+        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H], widened when it is read. b1, w2: float32 [units].
+        b2: float32 [1].
+
+    Returns:
+        float32 [B].
+    """
+    features = torch.cat([x, (x - cached).abs()], -1)
+    hidden = torch.nn.functional.linear(features, w1.float(), b1).relu()
+    return torch.mv(hidden, w2) + b2
+
+
+@learned_score.register_fake
+def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return x.new_empty((x.shape[0],))
 
 

@@ -73,6 +73,14 @@ def output_bound(
     return op.Add(input_delta(x, cached), op.Mul(_floats(weight), distance))
 
 
+def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Value:
+    """w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2."""
+    features = op.Concat(x, op.Abs(op.Sub(x, cached)), axis=1)
+    first = op.Transpose(op.Cast(w1, to=onnx.TensorProto.FLOAT), perm=[1, 0])
+    hidden = op.Relu(op.Add(op.MatMul(features, first), b1))
+    return op.Add(op.MatMul(hidden, w2), b2)
+
+
 def constant_score(step: Value, rows: int, value: float) -> Value:
     """The value for every row."""
     return op.Expand(_floats(value), _ints(int(step.shape[0]) * rows))
@@ -92,4 +100,4 @@ def random_score(step: Value, rows: int, layer: int) -> Value:
     return op.Mul(op.Cast(number, to=onnx.TensorProto.FLOAT), _floats(2.0**-HASH_BITS))
 
 
-SCORES = (tas_heads, input_delta, output_bound, constant_score, random_score)
+SCORES = (tas_heads, input_delta, output_bound, learned_score, constant_score, random_score)
