@@ -51,6 +51,10 @@ class Scorer(nn.Module):
         """At which the gate with these weights decides as the scorer does."""
         raise NotImplementedError
 
+    def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
+        """The inverse of `weights` and `threshold`."""
+        raise NotImplementedError
+
 
 @dataclass
 class Relaxation:

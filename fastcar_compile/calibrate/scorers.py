@@ -60,10 +60,16 @@ class LearnedScorer(Scorer):
         found = {"w1": w1, "b1": self.b1, "w2": self.w2, "b2": self.b2[None]}
         return {name: tensor.detach().float().contiguous().clone() for name, tensor in found.items()}
 
-
     def threshold(self) -> float:
         """At which the gate with these weights decides as the scorer does."""
         return 0.0
+
+    def assign(self, weights: Weights, threshold: float) -> None:
+        """The threshold goes into b2."""
+        by_input, by_change = (weights["w1"] * self._scale).chunk(2, 1)
+        found = (by_input, by_change, weights["b1"], weights["w2"], weights["b2"][0] - threshold)
+        for own, given in zip((self.by_input, self.by_change, self.b1, self.w2, self.b2), found, strict=True):
+            own.data.copy_(given)
 
 
 class TasScorer(Scorer):
@@ -102,6 +108,11 @@ class TasScorer(Scorer):
     def threshold(self) -> float:
         """At which the gate with these heads decides as the scorer does."""
         return float(self.bias.detach() * self._spread / self.heads.detach().abs().sum().clamp(min=1e-12))
+
+    def assign(self, weights: Weights, threshold: float) -> None:
+        """The size of the scores is that of an untrained gate."""
+        self.heads.data.copy_(weights["heads"] * STEEPNESS)
+        self.bias.data.fill_(threshold * STEEPNESS / self._spread)
 
     def _logits(self, query: Tensor, earlier: Tensor) -> Tensor:
         return (query * earlier).sum(-1) * self._scale

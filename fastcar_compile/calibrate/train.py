@@ -57,6 +57,8 @@ class Options:
     steps: int
     batch: int
     seed: int
+    start: str | None = None
+    """What `TrainedGate.inputs` is of the gate that the training begins with."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def train_gate(
     seed: int = 0,
     tokens_per_frame: int | None = None,
     prompt: int = 1,
+    start: TrainedGate | None = None,
     checkpoint: str | Path | None = None,
     progress: Say | None = None,
 ) -> TrainedGate:
@@ -103,13 +106,14 @@ def train_gate(
         seed: of first weights, order of videos and noise.
         tokens_per_frame: default: the model's own.
         prompt: tokens before decoding starts.
+        start: a gate of this kind, units and decoder to go on from, without noise and at half the rate.
         checkpoint: a file that is written now and then; an interrupted training goes on from it.
         progress: called with a line after every step.
 
     Raises:
         InputError: bad arguments or videos. CompileError: the model cannot be captured.
     """
-    options = Options(gate, target_replay, units, steps, batch, seed)
+    options = Options(gate, target_replay, units, steps, batch, seed, None if start is None else start.inputs)
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
     _check(tokens, options)
     frame = tokens_per_frame or ModelFacts.of(model).tokens_per_frame
@@ -117,7 +121,7 @@ def train_gate(
         raise InputError("the model does not say its tokens_per_frame", mend="give tokens_per_frame")
     decoder = RelaxedDecoder(model, min(batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
     key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
-    training = _Training(decoder, torch.from_numpy(tokens), options)
+    training = _Training(decoder, torch.from_numpy(tokens), options, start)
     training.run(TrainingState(None if checkpoint is None else Path(checkpoint), key), progress or (lambda _line: None))
     return training.result(key)
 
@@ -148,14 +152,30 @@ SCORERS = {"learned": _learned, "tas": _tas}
 class _Training:
     """Scorers, optimiser and price."""
 
-    def __init__(self, decoder: RelaxedDecoder, videos: Tensor, options: Options) -> None:
+    def __init__(
+        self, decoder: RelaxedDecoder, videos: Tensor, options: Options, start: TrainedGate | None = None
+    ) -> None:
         self._decoder, self._videos, self._options = decoder, videos, options
         random = torch.Generator().manual_seed(options.seed)
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
-        self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=RATES[options.gate], betas=(0.9, 0.95))
-        self._price = FIRST_PRICE
+        self._price, self._rate, self._noise = FIRST_PRICE, RATES[options.gate], 1.0
+        if start is not None:
+            self._go_on_from(start)
+        self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=self._rate, betas=(0.9, 0.95))
         self.log: list[Step] = []
+
+    def _go_on_from(self, start: TrainedGate) -> None:
+        """Raises InputError where the gate is not of this kind, or of another decoder."""
+        scorers, gate = self._list(), self._options.gate
+        shapes = [{name: list(t.shape) for name, t in layer.items()} for layer in start.layers]
+        wanted = [{name: list(t.shape) for name, t in scorer.weights().items()} for scorer in scorers]
+        if start.gate != gate or shapes != wanted:
+            what = f"the gate to start from is {start.gate!r} with {shapes}, not {gate!r} with {wanted}"
+            raise InputError(what, mend="start from a gate of the same kind, units and decoder")
+        for scorer, weights, threshold in zip(scorers, start.layers, start.thresholds, strict=True):
+            scorer.assign(weights, threshold)
+        self._price, self._rate, self._noise = start.price, self._rate / 2, 0.0
 
     def run(self, kept: TrainingState, say: Say) -> None:
         """The rest of the steps, from what was kept on."""
@@ -174,11 +194,11 @@ class _Training:
         decoder, options = self._decoder, self._options
         progress = number / options.steps
         for group in self._optimizer.param_groups:
-            group["lr"] = RATES[options.gate] * _schedule(number, options.steps)
+            group["lr"] = self._rate * _schedule(number, options.steps)
         tokens = self._batch(number)
         first = decoder.prompt - 1 + decoder.frame
         random = torch.Generator().manual_seed(options.seed * options.steps + number)
-        relaxation = Relaxation(max(0.0, 1 - progress / NOISE_ENDS), random)
+        relaxation = Relaxation(self._noise * max(0.0, 1 - progress / NOISE_ENDS), random)
         logits, shares = decoder.replayed(tokens[:, :-1], self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:], -1)
         dense = torch.log_softmax(decoder.dense(tokens[:, :-1])[:, first:], -1)
@@ -210,7 +230,8 @@ class _Training:
         last = self.log[-max(1, round(TAIL * len(self.log))) :]
         replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
         layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
-        return TrainedGate(self._options.gate, layers, thresholds, self._options.target, replay, nll, dense, key)
+        found = (self._options.target, replay, nll, dense, self._price)
+        return TrainedGate(self._options.gate, layers, thresholds, *found, key)
 
     def _list(self) -> list[Scorer]:
         return list(self.scorers)  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import UserError
-
-FORMAT, VERSION = "fastcar-gate", "1"
+from fastcar_compile.gates.weights import FORMAT, VERSION, GateWeights
 
 SAVE_EVERY = 10
 """Steps between two states of an interrupted training."""
@@ -32,6 +32,7 @@ class TrainedGate:
         thresholds: per layer that at which it was trained; calibration finds better ones, and those for other shares.
         target: the share of the forwards t >= F that it was trained to replay.
         replay, nll, nll_dense: share, and nats per token with and without replay, over the last steps of the training.
+        price: relative NLL that one more share of replay cost at the end; a later training goes on from it.
         inputs: SHA-256 of weights, options and videos.
     """
 
@@ -42,6 +43,7 @@ class TrainedGate:
     replay: float
     nll: float
     nll_dense: float
+    price: float
     inputs: str
 
     def heads(self) -> list[dict[int, float]] | None:
@@ -49,6 +51,15 @@ class TrainedGate:
         if self.gate != "tas":
             return None
         return [dict(enumerate(layer["heads"].tolist())) for layer in self.layers]
+
+    def replay_config(self, **options: Any) -> ReplayConfig:
+        """With the trained thresholds; `options` as `ReplayConfig` takes them (max_chain, threshold, …)."""
+        trained: dict[str, Any] = {"threshold": self.thresholds}
+        if self.gate == "tas":
+            trained["heads"] = self.heads()
+        else:
+            trained["gate_weights"] = GateWeights.of(dict(enumerate(self.layers)))
+        return ReplayConfig(gate=self.gate, **{**trained, **options})
 
     def facts(self) -> dict[str, Any]:
         """Everything but the weights, JSON-safe; the heads of "tas" too."""
@@ -95,7 +106,7 @@ class TrainedGate:
             raise UserError(f"the gate is malformed: {error!r}", where=str(path), mend=mend) from error
 
 
-_NUMBERS = ("target", "replay", "nll", "nll_dense")
+_NUMBERS = ("target", "replay", "nll", "nll_dense", "price")
 
 
 def _ordered(data: bytes) -> bytes:
