@@ -14,13 +14,16 @@ from torch import Tensor
 
 from fastcar_compile.calibrate.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibrate.evaluator import Evaluator
-from fastcar_compile.gates import Comparison
+from fastcar_compile.gates import Comparison, Gate
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
 """Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
 SPREADS = (0.1,)
 """Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
+
+ONE_SCALE_SPREADS = (0.06, 0.03)
+"""The same where calibration begins with one threshold for every layer, which is near its best."""
 
 STEPS = (0.06, 0.03)
 """By which single layers grow while a budget of damage allows it, as shares of a layer's scores."""
@@ -78,19 +81,20 @@ class Search:
     """Chooses one threshold per layer.
 
     Args:
-        evaluator: of the calibration videos. comparison: the gate's. able: layers that may replay.
+        evaluator: of the calibration videos. gate: its kind. able: layers that may replay.
         journal: measurements so far. say: progress.
     """
 
     def __init__(
-        self, evaluator: Evaluator, comparison: Comparison, able: Sequence[bool], journal: Journal, say: Say
+        self, evaluator: Evaluator, gate: type[Gate], able: Sequence[bool], journal: Journal, say: Say
     ) -> None:
-        self._evaluator, self._comparison, self._able = evaluator, comparison, list(able)
+        self._evaluator, self._comparison, self._able = evaluator, gate.comparison, list(able)
+        self._one_scale = gate.one_scale
         self._journal, self._say, self.count = journal, say, 0
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
         self.dense_nll = dense.nll
-        flip = comparison is Comparison.AT_LEAST
+        flip = gate.comparison is Comparison.AT_LEAST
         self._scores = [torch.sort(s, descending=flip).values for s in dense.scores]
 
     def outcome(self, values: Values) -> Outcome:
@@ -155,13 +159,19 @@ class Search:
 
     def for_replay(self, target: float) -> Values:
         """Thresholds of at least this replay ratio, of small damage."""
-        best = self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
-        for plain in (self.uniform(target), self.level(target)):
-            best = plain if self._better(plain, best, target) else best
-        for spread in SPREADS:
+        best = self._first(target)
+        plain = self.uniform(target)
+        best = plain if self._better(plain, best, target) else best
+        for spread in ONE_SCALE_SPREADS if self._one_scale else SPREADS:
             chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
             best = chosen if self._better(chosen, best, target) else best
         return best
+
+    def _first(self, target: float) -> Values:
+        """From damage curves on the dense decoder; where layers were trained together, from their common threshold."""
+        if not self._one_scale:
+            return self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
+        return self.level(min(target + UNIFORM_TOLERANCE, 1.0))
 
     def for_damage(self, max_damage: float) -> Values:
         """Thresholds of great replay ratio whose measured damage is at most this."""

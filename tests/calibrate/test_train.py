@@ -203,7 +203,7 @@ def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str
 
 def test_a_gate_of_another_kind_is_no_start(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
     trained = train(decoder, some[:16], "tas", steps=1)
-    with pytest.raises(InputError, match="the gate to start from is 'tas' with .*, not 'learned' with "):
+    with pytest.raises(InputError, match=r"the gate to start from is 'tas' with .*, not 'learned' with "):
         train(decoder, some[:16], "learned", steps=1, start=trained)
 
 
