@@ -202,12 +202,15 @@ def main() -> None:
             train(decoder, folder, say)
         if options.calibrate:
             calibrate(decoder, folder, say, options.gates.split(","))
+        if (options.train or options.calibrate) and not options.docs:
+            continue
         cases = cases_of(decoder)
         study = study_of(decoder, folder, say)
         found[decoder.name] = study.rows(cases)
         if options.docs:
             draw(study.judge, cases, found[decoder.name], ROOT / "docs" / "images" / "quality" / decoder.name)
-    (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    if found:
+        (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
         write_document(ROOT / "docs" / "quality.md", found)
 
