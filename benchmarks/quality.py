@@ -152,15 +152,15 @@ def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Stud
 def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates: list[str]) -> None:
     """Write the example's cases.json anew for these gates; those of others stay."""
     file, study = decoder.folder / "cases.json", study_of(decoder, folder, say)
-    kept = [c for c in load_cases(file, decoder.weights()) if c.gate not in (*gates, "none", "random")]
-    cases = [c for c in kept if c.replay is not None]
+    cases: list[Case] = []
     for gate in gates:
         plan = PLANS[gate]
         videos = decoder.videos(plan.videos, CALIBRATION_SEED)
         asked = [round(ratio + plan.margin, 3) for ratio in RATIOS]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
         cases += [replace(case, target=RATIOS[asked.index(case.target)]) for case in found]
-    order = [*PLANS, "none", "random"]
+    cases += [c for c in load_cases(file, decoder.weights()) if c.gate in set(PLANS) - set(gates)]
+    order = list(PLANS)
     cases.sort(key=lambda case: (order.index(case.gate), case.target, case.calibration))
     layers = decoder.model().config.num_hidden_layers
     save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in RATIOS)], file)
@@ -202,17 +202,21 @@ def main() -> None:
             train(decoder, folder, say)
         if options.calibrate:
             calibrate(decoder, folder, say, options.gates.split(","))
-        if (options.train or options.calibrate) and not options.docs:
-            continue
-        cases = cases_of(decoder)
-        study = study_of(decoder, folder, say)
-        found[decoder.name] = study.rows(cases)
-        if options.docs:
-            draw(study.judge, cases, found[decoder.name], ROOT / "docs" / "images" / "quality" / decoder.name)
+        if options.docs or not (options.train or options.calibrate):
+            found[decoder.name] = measure(decoder, folder, say, options.docs)
     if found:
         (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
         write_document(ROOT / "docs" / "quality.md", found)
+
+
+def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:
+    """Rows of the shipped cases on the held-out videos."""
+    cases, study = cases_of(decoder), study_of(decoder, folder, say)
+    rows = study.rows(cases)
+    if pictures:
+        draw(study.judge, cases, rows, ROOT / "docs" / "images" / "quality" / decoder.name)
+    return rows
 
 
 if __name__ == "__main__":
