@@ -116,7 +116,7 @@ DECODERS = (
     Decoder(
         "bouncing_digits",
         (SinkWindow(101, 16), SinkWindow(256, 16)),
-        {"learned": (Round(320, 0.82), Round(200, 0.82)), "tas": (Round(100, 0.5),)},
+        {"learned": (Round(320, 0.82), Round(200, 0.82)), "tas": (Round(100, 0.5), Round(120, 0.51))},
     ),
 )
 

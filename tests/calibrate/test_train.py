@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,17 @@ FRAME, FRAMES, LAYERS = 8, 4, 2
 LENGTH = FRAME * FRAMES
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
-def decoder() -> LlamaForCausalLM:
+def decoder(one_thread: None) -> LlamaForCausalLM:
     """Sharp enough that a wrong MLP output costs likelihood; symbols stay much the same from frame to frame."""
     model = llama(vocab_size=7, max_position_embeddings=LENGTH + 1)
     model.lm_head.weight.data *= 20
@@ -105,25 +115,23 @@ def train(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, **options: Any
 
 @pytest.fixture(scope="module")
 def learned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TrainedGate:
-    return train(decoder, some[16:], "learned", steps=40)
+    return train(decoder, some[64:], "learned", steps=40)
 
 
-def test_a_trained_network_beats_its_beginning_and_the_input_delta(
+def test_a_trained_network_beats_the_input_delta(
     decoder: LlamaForCausalLM, some: np.ndarray, learned: fc.TrainedGate
 ) -> None:
-    trained = damage(decoder, some[:16], learned.replay_config(), 0.5)
-    first = damage(decoder, some[:16], train(decoder, some[16:], "learned", steps=1).replay_config(), 0.5)
-    assert trained < 0.95 * first
-    assert trained < 0.95 * damage(decoder, some[:16], ReplayConfig(gate="input_delta"), 0.5)
+    trained = damage(decoder, some[:64], learned.replay_config(), 0.5)
+    assert trained < 0.95 * damage(decoder, some[:64], ReplayConfig(gate="input_delta"), 0.5)
 
 
 def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
     lines: list[str] = []
-    trained = train(decoder, some[16:], "tas", steps=20, progress=lines.append)
+    trained = train(decoder, some[64:], "tas", steps=20, progress=lines.append)
     assert len(lines) == 20
     assert lines[-1].startswith("step 20 of 20: replay ")
-    gained = damage(decoder, some[:16], trained.replay_config(), 0.5)
-    assert gained < 0.95 * damage(decoder, some[:16], ReplayConfig(gate="tas"), 0.5)
+    gained = damage(decoder, some[:64], trained.replay_config(), 0.5)
+    assert gained < 0.97 * damage(decoder, some[:64], ReplayConfig(gate="tas"), 0.5)
 
 
 def test_the_network_of_the_evaluator_is_the_trained_one(
@@ -131,8 +139,9 @@ def test_the_network_of_the_evaluator_is_the_trained_one(
 ) -> None:
     """Weights in the file are folded and rounded, so a few decisions may differ from those of the last steps."""
     config = learned.replay_config()
-    found = Evaluator(program_of(decoder, 16), some[:16], rules_of(config, LAYERS)).measure([0.0] * LAYERS)
-    assert found.replay == pytest.approx(learned.replay, abs=0.1)
+    found = Evaluator(program_of(decoder, 64), some[64:], rules_of(config, LAYERS)).measure([0.0] * LAYERS)
+    assert found.replay == pytest.approx(learned.replay, abs=0.05)
+    assert found.nll == pytest.approx(learned.nll, rel=0.1)
 
 
 def test_same_seed_same_bytes_and_the_file_comes_back(
