@@ -63,17 +63,23 @@ class Relaxation:
     Attributes:
         noise: scale of the logistic noise that is added to scores; 0: none.
         random: where noise comes from; needed where there is noise.
+        softness: 0: a decision is 0 or 1 forwards, and only its gradient is soft. Else it is sigmoid(-score / softness)
+            both ways, so that near the boundary the loss is felt halfway between both outcomes: at a computed token the
+            divergence from the dense decoder has no slope, at a replayed one twice the mean.
     """
 
     noise: float = 0.0
     random: torch.Generator | None = None
+    softness: float = 0.0
 
     def decide(self, score: Tensor) -> Tensor:
-        """1 where the score, with noise, is at most 0, else 0; its gradient is that of sigmoid(-score)."""
+        """1 where the score, with noise, is at most 0, else 0, or between them; float32."""
         if self.noise:
             edge = UNIFORM_EDGE
             uniform = torch.rand(score.shape, generator=self.random).clamp(edge, 1 - edge)
             score = score + self.noise * torch.logit(uniform)
+        if self.softness:
+            return torch.sigmoid(-score / self.softness)
         soft = torch.sigmoid(-score)
         return (score <= 0).to(score.dtype) + soft - soft.detach()
 

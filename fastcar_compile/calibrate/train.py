@@ -35,6 +35,9 @@ RATE_FLOOR, WARM_UP = 0.03, 10
 NOISE_ENDS = 0.8
 """Share of the steps at which the noise on decisions, 1 at first, has faded to 0."""
 
+FURTHER_NOISE, SOFTNESS, SOFTNESS_FALLS = 0.3, 0.5, 0.3
+"""Of trainings that go on from a gate: first scale of the noise; first softness of decisions, its factor at the end."""
+
 FIRST_PRICE = 0.5
 """Relative NLL that one more share of replay may cost at first: at 0.5, 10 % more replay for 5 % more NLL."""
 
@@ -159,7 +162,7 @@ class _Training:
         random = torch.Generator().manual_seed(options.seed)
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
-        self._price, self._rate, self._noise = FIRST_PRICE, RATES[options.gate], 1.0
+        self._price, self._rate, self._further = FIRST_PRICE, RATES[options.gate], start is not None
         if start is not None:
             self._go_on_from(start)
         self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=self._rate, betas=(0.9, 0.95))
@@ -175,7 +178,7 @@ class _Training:
             raise InputError(what, mend="start from a gate of the same kind, units and decoder")
         for scorer, weights, threshold in zip(scorers, start.layers, start.thresholds, strict=True):
             scorer.assign(weights, threshold)
-        self._price, self._rate, self._noise = start.price, self._rate / 2, 0.0
+        self._price, self._rate = start.price, self._rate / 2
 
     def run(self, kept: TrainingState, say: Say) -> None:
         """The rest of the steps, from what was kept on."""
@@ -198,7 +201,10 @@ class _Training:
         tokens = self._batch(number)
         first = decoder.prompt - 1 + decoder.frame
         random = torch.Generator().manual_seed(options.seed * options.steps + number)
-        relaxation = Relaxation(self._noise * max(0.0, 1 - progress / NOISE_ENDS), random)
+        faded = max(0.0, 1 - progress / NOISE_ENDS)
+        relaxation = Relaxation(faded, random)
+        if self._further:
+            relaxation = Relaxation(FURTHER_NOISE * faded, random, SOFTNESS * SOFTNESS_FALLS**progress)
         logits, shares = decoder.replayed(tokens[:, :-1], self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:], -1)
         dense = torch.log_softmax(decoder.dense(tokens[:, :-1])[:, first:], -1)
