@@ -43,7 +43,7 @@ class Plan:
     margin: float = 0.0
 
 
-PLANS = {"input_delta": Plan(16), "bound": Plan(16), "tas": Plan(16), "learned": Plan(32, 0.01)}
+PLANS = {"input_delta": Plan(16), "bound": Plan(16), "tas": Plan(16), "learned": Plan(16, 0.02)}
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ DECODERS = (
     Decoder(
         "moving_shapes",
         (SinkWindow(256, 16), SinkWindow(640, 16)),
-        {"learned": (Round(110, 0.82), Round(90, 0.84)), "tas": (Round(80, 0.52),)},
+        {"learned": (Round(110, 0.82), Round(80, 0.83)), "tas": (Round(80, 0.52),)},
     ),
     Decoder(
         "bouncing_digits",
         (SinkWindow(101, 16), SinkWindow(256, 16)),
-        {"learned": (Round(320, 0.82), Round(200, 0.82)), "tas": (Round(100, 0.5), Round(120, 0.51))},
+        {"learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)), "tas": (Round(100, 0.5), Round(120, 0.51))},
     ),
 )
 

@@ -22,7 +22,7 @@ QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
 SPREADS = (0.1,)
 """Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
 
-ONE_SCALE_SPREADS = (0.06, 0.03)
+ONE_SCALE_SPREADS = (0.06,)
 """The same where calibration begins with one threshold for every layer, which is near its best."""
 
 STEPS = (0.06, 0.03)
@@ -168,10 +168,17 @@ class Search:
         return best
 
     def _first(self, target: float) -> Values:
-        """From damage curves on the dense decoder; where layers were trained together, from their common threshold."""
-        if not self._one_scale:
-            return self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
-        return self.level(min(target + UNIFORM_TOLERANCE, 1.0))
+        """From damage curves on the dense decoder; where layers were trained together, from their common threshold.
+
+        Curves are not followed into what is hopeless: beyond their reach one quantile for every layer is the beginning.
+        """
+        if self._one_scale:
+            return self.level(min(target + UNIFORM_TOLERANCE, 1.0))
+        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        reach = _most(curves)
+        if reach < target <= sum(self._able) / len(self._able):
+            return self.uniform(min(target + UNIFORM_TOLERANCE, 1.0))
+        return self._reach(curves, target, target)
 
     def for_damage(self, max_damage: float) -> Values:
         """Thresholds of great replay ratio whose measured damage is at most this."""
