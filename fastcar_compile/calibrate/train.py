@@ -109,7 +109,8 @@ def train_gate(
         seed: of first weights, order of videos and noise.
         tokens_per_frame: default: the model's own.
         prompt: tokens before decoding starts.
-        start: a gate of this kind, units and decoder to go on from, without noise and at half the rate.
+        start: a gate of this kind, units and decoder to go on from, at half the rate and with decisions that are soft
+            forwards too; worth its time.
         checkpoint: a file that is written now and then; an interrupted training goes on from it.
         progress: called with a line after every step.
 
