@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
@@ -18,7 +19,8 @@ from pydantic import (
 )
 
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.gates import GATES, GateWeights, gate_named, needless_weights
+from fastcar_compile.gates.weights import DIGEST
 
 QUANT_MODES: tuple[str, ...] = ("none", "bf16", "w8a8", "w4a8")
 OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
@@ -64,6 +66,22 @@ def _parse_heads(value: Any) -> Heads | None:
     if not pairs or len({head for head, _ in pairs}) != len(pairs):
         raise ValueError(f"heads are named once each, and at least one, not {value!r}")
     return tuple((head, float(weight)) for head, weight in pairs)
+
+
+def _parse_weights(value: Any) -> GateWeights | None:
+    """Weights, their file, or the digest that stands for them in JSON."""
+    if value is None or isinstance(value, GateWeights):
+        return value
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return GateWeights(value.removeprefix("sha256:"))
+    if not isinstance(value, str | Path):
+        raise ValueError(f"gate weights are a safetensors file, not {value!r}")
+    return GateWeights.load(value)
+
+
+Weights = Annotated[
+    Any, BeforeValidator(_parse_weights), PlainSerializer(lambda value: value and value.name, when_used="json")
+]
 
 
 def describe_validation(error: ValidationError) -> list[str]:
@@ -118,9 +136,11 @@ class ReplayConfig(_Config):
         refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
         heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
+        gate_weights: for gate "learned", the safetensors file of its weights (docs/gates.md), or a GateWeights. JSON
+            keeps their digest, never the file's name.
 
     Raises:
-        CompileError: a field is not valid.
+        CompileError: a field is not valid, or the file of the weights is not. UserError: it cannot be read.
     """
 
     gate: str = "tas"
@@ -129,6 +149,7 @@ class ReplayConfig(_Config):
     couple_cfg: bool = Field(default=False, strict=True)
     refresh_every: int | None = Field(default=None, ge=2, strict=True)
     heads: tuple[Heads | None, ...] | None = None
+    gate_weights: Weights = None
 
     def __init__(self, **data: Any) -> None:
         """The gate's own threshold stands in for one that is not given; None is a threshold."""
@@ -161,6 +182,14 @@ class ReplayConfig(_Config):
             gate_named(self.gate, ())
         return self
 
+    @model_validator(mode="after")
+    def _weights_fit_the_gate(self) -> Self:
+        if self.gate_weights is not None and not GATES[self.gate].takes_weights:
+            raise ValueError(f"{needless_weights(self.gate)}: leave gate_weights away, or use gate 'learned'")
+        if self.gate_weights is None and GATES[self.gate].takes_weights:
+            raise ValueError(f"gate {self.gate!r} needs its weights: give gate_weights, the file that was trained")
+        return self
+
     @field_validator("threshold", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
@@ -170,6 +199,13 @@ class ReplayConfig(_Config):
         if isinstance(value, (list, tuple)):
             return tuple(None if item is None else _parse_float(item) for item in value)
         return _parse_float(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """As for every configuration; weights only where there are some, so that journals without them stay valid."""
+        data = super().to_json()
+        if data["gate_weights"] is None:
+            del data["gate_weights"]
+        return data
 
     def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
         """The (head, weight) pairs of every layer; empty: all heads everywhere.
@@ -238,6 +274,7 @@ class CompileConfig(_Config):
         prefill_chunk: tokens per call of the prefill graph.
         offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
         sparse_attention: None: attention to all positions.
+        kv: what keys and values are cached as: "float32", or "float16" (rounded half to even, at most ±65504).
 
     Raises:
         CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
@@ -252,6 +289,7 @@ class CompileConfig(_Config):
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"
     sparse_attention: SparseAttention | None = None
+    kv: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -98,7 +98,8 @@ class DecoderConfig:
 class LayerSite:
     """Where one decoder layer's attention and MLP are in the graph. Fields hold node names.
 
-    `gate` and its `heads` ((query head, weight) pairs) are those that insert-replay put in.
+    `gate`, its `heads` ((query head, weight) pairs) and its hidden units, where it is a network, are those that
+    insert-replay put in.
 
     entry -> attention -> residual -> norm -> mlp_input -> MLP -> mlp_output -> region_output -> exit, where
     region_output is what the closing residual add `exit` adds to `residual`. `linears`, `weights` and `biases` (None
@@ -133,6 +134,7 @@ class LayerSite:
     threshold: float | None = None
     gate: str | None = None
     heads: tuple[tuple[int, float], ...] | None = None
+    gate_units: int | None = None
 
 
 @dataclass

@@ -21,7 +21,8 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.gates import GATES, Gate, gate_named
+from fastcar_compile.gates.weights import weights_in
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
@@ -122,7 +123,10 @@ def _of_artifact(artifact: Artifact) -> _Source:
         raise InputError("the artifact has no gate to calibrate", mend="compile it with a ReplayConfig")
     replay = ReplayConfig.from_json(data)
     able = [1.0 if s.replay else None for s in artifact.sites]
-    return _Source(artifact.program, replay.model_copy(update={"threshold": tuple(able)}))
+    changes: dict[str, Any] = {"threshold": tuple(able)}
+    if replay.gate_weights is not None:
+        changes["gate_weights"] = weights_in(artifact.params, len(artifact.sites))
+    return _Source(artifact.program, replay.model_copy(update=changes))
 
 
 def program_of(
@@ -145,8 +149,18 @@ def program_of(
 def rules_of(replay: ReplayConfig, layers: int) -> Rules:
     """What decides besides the thresholds."""
     heads = replay.heads_of(layers) or (None,) * layers
-    gates = tuple(gate_named(replay.gate, h) for h in heads)
+    gates = tuple(_gate(replay, layer, chosen, layers) for layer, chosen in enumerate(heads))
     return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
+
+
+def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...] | None, layers: int) -> Gate:
+    """A layer that never replays has no weights in an artifact."""
+    weights = replay.gate_weights
+    if weights is None:
+        return gate_named(replay.gate, heads)
+    if weights.layers and layer not in weights.layers and replay.thresholds(layers)[layer] is None:
+        return gate_named("never")
+    return gate_named(replay.gate, heads, weights.layer(layer))
 
 
 def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) -> Thresholds:

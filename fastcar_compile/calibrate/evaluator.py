@@ -299,5 +299,6 @@ class _LayerReplay:
             scale=self.scale,
             layer=self.layer,
             rows=rows,
+            params=self.gate.params(),
         )
         return self.gate.score(lambda op, *arguments: op(*arguments), values)

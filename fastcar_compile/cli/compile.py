@@ -34,7 +34,10 @@ def compile_command(
     quant: Annotated[
         str | None, typer.Option(help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
     ] = None,
-    gate: Annotated[str, typer.Option(help="What decides: tas, input_delta, bound; always, never, random.")] = "tas",
+    gate: Annotated[
+        str, typer.Option(help="What decides: tas, input_delta, bound, learned; always, never, random.")
+    ] = "tas",
+    gate_weights: Annotated[Path | None, typer.Option(help="Weights of gate learned, .safetensors.")] = None,
     threshold: Annotated[
         str | None, typer.Option(help="A number, inf, -inf, or one per layer; default: the gate's.")
     ] = None,
@@ -53,6 +56,7 @@ def compile_command(
     window_positions: Annotated[
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
+    kv: Annotated[str, typer.Option(help="What keys and values are cached as: float32, or float16.")] = "float32",
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
@@ -68,7 +72,7 @@ def compile_command(
         limits = {} if threshold is None else {"threshold": parse_thresholds(threshold)}
         chosen = None if heads is None else parse_heads(heads)
         options = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg, "heads": chosen}
-        replay = ReplayConfig(gate=gate, **limits, **options)
+        replay = ReplayConfig(gate=gate, gate_weights=gate_weights, **limits, **options)
     sparse = parse_sparse(window, sinks, window_positions)
     with stages(as_json, "compile") as show:
         show("checking the model")
@@ -82,6 +86,7 @@ def compile_command(
             replay=replay,
             offload=offload,
             sparse_attention=sparse,
+            kv=kv,
             host_cpus=[name.strip() for name in host_cpus.split(",")],
             output=str(output),
             progress=show,

@@ -23,6 +23,9 @@ def evaluate_command(
     calibration_videos: Annotated[Path | None, typer.Option(help="Others, on which thresholds are chosen.")] = None,
     gates: Annotated[str, typer.Option(help="Separated by commas.")] = "tas,input_delta",
     heads: Annotated[str | None, typer.Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
+    gate_weights: Annotated[
+        Path | None, typer.Option(help="Weights of gate learned, .safetensors; default: those of the artifact.")
+    ] = None,
     ratios: Annotated[str, typer.Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
     calibrations: Annotated[str, typer.Option(help="Separated by commas.")] = "calibrated,uniform,random",
     cases: Annotated[Path | None, typer.Option(help="File of --save-cases: these instead of a calibration.")] = None,
@@ -54,8 +57,10 @@ def evaluate_command(
     only_json = str(output) == "-"
     with stages(only_json, "evaluate") as show:
         show("reading the decoder")
+        source = read_decoder(decoder)
+        weights = read_gate_weights(gate_weights, source)
         study = evaluate.Study(
-            read_decoder(decoder),
+            source,
             held_out,
             decoder=decoder.resolve().name,
             tokens_per_frame=tokens_per_frame,
@@ -66,11 +71,11 @@ def evaluate_command(
             progress=show,
         )
         if cases is not None:
-            planned = evaluate.load_cases(cases)
+            planned = evaluate.load_cases(cases, weights)
         else:
             assert calibration_videos is not None
             wanted = [float(r) for r in ratios.split(",")]
-            configs = parse_gates(gates, heads)
+            configs = parse_gates(gates, heads, weights)
             planned = study.plan(read_videos(calibration_videos), configs, wanted, calibrations.split(","), journal)
         if save_cases is not None:
             evaluate.save_cases(planned, save_cases)
@@ -137,15 +142,31 @@ def read_decoder(path: Path) -> Any:
         raise UserError(f"the decoder cannot be read: {error}", where=str(path)) from error
 
 
-def parse_gates(text: str, heads: str | None) -> list[Any]:
-    """A ReplayConfig per gate; the heads go to those that take heads."""
+def read_gate_weights(path: Path | None, source: Any) -> Any:
+    """The weights in a file, else those of an artifact's own gate; None: there are none.
+
+    Raises:
+        UserError: the file cannot be read, or is malformed.
+    """
+    from fastcar_compile.gates.weights import GateWeights, weights_in
+    from fastcar_compile.runtime.artifact import Artifact
+
+    if path is not None:
+        return GateWeights.load(path)
+    return weights_in(source.params, len(source.sites)) if isinstance(source, Artifact) else None
+
+
+def parse_gates(text: str, heads: str | None, weights: Any = None) -> list[Any]:
+    """A ReplayConfig per gate; heads and weights go to those that take them."""
     from fastcar_compile.config import ReplayConfig
     from fastcar_compile.gates import GATES
 
     configs = []
     for name in (part.strip() for part in text.split(",")):
-        takes = name in GATES and GATES[name].takes_heads
-        configs.append(ReplayConfig(gate=name, heads=parse_heads(heads) if heads is not None and takes else None))
+        kind = GATES.get(name)
+        chosen = parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
+        learned = weights if kind is not None and kind.takes_weights else None
+        configs.append(ReplayConfig(gate=name, heads=chosen, gate_weights=learned))
     return configs
 
 

@@ -14,6 +14,7 @@ from fastcar_compile.calibrate.search import Search
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.evaluate.window import SinkWindow
+from fastcar_compile.gates import GateWeights
 
 CALIBRATIONS = ("calibrated", "uniform", "random")
 
@@ -78,17 +79,32 @@ def save_cases(cases: Sequence[Case], path: str | Path) -> None:
     Path(path).write_text(text + "\n", "utf-8")
 
 
-def load_cases(path: str | Path) -> list[Case]:
-    """Read a file written by `save_cases`.
+def load_cases(path: str | Path, weights: GateWeights | None = None) -> list[Case]:
+    """Read a file written by `save_cases`, which names the weights of gate `learned` but does not hold them.
+
+    Args:
+        weights: those weights.
 
     Raises:
-        UserError: missing or malformed.
+        UserError: missing or malformed, or a case has other weights.
     """
     try:
-        return [Case.from_json(item) for item in json.loads(Path(path).read_text("utf-8"))]
+        cases = [Case.from_json(item) for item in json.loads(Path(path).read_text("utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:
         mend = "give a file written by --save-cases"
         raise UserError(f"the cases cannot be read: {error!r}", where=str(path), mend=mend) from error
+    return [_with_weights(case, weights, str(path)) for case in cases]
+
+
+def _with_weights(case: Case, weights: GateWeights | None, where: str) -> Case:
+    wanted = None if case.replay is None else case.replay.gate_weights
+    if case.replay is None or wanted is None:
+        return case
+    if weights != wanted:
+        has = "no weights were given" if weights is None else f"those given are {weights.name}"
+        what = f"case {case.name} has gate weights {wanted.name}, but {has}"
+        raise UserError(what, where=where, mend="give the file that the cases were made with: --gate-weights FILE")
+    return replace(case, replay=case.replay.model_copy(update={"gate_weights": weights}))
 
 
 def random_case(target: float, layers: int) -> Case:

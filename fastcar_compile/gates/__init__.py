@@ -5,22 +5,27 @@ from __future__ import annotations
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.base import Comparison, Gate, GateValues
 from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.learned import LearnedGate
 from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
 from fastcar_compile.gates.tas import TasGate
+from fastcar_compile.gates.weights import GateWeights, LayerWeights
 
 GATES: dict[str, type[Gate]] = {
-    gate.name: gate for gate in (TasGate, InputDeltaGate, BoundGate, AlwaysGate, NeverGate, RandomGate)
+    gate.name: gate for gate in (TasGate, InputDeltaGate, BoundGate, LearnedGate, AlwaysGate, NeverGate, RandomGate)
 }
 
 
-def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) -> Gate:
+def gate_named(
+    name: str, heads: tuple[tuple[int, float], ...] | None = None, weights: LayerWeights | None = None
+) -> Gate:
     """The gate of that name with its options.
 
     Args:
         heads: (query head, weight) pairs, for a gate that averages over heads.
+        weights: of this layer, for a gate that was trained.
 
     Raises:
-        CompileError: unknown name, or heads for a gate that has none.
+        CompileError: unknown name, or heads or weights for a gate that has none.
     """
     if name not in GATES:
         raise CompileError(f"unknown gate {name!r}", mend=f"known gates: {', '.join(GATES)}")
@@ -30,7 +35,14 @@ def gate_named(name: str, heads: tuple[tuple[int, float], ...] | None = None) ->
         raise CompileError(
             f"gate {name!r} does not average over heads", mend=f"leave heads away, or use one of: {able}"
         )
-    return kind(heads=heads)
+    if weights is not None and not kind.takes_weights:
+        raise CompileError(needless_weights(name), mend="leave the weights away, or use gate learned")
+    return kind(heads=heads, weights=weights)
+
+
+def needless_weights(name: str) -> str:
+    """What is wrong with weights for this gate."""
+    return f"gate {name!r} has no weights"
 
 
 def decided_on_accelerator(
@@ -40,4 +52,13 @@ def decided_on_accelerator(
     return gate == TasGate.name and heads is None and not refresh_every
 
 
-__all__ = ["GATES", "Comparison", "Gate", "GateValues", "decided_on_accelerator", "gate_named"]
+__all__ = [
+    "GATES",
+    "Comparison",
+    "Gate",
+    "GateValues",
+    "GateWeights",
+    "LayerWeights",
+    "decided_on_accelerator",
+    "gate_named",
+]

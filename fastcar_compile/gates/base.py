@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from fastcar_compile.gates.weights import LayerWeights
 
 T = TypeVar("T")
 
@@ -40,6 +44,7 @@ class GateValues(Generic[T]):
         x: float32 [B, H], the MLP's input after the norm; only for a gate that caches it.
         cached: float32 [B, H], x when this slot was last computed; only for such a gate.
         stride: tokens per frame. scale: the attention's own factor. layer: index. rows: batch rows.
+        params: the gate's own parameters, by the names of `Gate.params`.
     """
 
     query: T
@@ -52,6 +57,7 @@ class GateValues(Generic[T]):
     scale: float
     layer: int
     rows: int
+    params: Mapping[str, T] = field(default_factory=dict)
 
 
 class Call(Protocol):
@@ -73,16 +79,23 @@ class Gate(ABC):
         default_threshold: where the caller gives none.
         study: only for comparisons, never a choice for a product.
         heads: (head, weight) pairs of a gate that averages over heads; None: all of them alike.
+        weights: of a gate that was trained; None: only its description is asked for.
     """
 
     name: ClassVar[str]
     comparison: ClassVar[Comparison]
     caches_input: ClassVar[bool] = False
     takes_heads: ClassVar[bool] = False
+    takes_weights: ClassVar[bool] = False
     default_threshold: ClassVar[float]
     study: ClassVar[bool] = False
 
     heads: tuple[tuple[int, float], ...] | None = None
+    weights: LayerWeights | None = None
+
+    def params(self) -> dict[str, Tensor]:
+        """What the score reads besides its values, in the program as `gate_{name}_{layer}`. Most gates have none."""
+        return {}
 
     @abstractmethod
     def score(self, call: Call, values: GateValues[T]) -> T:

@@ -17,16 +17,13 @@ from fastcar_compile.lowering import patterns
 from fastcar_compile.lowering.kernels import gate_scores, window
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.attention import attention
-from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
-from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
+from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
@@ -158,20 +155,23 @@ def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
 def _attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
-    kernel = attention if query[2] == 1 else attention_chunk
-    return e.kernel(kernel(query, cache, float(node.args[4])), e.args[:4], _shape(node), "float32")  # type: ignore[arg-type]
+    kind = "attention" if query[2] == 1 else "attention_chunk"
+    kernel = portable(kind, query, cache, float(node.args[4]), _dtype(node.args[1]))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
 
 
 def _tas(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     stride, scale = int(node.args[3]), float(node.args[4])  # type: ignore[arg-type]
-    kernel = tas(_shape(node.args[0]), _shape(node.args[1]), stride, scale)  # type: ignore[arg-type]
+    query, cache = node.args[:2]
+    kernel = portable("tas", _shape(query), _shape(cache), stride, scale, _dtype(cache))  # type: ignore[arg-type]
     return e.kernel(kernel, e.args[:3], _shape(node), "float32")
 
 
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    return e.in_place(cache_write(_shape(node), _shape(node.args[1])[2]), e.args)  # type: ignore[arg-type]
+    rows = _shape(node.args[1])[2]  # type: ignore[arg-type]
+    return e.in_place(portable("cache_write", _shape(node), rows, _dtype(node)), e.args)
 
 
 def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
@@ -187,14 +187,17 @@ def _limit(node: fx.Node, importer: Any) -> relax.Var:
 
 def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    kernel = window.ring_write(_shape(node), _shape(node.args[1])[2], int(node.args[3]))  # type: ignore[arg-type]
+    rows, sinks = _shape(node.args[1])[2], int(node.args[3])  # type: ignore[arg-type]
+    kernel = portable("ring_write", _shape(node), rows, sinks, _dtype(node))
     return e.in_place(kernel, e.args[:3])
 
 
 def _window_attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     scale, sinks, width = float(node.args[4]), int(node.args[5]), int(node.args[6])  # type: ignore[arg-type]
-    kernel = window.window_attention(_shape(node.args[0]), _shape(node.args[1]), scale, sinks, width)  # type: ignore[arg-type]
+    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    dtype = _dtype(node.args[1])  # type: ignore[arg-type]
+    kernel = portable("window_attention", query, cache, scale, sinks, width, dtype)
     sink_query = e.args[7] if len(e.args) > 7 and e.args[7] is not None else e.args[0]
     return e.kernel(kernel, [*e.args[:4], sink_query], _shape(node), "float32")
 
@@ -214,7 +217,8 @@ def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
     stride, scale, heads, weights = node.args[3:7]
     factors = np.zeros(query[1], np.float32)
     factors[list(heads)] = weights  # type: ignore[arg-type]
-    kernel = gate_scores.tas_heads(query, cache, int(stride), float(scale))  # type: ignore[arg-type]
+    options = (int(stride), float(scale), _dtype(node.args[1]))  # type: ignore[arg-type]
+    kernel = portable("tas_heads", query, cache, *options)
     return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], _shape(node), "float32")
 
 
@@ -227,10 +231,17 @@ def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
     change = e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args[:2], _shape(node), "float32")  # type: ignore[arg-type]
-    kernel = gate_scores.cosine_distance(_shape(node.args[2]), _shape(node.args[3]), stride)  # type: ignore[arg-type]
+    query, cache = node.args[2:4]
+    kernel = portable("cosine_distance", _shape(query), _shape(cache), stride, _dtype(cache))  # type: ignore[arg-type]
     distance = e.kernel(kernel, e.args[2:5], _shape(node), "float32")
     weighted = e.builder.emit(relax.op.multiply(distance, relax.const(weight, "float32")))
     return e.builder.emit(relax.op.add(change, weighted))
+
+
+def _learned_score(node: fx.Node, importer: Any) -> relax.Var:
+    e = _Emitter(node, importer)
+    kernel = learned_score(*_shape(node.args[0]), _shape(node.args[2])[0])  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args, _shape(node), "float32")
 
 
 def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
@@ -360,6 +371,7 @@ CONVERTERS: dict[str, Converter] = {
     "tas_heads.default": _tas_heads,
     "input_delta.default": _input_delta,
     "output_bound.default": _output_bound,
+    "learned_score.default": _learned_score,
     "constant_score.default": _constant_score,
     "random_score.default": _random_score,
     "slot_read.default": _slot_read,

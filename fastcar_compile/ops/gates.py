@@ -1,4 +1,7 @@
-"""Scores of the gates: tas_heads, input_delta, output_bound, constant_score, random_score; attention.py has `tas`."""
+"""Scores of the gates: tas_heads, input_delta, output_bound, learned_score, constant_score, random_score.
+
+attention.py has `tas`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def tas_heads(
     """Temporal Attention Score as a weighted sum over some query heads.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+        query: float32 [B, Hq, 1, D]. key_cache: float32 or float16 [B, Hkv, S, D]. position: int64 [1].
         stride, scale: as for `tas`.
         heads: query heads. weights: one per entry of heads.
 
@@ -58,7 +61,7 @@ def _(
 
 def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
     """Key one frame earlier of every query head, [B, Hq, D]."""
-    key = key_cache[:, :, max(int(position) - stride, 0)]
+    key = key_cache[:, :, max(int(position) - stride, 0)].to(query.dtype)
     return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
 
 
@@ -82,7 +85,8 @@ def output_bound(
     The cosine is that of query and key one frame earlier, mean over query heads.
 
     Args:
-        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
+        key_cache: float32 or float16 [B, Hkv, S, D].
 
     Returns:
         float32 [B].
@@ -97,6 +101,27 @@ def output_bound(
 def _(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@custom_op("fastcar::learned_score", mutates_args=())
+def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2, summed in float32 in any order.
+
+    Args:
+        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H], widened when it is read. b1, w2: float32 [units].
+        b2: float32 [1].
+
+    Returns:
+        float32 [B].
+    """
+    features = torch.cat([x, (x - cached).abs()], -1)
+    hidden = torch.nn.functional.linear(features, w1.float(), b1).relu()
+    return torch.mv(hidden, w2) + b2
+
+
+@learned_score.register_fake
+def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return x.new_empty((x.shape[0],))
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
+from fastcar_compile.gates.weights import DIGEST, GateWeights
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.verify import verify_program
 
@@ -37,14 +38,14 @@ class Pass(ABC):
 
 
 def _plain(value: object) -> object:
-    """JSON has no infinities: they are written as strings, which no text option may then be."""
+    """JSON has no infinities: they are written as strings, which no text option may then be; of weights, the digest."""
     if value in _INFINITIES:
         raise InternalError(f"the text {value!r} cannot be an option of a pass: it would be read back as a number")
     if isinstance(value, float) and math.isinf(value):
         return str(value)
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    return value
+    return value.name if isinstance(value, GateWeights) else value
 
 
 def _from_plain(value: object) -> object:
@@ -52,6 +53,8 @@ def _from_plain(value: object) -> object:
         return float(str(value))
     if isinstance(value, list):
         return tuple(_from_plain(v) for v in value)
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return GateWeights(value.removeprefix("sha256:"))
     return value
 
 

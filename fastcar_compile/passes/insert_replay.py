@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates import Comparison, Gate, GateValues, gate_named
+from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
+from fastcar_compile.gates.weights import gate_parameter
 from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.edit import (
     add_placeholder,
     ancestors,
+    attribute,
     call,
     descendants,
     in_order,
@@ -41,6 +43,7 @@ class InsertReplay(Pass):
         gate: name of the gate.
         refresh_every: every row computes in frames that are a multiple of this; None: no such frame.
         heads: per layer (query head, weight) pairs, for a gate that averages over heads; None, or (): all alike.
+        gate_weights: of a gate that was trained. As text they are their digest, and a pass from text needs them again.
     """
 
     name: ClassVar[str] = "insert-replay"
@@ -50,10 +53,12 @@ class InsertReplay(Pass):
     gate: str = "tas"
     refresh_every: int | None = None
     heads: Heads = ()
+    gate_weights: GateWeights | None = None
 
     def gate_of(self, layer: int) -> Gate:
         """The layer's gate."""
-        return gate_named(self.gate, self.heads[layer] if self.heads else None)
+        weights = None if self.gate_weights is None else self.gate_weights.layer(layer)
+        return gate_named(self.gate, self.heads[layer] if self.heads else None, weights)
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raises CompileError when the options do not fit the program, or when replay is there already."""
@@ -63,6 +68,8 @@ class InsertReplay(Pass):
             if threshold is not None:
                 gate = self.gate_of(site.layer)
                 changes = {"replay": True, "threshold": threshold, "gate": gate.name, "heads": gate.heads}
+                if gate.weights is not None:
+                    changes["gate_units"] = gate.weights.units
                 writer.insert(dataclasses.replace(site, **changes), gate)
         writer.finish()
         return True
@@ -80,11 +87,19 @@ class InsertReplay(Pass):
                 raise CompileError(
                     f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, mend=mend
                 )
+        self._check_weights(program)
         if self.couple_cfg and program.config.batch_size % 2:
             raise CompileError(
                 f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}",
                 mend="use an even batch_size, or couple_cfg=False",
             )
+
+    def _check_weights(self, program: DecoderProgram) -> None:
+        if self.gate_weights is not None:
+            self.gate_weights.check([site.hidden for site in program.sites])
+        elif self.gate in GATES and GATES[self.gate].takes_weights:
+            mend = "give gate_weights=GateWeights.load(file)"
+            raise CompileError(f"gate {self.gate!r} needs its weights", where="insert-replay", mend=mend)
 
 
 class _Inserter:
@@ -111,7 +126,7 @@ class _Inserter:
         inputs = self._slots("gate_cache", site, (site.hidden,), torch.float32) if gate.caches_input else None
         with self.graph.inserting_before(exit_add):
             x, cached_x = self._input(entry, inputs)
-            score = gate.score(self.call, self._values(site, x, cached_x))
+            score = gate.score(self.call, self._values(site, gate, x, cached_x))
             self._check_key(score)
             replay = self._decide(site, gate, score, chain)
             cached = self.call(fastcar.slot_read.default, cache, self.step)
@@ -138,7 +153,7 @@ class _Inserter:
         x = self.call(aten.view.default, entry, list(inputs.meta["val"].shape[1:]))
         return x, self.call(fastcar.slot_read.default, inputs, self.step)
 
-    def _values(self, site: LayerSite, x: fx.Node | None, cached: fx.Node | None) -> GateValues[Any]:
+    def _values(self, site: LayerSite, gate: Gate, x: fx.Node | None, cached: fx.Node | None) -> GateValues[Any]:
         position, stride = earlier_key(self.graph, self.config, self.origin, InsertReplay.name)
         return GateValues(
             query=node_named(self.graph, site.query),
@@ -151,6 +166,10 @@ class _Inserter:
             scale=site.scale,
             layer=site.layer,
             rows=self.config.batch_size,
+            params={
+                name: attribute(self.module, gate_parameter(name, site.layer), value, self.origin, InsertReplay.name)
+                for name, value in gate.params().items()
+            },
         )
 
     def _check_key(self, score: fx.Node) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from decoders import llama
+from gates.networks import networks
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, rules_of
@@ -27,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}]}, 1),
     ("input_delta", {"max_chain": 2}, 3),
     ("bound", {"couple_cfg": True}, 1),
+    ("learned", {"gate_weights": networks(64, 5, 3), "refresh_every": 3}, 1),
     ("random", {"refresh_every": 2}, 1),
 ]
 

@@ -25,15 +25,20 @@ from fastcar_compile.runtime.backends.cpu import CpuBackend
 from fastcar_compile.runtime.backends.eager import EagerBackend
 from fastcar_compile.runtime.backends.ort import OrtBackend
 
+from .networks import networks
+
 FRAME, LENGTH, LAYERS, ROWS = 8, 33, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "max_chain": 2},
     "input_delta": {"refresh_every": 3},
     "bound": {"couple_cfg": True},
+    "learned": {"gate_weights": networks(64, 5, 3), "max_chain": 3},
     "random": {"max_chain": 1, "refresh_every": 2},
     "always": {"refresh_every": 4},
     "never": {},
 }
+FLOAT16 = ("tas", "bound")
+"""Gates whose decoder has float16 caches: those that read a key."""
 
 
 def program(name: str) -> DecoderProgram:
@@ -42,7 +47,13 @@ def program(name: str) -> DecoderProgram:
     run_pipeline(captured, analysis_pipeline())
     replay = fc.ReplayConfig(gate=name, **OPTIONS[name])
     config = CompileConfig(
-        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none", replay=replay
+        target="cpu",
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=ROWS,
+        quant="none",
+        replay=replay,
+        kv="float16" if name in FLOAT16 else "float32",
     )
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 
@@ -56,8 +67,7 @@ def backends(name: str, folder: Path) -> dict[str, Backend]:
     lowered = lower(source.graph_module, source.outputs, source.sites, source.state_names())
     lowered.export(folder / "decode.so")
     programs = {"decode": {"library": "decode.so", **lowered.arguments()}}
-    params = {name: tensor.numpy() for name, tensor in source.params.items()}
-    cpu = CpuBackend(folder, programs, params, source.state, source.config, threads=1)
+    cpu = CpuBackend(folder, programs, dict(source.params), source.state, source.config, threads=1)
     export_onnx(source, folder / "decoder.onnx")
     return {"eager": eager, "cpu": cpu, "ort": OrtBackend(folder / "decoder.onnx", source.state, source.config, 1)}
 

@@ -18,6 +18,7 @@ from tvm.tirx import PrimFunc
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.gate import gate
+from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.target import host_target
 
 fastcar = torch.ops.fastcar
@@ -28,7 +29,9 @@ INF = float("inf")
 def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
     """The kernel compiled by itself; its last argument afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [tvm.runtime.tensor(a.numpy()) for a in arguments]
+    tensors = [
+        tvm.runtime.from_dlpack(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments
+    ]
     tvm.compile(module, target=host_target())["main"](*tensors)
     return torch.from_numpy(np.array(tensors[-1].numpy()))
 
@@ -180,3 +183,42 @@ def test_infinities(score: float, at_most: bool, never: float, always: float) ->
 
     assert decide(always)
     assert not decide(never)
+
+
+def network(width: int, units: int) -> tuple[Tensor, ...]:
+    """w1 bfloat16, b1, w2, b2, with every sign among the hidden units."""
+    w1 = (torch.randn(units, 2 * width) / width**0.5).bfloat16()
+    return w1, torch.randn(units), torch.randn(units), torch.randn(1)
+
+
+@few
+@given(st.integers(1, 4), st.sampled_from([1, 7, 16, 33, 64]), st.integers(1, 9), st.integers(0, 99))
+def test_learned_score_in_tvm(rows: int, width: int, units: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, cached, parameters = torch.randn(rows, width), torch.randn(rows, width), network(width, units)
+    eager = fastcar.learned_score(x, cached, *parameters)
+    w1, b1, w2, b2 = (p.double() for p in parameters)
+    features = torch.cat([x, (x - cached).abs()], 1).double()
+    formula = ((features @ w1.T + b1).clamp(min=0) @ w2 + b2).float()
+    torch.testing.assert_close(eager, formula, atol=1e-5, rtol=1e-4)
+    kernel = learned_score(rows, width, units)
+    torch.testing.assert_close(run(kernel, x, cached, *parameters, torch.zeros(rows)), formula, atol=1e-5, rtol=1e-4)
+
+
+def test_learned_score_in_onnx_and_of_nan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, cached, parameters = torch.randn(3, 33), torch.randn(3, 33), network(33, 5)
+    eager = fastcar.learned_score(x, cached, *parameters)
+    w1, *others = parameters
+
+    def score(x: Tensor, cached: Tensor, w1: Tensor, *others: Tensor) -> Tensor:
+        return fastcar.learned_score(x, cached, w1.bfloat16(), *others)
+
+    onnx = run_onnx(score, (x, cached, w1.float(), *others), (), tmp_path / "op.onnx")
+    torch.testing.assert_close(onnx, eager, atol=1e-5, rtol=1e-4)
+    x[1, 4] = torch.nan
+    for scores in (
+        fastcar.learned_score(x, cached, *parameters),
+        run(learned_score(3, 33, 5), x, cached, *parameters, torch.zeros(3)),
+    ):
+        assert scores.isnan().tolist() == [False, True, False], "such a row never replays"

@@ -62,8 +62,8 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     text = pipeline_to_string([*analysis_pipeline(), item])
     assert text == (
         "normalize-state,canonicalize,unify-linears,fuse-activations,split-gate-up,find-sites,"
-        'insert-replay{"couple_cfg": false, "gate": "tas", "heads": [], "max_chain": 2, "refresh_every": null, '
-        '"thresholds": [1.5, null, "-inf", "inf"]}'
+        'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
+        '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]}'
     )
     assert pipeline_from_string(text, PASSES) == [*analysis_pipeline(), item]
     assert pipeline_from_string("", PASSES) == []

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnxscript import opset18 as op
 
+from fastcar_compile.codegen.onnx.cache import read
 from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
 
 Value = Any
@@ -28,7 +29,7 @@ def _earlier_key(query: Value, key_cache: Value, position: Value, stride: int) -
     batch, heads, _, dim = (int(d) for d in query.shape)
     kv_heads = int(key_cache.shape[1])
     earlier = op.Max(op.Sub(position, _ints(stride)), _ints(0))
-    key = op.Gather(key_cache, earlier, axis=2)
+    key = read(op.Gather(key_cache, earlier, axis=2), key_cache)
     return key, op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
 
 
@@ -73,6 +74,14 @@ def output_bound(
     return op.Add(input_delta(x, cached), op.Mul(_floats(weight), distance))
 
 
+def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Value:
+    """w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2."""
+    features = op.Concat(x, op.Abs(op.Sub(x, cached)), axis=1)
+    first = op.Transpose(op.Cast(w1, to=onnx.TensorProto.FLOAT), perm=[1, 0])
+    hidden = op.Relu(op.Add(op.MatMul(features, first), b1))
+    return op.Add(op.MatMul(hidden, w2), b2)
+
+
 def constant_score(step: Value, rows: int, value: float) -> Value:
     """The value for every row."""
     return op.Expand(_floats(value), _ints(int(step.shape[0]) * rows))
@@ -92,4 +101,4 @@ def random_score(step: Value, rows: int, layer: int) -> Value:
     return op.Mul(op.Cast(number, to=onnx.TensorProto.FLOAT), _floats(2.0**-HASH_BITS))
 
 
-SCORES = (tas_heads, input_delta, output_bound, constant_score, random_score)
+SCORES = (tas_heads, input_delta, output_bound, learned_score, constant_score, random_score)
