@@ -48,10 +48,11 @@ PLANS = {"input_delta": Plan(16), "bound": Plan(16), "tas": Plan(16), "learned":
 
 @dataclass(frozen=True)
 class Round:
-    """Of training: steps of BATCH videos, and the share of t >= F that shall replay."""
+    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round."""
 
     steps: int
     target: float
+    softness: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,15 @@ DECODERS = (
     Decoder(
         "moving_shapes",
         (SinkWindow(256, 16), SinkWindow(640, 16)),
-        {"learned": (Round(110, 0.82), Round(80, 0.83)), "tas": (Round(80, 0.52),)},
+        {"learned": (Round(110, 0.82), Round(80, 0.83), Round(40, 0.82, 0.15)), "tas": (Round(80, 0.52),)},
     ),
     Decoder(
         "bouncing_digits",
         (SinkWindow(101, 16), SinkWindow(256, 16)),
-        {"learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)), "tas": (Round(100, 0.5), Round(120, 0.51))},
+        {
+            "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82), Round(80, 0.81, 0.15)),
+            "tas": (Round(100, 0.5), Round(120, 0.51)),
+        },
     ),
 )
 
@@ -135,6 +139,7 @@ def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
                 steps=one.steps,
                 batch=BATCH,
                 start=found,
+                softness=one.softness,
                 checkpoint=folder / f"{gate}-{number}.safetensors",
                 progress=say,
             )

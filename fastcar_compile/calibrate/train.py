@@ -35,8 +35,8 @@ RATE_FLOOR, WARM_UP = 0.03, 10
 NOISE_ENDS = 0.8
 """Share of the steps at which the noise on decisions, 1 at first, has faded to 0."""
 
-FURTHER_NOISE, SOFTNESS, SOFTNESS_FALLS = 0.3, 0.5, 0.3
-"""Of trainings that go on from a gate: first scale of the noise; first softness of decisions, its factor at the end."""
+FURTHER_NOISE, SOFTNESS_FALLS = 0.6, 0.3
+"""Of trainings that go on from a gate: first scale of the noise, and softness at the end, as shares of the first one."""
 
 FIRST_PRICE = 0.5
 """Relative NLL that one more share of replay may cost at first: at 0.5, 10 % more replay for 5 % more NLL."""
@@ -60,6 +60,7 @@ class Options:
     steps: int
     batch: int
     seed: int
+    softness: float = 0.5
     start: str | None = None
     """What `TrainedGate.inputs` is of the gate that the training begins with."""
 
@@ -91,6 +92,7 @@ def train_gate(
     tokens_per_frame: int | None = None,
     prompt: int = 1,
     start: TrainedGate | None = None,
+    softness: float = 0.5,
     checkpoint: str | Path | None = None,
     progress: Say | None = None,
 ) -> TrainedGate:
@@ -111,13 +113,14 @@ def train_gate(
         prompt: tokens before decoding starts.
         start: a gate of this kind, units and decoder to go on from, at half the rate and with decisions that are soft
             forwards too; worth its time.
+        softness: of those decisions at first; it falls to 0.3 of that. What remains flatters the result's figures.
         checkpoint: a file that is written now and then; an interrupted training goes on from it.
         progress: called with a line after every step.
 
     Raises:
         InputError: bad arguments or videos. CompileError: the model cannot be captured.
     """
-    options = Options(gate, target_replay, units, steps, batch, seed, None if start is None else start.inputs)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, start and start.inputs)
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
     _check(tokens, options)
     frame = tokens_per_frame or ModelFacts.of(model).tokens_per_frame
@@ -135,6 +138,8 @@ def _check(tokens: np.ndarray, options: Options) -> None:
         raise InputError(f"gate {options.gate!r} has nothing to train", mend=f"choose from {', '.join(SCORERS)}")
     if not 0 < options.target < 1:
         raise InputError(f"target_replay is {options.target:g}", mend="give a share between 0 and 1")
+    if not 0 < options.softness < math.inf:
+        raise InputError(f"softness is {options.softness:g}", mend="give a number above 0")
     counts = {"units": options.units, "steps": options.steps, "batch": options.batch}
     if wrong := [f"{name} is {value}" for name, value in counts.items() if value < 1]:
         raise InputError("; ".join(wrong), mend="give 1 or more")
@@ -205,7 +210,8 @@ class _Training:
         faded = max(0.0, 1 - progress / NOISE_ENDS)
         relaxation = Relaxation(faded, random)
         if self._further:
-            relaxation = Relaxation(FURTHER_NOISE * faded, random, SOFTNESS * SOFTNESS_FALLS**progress)
+            softness = options.softness * SOFTNESS_FALLS**progress
+            relaxation = Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
         logits, shares = decoder.replayed(tokens[:, :-1], self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:], -1)
         dense = torch.log_softmax(decoder.dense(tokens[:, :-1])[:, first:], -1)
