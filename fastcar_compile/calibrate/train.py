@@ -36,7 +36,7 @@ NOISE_ENDS = 0.8
 """Share of the steps at which the noise on decisions, 1 at first, has faded to 0."""
 
 FURTHER_NOISE, SOFTNESS_FALLS = 0.6, 0.3
-"""Of trainings that go on from a gate: first scale of the noise, and softness at the end, as shares of the first one."""
+"""Of trainings that go on from a gate: first noise, and softness at the end, as shares of the first softness."""
 
 FIRST_PRICE = 0.5
 """Relative NLL that one more share of replay may cost at first: at 0.5, 10 % more replay for 5 % more NLL."""
