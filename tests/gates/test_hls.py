@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from conftest import check_tool
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.cli.estimate import _of_artifact
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.estimate import estimate
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
+from fastcar_compile.gates.weights import weight_bytes
 from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.passes.base import run_pipeline
@@ -126,6 +131,21 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
 def analysed() -> DecoderProgram:
     program = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=8)
     return run_pipeline(program, analysis_pipeline())
+
+
+def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None:
+    cache = 4 * LAYERS * FRAME * ROWS * 64
+    report = json.loads((artifact.path / "report.json").read_text())["gate"]
+    own = sum(t.nbytes for name, t in artifact.params.items() if name.startswith("gate_"))
+    assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5, 3])
+    html = (artifact.path / "report.html").read_text()
+    assert f"{cache / 2**20:.3f} MiB of gate cache, {own / 2**20:.3f} MiB of gate weights (5, 3 units)" in html
+    work, board, _ = _of_artifact(artifact.path, None)
+    predicted = estimate(replace(work, replay=0.5), board)
+    assert predicted.memory["gate_cache"] == cache
+    # The model takes every layer for one of the largest network.
+    gate = {"name": "learned", "decided_on": "host", "units": 5, "cache_bytes": cache}
+    assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
 
 
 def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerBackend, EagerBackend]:
