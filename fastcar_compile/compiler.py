@@ -42,6 +42,7 @@ def compile(
     prefill_chunk: int = 64,
     offload: str = "mlp",
     sparse_attention: SparseAttention | None = None,
+    kv: str = "float32",
     host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
     progress: Progress | None = None,
@@ -63,6 +64,8 @@ def compile(
         prefill_chunk: tokens per prefill call.
         offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
+        kv: what keys and values are cached as: "float32", or "float16": half the bytes, values rounded half to even and
+            at most ±65504.
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.lowering.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that its CPU
             runs.
@@ -84,7 +87,7 @@ def compile(
         say("checking the model folder")
         model = Checkpoint(Path(model))
     config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
-    config = config.model_copy(update={"sparse_attention": sparse_attention})
+    config = CompileConfig(**{**dict(config), "sparse_attention": sparse_attention, "kv": kv})
     say("capturing the decode step")
     program = capture(
         model,

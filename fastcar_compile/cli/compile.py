@@ -56,6 +56,7 @@ def compile_command(
     window_positions: Annotated[
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
+    kv: Annotated[str, typer.Option(help="What keys and values are cached as: float32, or float16.")] = "float32",
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
@@ -85,6 +86,7 @@ def compile_command(
             replay=replay,
             offload=offload,
             sparse_attention=sparse,
+            kv=kv,
             host_cpus=[name.strip() for name in host_cpus.split(",")],
             output=str(output),
             progress=show,

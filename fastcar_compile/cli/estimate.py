@@ -31,8 +31,7 @@ from fastcar_compile.targets import Target, load_target
 SHAPE_CONTEXT = 512
 ENGINE_QUANTS = ("w8a8", "w4a8")
 SHAPE_QUANT, SHAPE_OFFLOAD, SHAPE_KV_BITS = "w8a8", "all", 8
-ARTIFACT_KV_BITS = 32
-"""An artifact's key and value caches are float32."""
+ARTIFACT_KV_BITS = {"float32": 32, "float16": 16}
 
 OFFLOADS = ("mlp", "linears", "all")
 
@@ -104,7 +103,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
         max(1, config["max_seq_len"] // 2),
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
-        kv_bits=ARTIFACT_KV_BITS,
+        kv_bits=ARTIFACT_KV_BITS[config.get("kv", "float32")],
         sink_window=None if ring is None else (ring["sinks"], ring["window"]),
         kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
         gate=GateModel.of_sections(config, sections["sites"]),

@@ -17,9 +17,6 @@ from fastcar_compile.lowering import patterns
 from fastcar_compile.lowering.kernels import gate_scores, window
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.attention import attention
-from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
-from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.learned_score import learned_score
@@ -27,7 +24,6 @@ from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.ops.activations import factor_table
 
 Converter = Callable[[fx.Node, Any], relax.Var]
@@ -139,20 +135,23 @@ def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
 def _attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
-    kernel = attention if query[2] == 1 else attention_chunk
-    return e.kernel(kernel(query, cache, float(node.args[4])), e.args[:4], _shape(node), "float32")  # type: ignore[arg-type]
+    kind = "attention" if query[2] == 1 else "attention_chunk"
+    kernel = portable(kind, query, cache, float(node.args[4]), _dtype(node.args[1]))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
 
 
 def _tas(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     stride, scale = int(node.args[3]), float(node.args[4])  # type: ignore[arg-type]
-    kernel = tas(_shape(node.args[0]), _shape(node.args[1]), stride, scale)  # type: ignore[arg-type]
+    query, cache = node.args[:2]
+    kernel = portable("tas", _shape(query), _shape(cache), stride, scale, _dtype(cache))  # type: ignore[arg-type]
     return e.kernel(kernel, e.args[:3], _shape(node), "float32")
 
 
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    return e.in_place(cache_write(_shape(node), _shape(node.args[1])[2]), e.args)  # type: ignore[arg-type]
+    rows = _shape(node.args[1])[2]  # type: ignore[arg-type]
+    return e.in_place(portable("cache_write", _shape(node), rows, _dtype(node)), e.args)
 
 
 def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
@@ -168,14 +167,17 @@ def _limit(node: fx.Node, importer: Any) -> relax.Var:
 
 def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    kernel = window.ring_write(_shape(node), _shape(node.args[1])[2], int(node.args[3]))  # type: ignore[arg-type]
+    rows, sinks = _shape(node.args[1])[2], int(node.args[3])  # type: ignore[arg-type]
+    kernel = portable("ring_write", _shape(node), rows, sinks, _dtype(node))
     return e.in_place(kernel, e.args[:3])
 
 
 def _window_attention(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     scale, sinks, width = float(node.args[4]), int(node.args[5]), int(node.args[6])  # type: ignore[arg-type]
-    kernel = window.window_attention(_shape(node.args[0]), _shape(node.args[1]), scale, sinks, width)  # type: ignore[arg-type]
+    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    dtype = _dtype(node.args[1])  # type: ignore[arg-type]
+    kernel = portable("window_attention", query, cache, scale, sinks, width, dtype)
     sink_query = e.args[7] if len(e.args) > 7 and e.args[7] is not None else e.args[0]
     return e.kernel(kernel, [*e.args[:4], sink_query], _shape(node), "float32")
 
@@ -195,7 +197,8 @@ def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
     stride, scale, heads, weights = node.args[3:7]
     factors = np.zeros(query[1], np.float32)
     factors[list(heads)] = weights  # type: ignore[arg-type]
-    kernel = gate_scores.tas_heads(query, cache, int(stride), float(scale))  # type: ignore[arg-type]
+    options = (int(stride), float(scale), _dtype(node.args[1]))  # type: ignore[arg-type]
+    kernel = portable("tas_heads", query, cache, *options)
     return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], _shape(node), "float32")
 
 
@@ -208,7 +211,8 @@ def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
     stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
     change = e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args[:2], _shape(node), "float32")  # type: ignore[arg-type]
-    kernel = gate_scores.cosine_distance(_shape(node.args[2]), _shape(node.args[3]), stride)  # type: ignore[arg-type]
+    query, cache = node.args[2:4]
+    kernel = portable("cosine_distance", _shape(query), _shape(cache), stride, _dtype(cache))  # type: ignore[arg-type]
     distance = e.kernel(kernel, e.args[2:5], _shape(node), "float32")
     weighted = e.builder.emit(relax.op.multiply(distance, relax.const(weight, "float32")))
     return e.builder.emit(relax.op.add(change, weighted))

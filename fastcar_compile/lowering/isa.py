@@ -35,6 +35,7 @@ class InstructionSet:
         llvm: LLVM features that a CPU name must imply for this set's kernels to suit it.
         float_lanes: float32 lanes of a register.
         int8: see `Int8`.
+        float16: whether it converts between float16 and float32; else that takes integer arithmetic.
     """
 
     name: str
@@ -45,6 +46,7 @@ class InstructionSet:
     llvm: tuple[str, ...]
     float_lanes: int
     int8: Int8
+    float16: bool
 
     @property
     def machine(self) -> str:
@@ -52,7 +54,7 @@ class InstructionSet:
         return self.triple.split("-", maxsplit=1)[0]
 
 
-PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable")
+PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable", False)
 """Plain vectors, for every CPU: what kernels are imported with. It is no row of the table."""
 
 _X86, _ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
@@ -70,16 +72,17 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
         ("avx512bw", "avx512vnni"),
         16,
         "vnni512",
+        True,
     ),
     InstructionSet(
-        "avx2-vnni", _X86, "x86-64-v3", ("+avxvnni",), _V3 | {"avx_vnni"}, ("avx2", "avxvnni"), 8, "vnni256"
+        "avx2-vnni", _X86, "x86-64-v3", ("+avxvnni",), _V3 | {"avx_vnni"}, ("avx2", "avxvnni"), 8, "vnni256", True
     ),
-    InstructionSet("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "fma", "f16c"), 8, "madd"),
-    InstructionSet("sse4", _X86, "x86-64-v2", (), _V2, ("sse4.2",), 4, "portable"),
+    InstructionSet("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "fma", "f16c"), 8, "madd", True),
+    InstructionSet("sse4", _X86, "x86-64-v2", (), _V2, ("sse4.2",), 4, "portable", False),
     InstructionSet(
-        "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot"
+        "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
     ),
-    InstructionSet("neon", _ARM, "cortex-a53", (), frozenset({"asimd", "crc32"}), ("neon",), 4, "smull"),
+    InstructionSet("neon", _ARM, "cortex-a53", (), frozenset({"asimd", "crc32"}), ("neon",), 4, "smull", True),
 )
 """Of every architecture the best one first."""
 

@@ -34,7 +34,7 @@ def tas_heads(
     """Temporal Attention Score as a weighted sum over some query heads.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+        query: float32 [B, Hq, 1, D]. key_cache: float32 or float16 [B, Hkv, S, D]. position: int64 [1].
         stride, scale: as for `tas`.
         heads: query heads. weights: one per entry of heads.
 
@@ -61,7 +61,7 @@ def _(
 
 def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
     """Key one frame earlier of every query head, [B, Hq, D]."""
-    key = key_cache[:, :, max(int(position) - stride, 0)]
+    key = key_cache[:, :, max(int(position) - stride, 0)].to(query.dtype)
     return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
 
 
@@ -85,7 +85,8 @@ def output_bound(
     The cosine is that of query and key one frame earlier, mean over query heads.
 
     Args:
-        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. position: int64 [1].
+        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
+        key_cache: float32 or float16 [B, Hkv, S, D].
 
     Returns:
         float32 [B].

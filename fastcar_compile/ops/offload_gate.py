@@ -64,7 +64,8 @@ def decide(
             "an offloaded gate was reached, but no accelerator is bound",
             mend="run the host graph through session(backend='hls-csim')",
         )
-    return unit(layer, query[:, :, 0], key_cache[:, :, max(position - stride, 0)], chain, step)
+    key = key_cache[:, :, max(position - stride, 0)].to(query.dtype)
+    return unit(layer, query[:, :, 0], key, chain, step)
 
 
 @custom_op("fastcar::offloaded_gate", mutates_args=())
@@ -74,7 +75,8 @@ def offloaded_gate(
     """TAS and gate of one layer, decided by the accelerator; threshold, chain limit and coupling are in its table.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: float32 [B, Hkv, S, D]. chain: int32 [B], the counts of this slot.
+        query: float32 [B, Hq, 1, D]. key_cache: float32 or float16 [B, Hkv, S, D].
+        chain: int32 [B], the counts of this slot.
         position: int64 [1], sequence position of the query. step: int64 [1], decode forward number t.
         stride: tokens per frame F. layer: index of the decoder layer.
 

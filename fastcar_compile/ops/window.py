@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.ops.attention import stored
+
 
 def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
     """Rows of sequence positions int64 [...] in a ring cache of `sinks` + `ring` rows."""
@@ -42,11 +44,11 @@ def _(positions: Tensor, most: int) -> Tensor:
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written at positions position .. position + T - 1.
 
-    T is at most R, so that no row is written twice.
+    T is at most R, so that no row is written twice. A float16 cache holds values as `stored` has them.
     """
     positions = int(position) + torch.arange(value.shape[2], device=cache.device)
     out = cache.clone()
-    out[:, :, row_of(positions, sinks, cache.shape[2] - sinks)] = value
+    out[:, :, row_of(positions, sinks, cache.shape[2] - sinks)] = stored(value, cache.dtype)
     return out
 
 
@@ -70,8 +72,8 @@ def window_attention(
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
-        key_cache, value_cache: float32 [B, Hkv, sinks + R, D], ring caches with rows up to position + T - 1 written;
-            R is at least window + T - 1.
+        key_cache, value_cache: float32 or float16 [B, Hkv, sinks + R, D], ring caches with rows up to position + T - 1
+            written; R is at least window + T - 1.
         position: int64 [1], sequence position of query row 0.
         scale: factor on the logits.
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
@@ -87,7 +89,8 @@ def window_attention(
     recent = torch.arange(min(max(sinks, start - window + 1), end), end, device=query.device)
     columns = torch.cat([first, recent])
     rows = row_of(columns, sinks, ring)
-    keys, values = (c[:, :, rows].repeat_interleave(query.shape[1] // c.shape[1], 1) for c in (key_cache, value_cache))
+    group = query.shape[1] // key_cache.shape[1]
+    keys, values = (c[:, :, rows].to(query.dtype).repeat_interleave(group, 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:

@@ -47,6 +47,8 @@ def _signature_problems(program: DecoderProgram) -> list[str]:
             problems.append(f"state {spec.name} is not both an input and an output of the decode step")
         elif (shape := tuple(nodes[spec.name].meta["val"].shape)) != spec.shape:
             problems.append(f"state {spec.name}: specified {spec.shape}, in the graph {shape}")
+        elif (dtype := nodes[spec.name].meta["val"].dtype) != spec.dtype:
+            problems.append(f"state {spec.name}: specified {spec.dtype}, in the graph {dtype}")
     outputs = program.graph_module.graph.output_node().args[0]
     if isinstance(outputs, tuple | list) and len(outputs) != len(program.outputs):
         problems.append(f"{len(outputs)} outputs in the graph, {len(program.outputs)} named")

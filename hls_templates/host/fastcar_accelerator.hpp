@@ -22,17 +22,15 @@ enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, C
 static const uint32_t COMPUTE_MLP = 2;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
 
-// What a gate is decided on: q float32 [B, heads, depth]; the key row of position - F in a cache float32
-// [B, kv_heads, length, depth]; replays in a row, int32 [B].
+// What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; replays
+// in a row, int32 [B].
 struct GateInputs {
     const float* query;
     const float* keys;
     const int32_t* chain;
     int64_t heads;
     int64_t kv_heads;
-    int64_t length;
     int64_t depth;
-    int64_t key_row;
     int64_t step;
 };
 
@@ -64,9 +62,8 @@ public:
 
     // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B].
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
-        const uint64_t words = write_heads("query", inputs.query, inputs.heads, inputs.depth, inputs.depth);
-        const float* keys = inputs.keys + inputs.key_row * inputs.depth;
-        const uint64_t key_words = write_heads("key", keys, inputs.kv_heads, inputs.depth, inputs.length * inputs.depth);
+        const uint64_t words = write_heads("query", inputs.query, inputs.heads, inputs.depth);
+        const uint64_t key_words = write_heads("key", inputs.keys, inputs.kv_heads, inputs.depth);
         const std::vector<uint32_t> result = schedule(layer, inputs.step, words, key_words, inputs.chain);
         for (size_t row = 0; row < rows(); ++row) {
             replay[row] = (result[INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
@@ -208,12 +205,12 @@ private:
         compute_.write(argument, words.data(), words.size());
     }
 
-    // [B, heads, depth] with `stride` floats from head to head; the number of words written.
-    uint64_t write_heads(const std::string& argument, const float* values, int64_t heads, int64_t depth, int64_t stride) {
+    // [B, heads, depth]; the number of words written.
+    uint64_t write_heads(const std::string& argument, const float* values, int64_t heads, int64_t depth) {
         const size_t count = rows() * static_cast<size_t>(heads);
         std::vector<char> words(count * padded(depth), 0);
         for (size_t head = 0; head < count; ++head) {
-            std::memcpy(&words[head * padded(depth)], values + head * static_cast<size_t>(stride),
+            std::memcpy(&words[head * padded(depth)], values + head * static_cast<size_t>(depth),
                         sizeof(float) * static_cast<size_t>(depth));
         }
         controller_.write(argument, words.data(), words.size());

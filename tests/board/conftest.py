@@ -40,9 +40,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention."""
+    """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
+    float16 caches."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, num_hidden_layers=1)
+    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
 
 
 def compiled(
@@ -51,6 +52,7 @@ def compiled(
     quant: str = "w8a8",
     offload: str = "mlp",
     sparse_attention: fc.SparseAttention | None = None,
+    kv: str = "float32",
     **changes: int,
 ) -> fc.Artifact:
     """For zcu102, with the library for its CPU linked."""
@@ -66,6 +68,7 @@ def compiled(
         prefill_chunk=CHUNK,
         offload=offload,
         sparse_attention=sparse_attention,
+        kv=kv,
         output=folders.mktemp("board") / "artifact",
     )
 

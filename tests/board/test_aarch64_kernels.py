@@ -1,4 +1,4 @@
-"""The integer kernels for AArch64 under qemu-user, bit for bit."""
+"""The integer kernels and the float16 of caches for AArch64 under qemu-user, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from lowering.integer_cases import CASES, module
+from lowering.integer_cases import CASES as INTEGER_CASES
+from lowering.test_half import CASES as HALF_CASES
 from tvm.support import cc
 
 from board.conftest import FOLDERS, Machine
 from fastcar_compile.lowering.isa import instruction_set
 from fastcar_compile.lowering.target import host_target
 
+CASES = (*INTEGER_CASES, *HALF_CASES)
 TYPE_CODES = {"i": 0, "u": 1, "f": 2}
 """Of DLPack, by numpy's kind."""
 
@@ -57,7 +59,8 @@ def test_kernels_are_exact(
     """The emulated CPU has what the instruction set says, and not more."""
     isa = instruction_set(name)
     library = tmp_path / "kernels.so"
-    executable = tvm.compile(module(isa), target=host_target(isa))
+    kernels = tvm.IRModule({case.name: case.kernel(isa) for case in CASES})
+    executable = tvm.compile(kernels, target=host_target(isa))
     executable.export_library(str(library), fcompile=cc.cross_compiler(aarch64.compiler))
     monkeypatch.setenv("QEMU_CPU", cpu)
     done = aarch64.run(runner, library, cases)

@@ -47,7 +47,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     folder = save_llama(tmp_path / "model")
     options = ["--target", "kv260", "--tokens-per-frame", "4", "--max-seq-len", "32", "--batch-size", "2"]
     replay = ["--quant", "w8a8", "--offload", "linears", "--threshold", "inf", "--max-chain", "1", "--couple-cfg"]
-    replay += ["--host-cpus", "native, avx2"]
+    replay += ["--host-cpus", "native, avx2", "--kv", "float16"]
     result = fastcar("compile", folder, *options, *replay, "-o", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
@@ -60,7 +60,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"],
+        "host_cpus": ["native", "avx2"], "kv": "float16",
     }  # fmt: skip
 
 

@@ -71,6 +71,15 @@ def test_an_artifact_uses_the_design_that_was_emitted(fastcar: Fastcar, compiled
     assert other["exploration"]["tried"] > 1
 
 
+def test_the_keys_and_values_of_an_artifact_have_its_type(fastcar: Fastcar, compiled: Path) -> None:
+    import fastcar_compile
+
+    full = json.loads(fastcar("estimate", compiled, "--json").stdout)
+    fastcar_compile.load(compiled).manifest.sections["config"]["kv"] = "float16"
+    half = json.loads(fastcar("estimate", compiled, "--json").stdout)
+    assert full["memory"]["kv_cache"] == 2 * half["memory"]["kv_cache"] > 0
+
+
 def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path) -> None:
     decisions = np.zeros((12, 3, 2), bool)
     decisions[6:] = True

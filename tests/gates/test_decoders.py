@@ -36,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "always": {"refresh_every": 4},
     "never": {},
 }
+FLOAT16 = ("tas", "bound")
+"""Gates whose decoder has float16 caches: those that read a key."""
 
 
 def program(name: str) -> DecoderProgram:
@@ -44,7 +46,13 @@ def program(name: str) -> DecoderProgram:
     run_pipeline(captured, analysis_pipeline())
     replay = fc.ReplayConfig(gate=name, **OPTIONS[name])
     config = CompileConfig(
-        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none", replay=replay
+        target="cpu",
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=ROWS,
+        quant="none",
+        replay=replay,
+        kv="float16" if name in FLOAT16 else "float32",
     )
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.lowering.kernels.attention import BLOCK, PARALLEL_ELEMENTS, attention, context_parts
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 
@@ -19,36 +20,41 @@ from .kernel_runs import few, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
+DIMS = st.sampled_from([1, 6, 8, 20, 32, 80])
+TYPES = st.sampled_from([torch.float32, torch.float16])
+ISA = host_instruction_set()
 
 
-def _inputs(b: int, heads: Heads, t: int, s: int, d: int, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _inputs(
+    b: int, heads: Heads, t: int, s: int, d: int, position: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cache rows that are not filled hold NaN: reading one would show."""
     hq, hkv = heads
     q, k, v = torch.randn(b, hq, t, d), torch.randn(b, hkv, s, d), torch.randn(b, hkv, s, d)
     k[:, :, position + t :] = torch.nan
     v[:, :, position + t :] = torch.nan
-    return q, k, v, torch.tensor([position])
+    return q, k.to(dtype), v.to(dtype), torch.tensor([position])
 
 
 @cache
-def _kernel(b: int, heads: Heads, t: int, s: int, d: int) -> PrimFunc:
+def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype) -> PrimFunc:
     make = attention if t == 1 else attention_chunk
-    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3)
+    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), ISA)
 
 
-def _check(b: int, heads: Heads, t: int, s: int, d: int, position: int) -> None:
-    q, k, v, at = _inputs(b, heads, t, s, d, position)
-    y = run(_kernel(b, heads, t, s, d), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
+def _check(b: int, heads: Heads, t: int, s: int, d: int, position: int, dtype: torch.dtype = torch.float32) -> None:
+    q, k, v, at = _inputs(b, heads, t, s, d, position, dtype)
+    y = run(_kernel(b, heads, t, s, d, dtype), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
     expected = torch.ops.fastcar.attention(q, k, v, at, 0.3)
     seen = min(t, s - position)
     torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
 
 
 @few
-@given(st.integers(1, 2), HEADS, st.integers(0, 99), st.sampled_from([1, 6, 8, 20, 32, 80]), st.integers(0, 99))
-def test_decode_attention(b: int, heads: Heads, position: int, d: int, seed: int) -> None:
+@given(st.integers(1, 2), HEADS, st.integers(0, 99), DIMS, TYPES, st.integers(0, 99))
+def test_decode_attention(b: int, heads: Heads, position: int, d: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    _check(b, heads, 1, 100, d, position)
+    _check(b, heads, 1, 100, d, position, dtype)
 
 
 @few
@@ -56,13 +62,14 @@ def test_decode_attention(b: int, heads: Heads, position: int, d: int, seed: int
     st.integers(1, 2),
     HEADS,
     st.sampled_from([(2, 0), (5, 0), (5, 30), (6, 97), (8, 41), (64, 9)]),
-    st.sampled_from([1, 6, 8, 20, 32, 80]),
+    DIMS,
+    TYPES,
     st.integers(0, 99),
 )
-def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, seed: int) -> None:
+def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, dtype: torch.dtype, seed: int) -> None:
     """Chunks that end before, at and beyond the end of the cache."""
     torch.manual_seed(seed)
-    _check(b, heads, rows[0], 100, d, rows[1])
+    _check(b, heads, rows[0], 100, d, rows[1], dtype)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
@@ -72,6 +79,7 @@ def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     assert context_parts(heads[1], 2 * heads[1] * 1024 * 128) > 1
     for position in (0, BLOCK - 1, BLOCK, 700, 1023):
         _check(1, heads, 1, 1024, 128, position)
+        _check(1, heads, 1, 1024, 128, position, torch.float16)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3)])

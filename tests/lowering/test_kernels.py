@@ -74,8 +74,10 @@ def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: i
     seeded(seed)
     q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
     at = torch.tensor([position])
-    y = run(tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25), q, k, at, torch.zeros(b))[-1]
-    assert torch.equal(y, fastcar.tas(q, k, at, stride, 0.25))
+    for keys, dtype in ((k, "float32"), (k.half(), "float16")):
+        kernel = tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25, dtype)
+        y = run(kernel, q, keys, at, torch.zeros(b))[-1]
+        assert torch.equal(y, fastcar.tas(q, keys, at, stride, 0.25))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, -3e38, 2.0**11, 1e-40, 2.0**-12.5])
@@ -106,8 +108,9 @@ def test_cache_write(b: int, rows: int, position: int, seed: int) -> None:
     """Rows at or beyond S are dropped."""
     seeded(seed)
     cache, value, at = torch.randn(b, 2, 9, 12), torch.randn(b, 2, rows, 12), torch.tensor([position])
-    y = run(cache_write((b, 2, 9, 12), rows), cache, value, at)[0]
-    assert torch.equal(y, fastcar.cache_write(cache, value, at))
+    for before, dtype in ((cache, "float32"), (cache.half(), "float16")):
+        y = run(cache_write((b, 2, 9, 12), rows, dtype), before, value, at)[0]
+        assert torch.equal(y, fastcar.cache_write(before, value, at))
 
 
 @few

@@ -13,6 +13,7 @@ import onnx
 import torch
 from onnxscript import opset18 as op
 
+from fastcar_compile.codegen.onnx.cache import read, stored
 from fastcar_compile.codegen.onnx.gate_scores import SCORES
 from fastcar_compile.codegen.onnx.window import WINDOW
 from fastcar_compile.ops import activations, quant
@@ -54,7 +55,7 @@ def cache_write(cache: Value, value: Value, position: Value) -> Value:
     """One row at `position`; the decode step never writes past the end."""
     batch, heads, _, dim = _shape(cache)
     index = op.Expand(op.Reshape(position, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, dim))
-    return op.ScatterElements(cache, index, value, axis=2)
+    return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
 def attention(query: Value, key_cache: Value, value_cache: Value, position: Value, scale: float) -> Value:
@@ -62,8 +63,8 @@ def attention(query: Value, key_cache: Value, value_cache: Value, position: Valu
     batch, heads, _, dim = _shape(query)
     kv_heads = _shape(key_cache)[1]
     end = op.Add(position, _ints(1))
-    keys = op.Slice(key_cache, _ints(0), end, _ints(2))
-    values = op.Slice(value_cache, _ints(0), end, _ints(2))
+    keys = read(op.Slice(key_cache, _ints(0), end, _ints(2)), key_cache)
+    values = read(op.Slice(value_cache, _ints(0), end, _ints(2)), value_cache)
     grouped = op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
     logits = op.MatMul(op.Mul(grouped, _float(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
     out = op.MatMul(op.Softmax(logits, axis=-1), values)

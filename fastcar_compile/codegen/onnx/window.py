@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 from onnxscript import opset18 as op
 
+from fastcar_compile.codegen.onnx.cache import read, stored
+
 Value = Any
 """A traced ONNX value."""
 
@@ -50,7 +52,7 @@ def ring_write(cache: Value, value: Value, position: Value, sinks: int) -> Value
     batch, heads, rows, dim = _shape(cache)
     row = _row_of(position, sinks, rows - sinks)
     index = op.Expand(op.Reshape(row, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, dim))
-    return op.ScatterElements(cache, index, value, axis=2)
+    return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
 def window_attention(
@@ -74,12 +76,13 @@ def window_attention(
 
     def logits(one: Value, index: Value) -> Value:
         grouped = op.Mul(op.Reshape(one, _ints(batch, kv_heads, heads // kv_heads, dim)), _float(scale))
-        return op.MatMul(grouped, op.Transpose(op.Gather(key_cache, index, axis=2), perm=[0, 1, 3, 2]))
+        keys = read(op.Gather(key_cache, index, axis=2), key_cache)
+        return op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2]))
 
     parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
     weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)
     values = op.Gather(value_cache, op.Concat(*indices, axis=0) if sinks else indices[0], axis=2)
-    return op.Reshape(op.MatMul(weights, values), _ints(batch, heads, 1, dim))
+    return op.Reshape(op.MatMul(weights, read(values, value_cache)), _ints(batch, heads, 1, dim))
 
 
 WINDOW = (ring_row, limit, ring_write, window_attention)

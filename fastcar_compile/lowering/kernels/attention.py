@@ -7,8 +7,10 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
+from fastcar_compile.lowering.kernels.half import widened
 
 Shape = tuple[int, int, int, int]
 KEYS = 4
@@ -46,8 +48,10 @@ def context_parts(heads: int, elements: int) -> int:
     return parts
 
 
-def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
-    """Grouped-query attention of query [B, Hq, 1, D] over cache [B, Hkv, S, D] rows 0 .. position.
+def attention(
+    query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
+    """Grouped-query attention of query [B, Hq, 1, D] over cache [B, Hkv, S, D] of `dtype`, rows 0 .. position.
 
     One pass with a running maximum (online softmax). A key/value row is read from memory once for all query heads of
     its group; time grows with the position and not with S. Parallel over key/value heads and, where those are few,
@@ -64,8 +68,8 @@ def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
     def attend(
         q: T.Buffer((b, hq, 1, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
-        values: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
+        values: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
@@ -104,9 +108,10 @@ def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                             for r in T.unroll(KEYS):
                                 for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
-                                        dot[r * lanes + v] += (
-                                            q[bi, h * group + g, 0, c * lanes + v]
-                                            * keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v]
+                                        dot[r * lanes + v] += q[bi, h * group + g, 0, c * lanes + v] * widened(
+                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v],
+                                            dtype,
+                                            isa,
                                         )
                             for r in T.unroll(KEYS):
                                 if lanes >= 16:
@@ -129,7 +134,7 @@ def attention(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                         for r in range(count):
                             stat[2] += weights[r]
                             for c in T.vectorized(d):
-                                acc[c] += weights[r] * values[bi, h, at + r, c]
+                                acc[c] += weights[r] * widened(values[bi, h, at + r, c], dtype, isa)
                         totals[item * group + g] = stat[2]
                         for c in T.vectorized(d):
                             sums[item * group + g, c] = acc[c]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import LOWEST, context_parts, filled_rows
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
+from fastcar_compile.lowering.kernels.half import widened
 
 Shape = tuple[int, int, int, int]
 BLOCK = 32
@@ -19,8 +21,11 @@ def tile_rows(t: int) -> int:
     return next(r for r in (4, 2, 1) if t % r == 0)
 
 
-def attention_chunk(query: Shape, cache: Shape, scale: float) -> PrimFunc:
-    """Causal grouped-query attention; query [B, Hq, T, D] row i sees cache [B, Hkv, S, D] rows 0 .. position + i.
+def attention_chunk(
+    query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
+    """Causal grouped-query attention; query [B, Hq, T, D] row i sees cache [B, Hkv, S, D] rows 0 .. position + i,
+    which are of `dtype`.
 
     Online softmax over blocks of keys. A block is transposed once for all query rows of its group, so that both
     products run along registers without a sum across lanes. Blocks that no row of a tile sees are skipped.
@@ -39,8 +44,8 @@ def attention_chunk(query: Shape, cache: Shape, scale: float) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
     def attend_chunk(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
-        values: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
+        values: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
@@ -69,7 +74,7 @@ def attention_chunk(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                 for block in range((seen + BLOCK - 1) // BLOCK):
                     at: T.let = block * BLOCK
                     for v, c in T.grid(BLOCK, d):
-                        turned[c, v] = keys[bi, h, T.min(at + v, seen - 1), c]
+                        turned[c, v] = widened(keys[bi, h, T.min(at + v, seen - 1), c], dtype, isa)
                     for part in range(rows // tile):
                         head: T.let = h * group + (begin + part * tile) // t
                         i: T.let = (begin + part * tile) % t
@@ -112,8 +117,8 @@ def attention_chunk(query: Shape, cache: Shape, scale: float) -> PrimFunc:
                                 for v in range(count):
                                     for r in T.unroll(tile):
                                         for c in T.vectorized(width):
-                                            acc[r * width + c] += (
-                                                weights[r * BLOCK + v] * values[bi, h, at + v, piece * width + c]
+                                            acc[r * width + c] += weights[r * BLOCK + v] * widened(
+                                                values[bi, h, at + v, piece * width + c], dtype, isa
                                             )
                                 for r in T.unroll(tile):
                                     for c in T.vectorized(width):

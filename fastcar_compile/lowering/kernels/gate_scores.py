@@ -5,13 +5,17 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.half import widened
 from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
 
 Shape = tuple[int, int, int, int]
 
 
-def tas_heads(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
+def tas_heads(
+    query: Shape, cache: Shape, stride: int, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
     """Sum over every query head times its factor, 0 for a head that is not chosen."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
@@ -20,7 +24,7 @@ def tas_heads(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc
     @T.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         factor: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
@@ -36,7 +40,7 @@ def tas_heads(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc
                 for h in range(hq):
                     acc[0] = T.float32(0)
                     for c in range(d):
-                        acc[0] += q[i, h, 0, c] * keys[i, h // group, before, c]
+                        acc[0] += q[i, h, 0, c] * widened(keys[i, h // group, before, c], dtype, isa)
                     acc[1] += acc[0] * factor[h]
                 y[i] = acc[1] * T.float32(scale)
 
@@ -68,7 +72,9 @@ def input_delta(rows: int, width: int) -> PrimFunc:
     return relative_change
 
 
-def cosine_distance(query: Shape, cache: Shape, stride: int) -> PrimFunc:
+def cosine_distance(
+    query: Shape, cache: Shape, stride: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
     """sqrt(max(0, 1 - cosine of query and key one frame earlier, mean over query heads)) of every row."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
@@ -77,7 +83,7 @@ def cosine_distance(query: Shape, cache: Shape, stride: int) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
     def temporal_distance(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
@@ -86,7 +92,7 @@ def cosine_distance(query: Shape, cache: Shape, stride: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
                 T.writes(y[0:b])
-                acc = T.alloc_buffer((4,), "float32")
+                acc = T.alloc_buffer((5,), "float32")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 acc[3] = T.float32(0)
                 for h in range(hq):
@@ -94,9 +100,10 @@ def cosine_distance(query: Shape, cache: Shape, stride: int) -> PrimFunc:
                     acc[1] = T.float32(0)
                     acc[2] = T.float32(0)
                     for c in range(d):
-                        acc[0] += q[i, h, 0, c] * keys[i, h // group, before, c]
+                        acc[4] = widened(keys[i, h // group, before, c], dtype, isa)
+                        acc[0] += q[i, h, 0, c] * acc[4]
                         acc[1] += q[i, h, 0, c] * q[i, h, 0, c]
-                        acc[2] += keys[i, h // group, before, c] * keys[i, h // group, before, c]
+                        acc[2] += acc[4] * acc[4]
                     acc[3] += acc[0] / T.sqrt(T.max(acc[1] * acc[2], T.float32(TINY)))
                 y[i] = T.sqrt(T.max(T.float32(1) - acc[3] / T.float32(hq), T.float32(0)))
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.half import widened
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 Shape = tuple[int, int, int, int]
 
 
-def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
+def tas(
+    query: Shape, cache: Shape, stride: int, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
     """Mean over heads of scale * <query, key at position - stride>: float32 [B], bit for bit as the operator."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
@@ -22,7 +26,7 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
@@ -41,7 +45,7 @@ def tas(query: Shape, cache: Shape, stride: int, scale: float) -> PrimFunc:
                         for v in T.vectorized(lanes):
                             product[v] = (
                                 T.Cast("float64", q[i, h, 0, c * lanes + v])
-                                * T.Cast("float64", keys[i, h // group, before, c * lanes + v])
+                                * T.Cast("float64", widened(keys[i, h // group, before, c * lanes + v], dtype, isa))
                                 * T.float64(one)
                             )
                         for v in T.vectorized(lanes):

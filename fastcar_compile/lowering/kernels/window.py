@@ -5,9 +5,11 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
+from fastcar_compile.lowering.kernels.half import narrowed, widened
 
 Shape = tuple[int, int, int, int]
 BLOCK = 16
@@ -29,14 +31,14 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     return row_of_earlier_key
 
 
-def ring_write(cache: Shape, rows: int, sinks: int) -> PrimFunc:
+def ring_write(cache: Shape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """In place: ring cache [B, H, sinks + R, D] gets value [B, H, rows, D] from position `position` on."""
     b, h, s, d = cache
     ring = s - sinks
 
     @T.prim_func(private=True, s_tir=True)
     def append_to_ring(
-        keys: T.Buffer((b, h, s, d), "float32"),
+        keys: T.Buffer((b, h, s, d), dtype),
         value: T.Buffer((b, h, rows, d), "float32"),
         position: T.Buffer((1,), "int64"),
     ):
@@ -48,12 +50,20 @@ def ring_write(cache: Shape, rows: int, sinks: int) -> PrimFunc:
                 p: T.let = T.Cast("int32", position[0]) + r
                 at: T.let = T.if_then_else(p < sinks, p, sinks + (p - sinks) % ring)
                 for c in T.vectorized(d):
-                    keys[i, j, at, c] = value[i, j, r, c]
+                    keys[i, j, at, c] = narrowed(value[i, j, r, c], dtype, isa)
 
     return append_to_ring
 
 
-def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, window: int) -> PrimFunc:
+def window_attention(
+    query: Shape,
+    cache: Shape,
+    scale: float,
+    sinks: int,
+    window: int,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
     """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
 
     Key j of a query at p is sink j, or position first + j - sinks where `first` is the first of the window; two passes
@@ -69,8 +79,8 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
     @T.prim_func(private=True, s_tir=True)
     def attend_to_window(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), "float32"),
-        values: T.Buffer((b, hkv, s, d), "float32"),
+        keys: T.Buffer((b, hkv, s, d), dtype),
+        values: T.Buffer((b, hkv, s, d), dtype),
         position: T.Buffer((1,), "int64"),
         sink_q: T.Buffer((b, hq, t, d), "float32"),
         y: T.Buffer((b, hq, t, d), "float32"),
@@ -112,10 +122,9 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                     for c in T.unroll(d // lanes):
                         for r in T.unroll(KEYS):
                             for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += (
-                                    both[T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v]
-                                    * keys[bi, h // group, row[r], c * lanes + v]
-                                )
+                                dot[r * lanes + v] += both[
+                                    T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v
+                                ] * widened(keys[bi, h // group, row[r], c * lanes + v], dtype, isa)
                     for r in T.unroll(KEYS):
                         if lanes >= 16:
                             for v in T.vectorized(8):
@@ -139,9 +148,10 @@ def window_attention(query: Shape, cache: Shape, scale: float, sinks: int, windo
                     acc[c] = T.float32(0)
                 for r in range(seen):
                     for c in T.vectorized(d):
-                        acc[c] += (
-                            weights[r]
-                            * values[bi, h // group, T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring), c]
+                        acc[c] += weights[r] * widened(
+                            values[bi, h // group, T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring), c],
+                            dtype,
+                            isa,
                         )
                 for c in T.vectorized(d):
                     y[bi, h, i, c] = acc[c] / stat[1]
