@@ -119,7 +119,7 @@ DECODERS = (
         (SinkWindow(101, 16), SinkWindow(256, 16)),
         {
             "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)),
-            "tas": (Round(100, 0.5), Round(120, 0.51)),
+            "tas": (Round(100, 0.5),),
         },
     ),
 )
