@@ -10,6 +10,7 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 from fastcar_compile.lowering.kernels.half import narrowed, widened
+from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch
 
 Shape = tuple[int, int, int, int]
 BLOCK = 16
@@ -75,6 +76,8 @@ def window_attention(
     lanes = vector_lanes(d)
     padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
+    size = 4 if dtype == "float32" else 2
+    ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
 
     @T.prim_func(private=True, s_tir=True)
     def attend_to_window(
@@ -117,6 +120,13 @@ def window_attention(
                     for r in T.unroll(KEYS):
                         j: T.let = T.min(block * KEYS + r, seen - 1)
                         row[r] = T.if_then_else(j < sinks, j, sinks + (base + j - sinks) % ring)
+                        if t == 1:  # the rows of a chunk read what its first one has fetched
+                            later: T.let = T.if_then_else(j + ahead < seen, j + ahead, (j + ahead) % seen)
+                            asked: T.let = T.if_then_else(later < sinks, later, sinks + (base + later - sinks) % ring)
+                            turn: T.let = T.if_then_else(j + ahead < seen, 0, s)  # the next head's rows
+                            for u in T.unroll(lines):
+                                T.evaluate(prefetch(keys[bi, h // group, asked + turn, u * step]))
+                                T.evaluate(prefetch(values[bi, h // group, row[r], u * step]))
                         for v in T.vectorized(lanes):
                             dot[r * lanes + v] = T.float32(0)
                     for c in T.unroll(d // lanes):
