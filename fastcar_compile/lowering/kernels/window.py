@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -75,6 +77,11 @@ def window_attention(
     group, ring = hq // hkv, s - sinks
     lanes = vector_lanes(d)
     padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
+
+    def met_by(row: Any) -> Any:
+        """Where in `both` the query of a row begins; without sinks there is one query, whatever the second one is."""
+        return T.if_then_else(row < sinks, d, 0) if sinks else 0
+
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
     size = 4 if dtype == "float32" else 2
     ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
@@ -112,9 +119,10 @@ def window_attention(
                 first: T.let = T.max(p - (window - 1), sinks)
                 base: T.let = (first - sinks) % ring
                 seen: T.let = T.min(p + 1, sinks) + T.max(p + 1 - first, 0)
-                for c in T.vectorized(d):
-                    both[c] = q[bi, h, i, c]
-                    both[d + c] = sink_q[bi, h, i, c]
+                for c in T.unroll(d // lanes):
+                    for v in T.vectorized(lanes):
+                        both[c * lanes + v] = q[bi, h, i, c * lanes + v]
+                        both[d + c * lanes + v] = sink_q[bi, h, i, c * lanes + v]
                 stat[0] = T.float32(LOWEST)
                 for block in range((seen + KEYS - 1) // KEYS):
                     for r in T.unroll(KEYS):
@@ -132,9 +140,9 @@ def window_attention(
                     for c in T.unroll(d // lanes):
                         for r in T.unroll(KEYS):
                             for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += both[
-                                    T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v
-                                ] * widened(keys[bi, h // group, row[r], c * lanes + v], dtype, isa)
+                                dot[r * lanes + v] += both[met_by(row[r]) + c * lanes + v] * widened(
+                                    keys[bi, h // group, row[r], c * lanes + v], dtype, isa
+                                )
                     for r in T.unroll(KEYS):
                         if lanes >= 16:
                             for v in T.vectorized(8):
