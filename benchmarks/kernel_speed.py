@@ -1,4 +1,4 @@
-"""GB/s of weights that the integer linears stream, and the share of this machine's read bandwidth.
+"""GB/s of weights that the linears stream, and the share of this machine's read bandwidth.
 
     python benchmarks/kernel_speed.py --json out.json
     python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import tvm
 from tvm.script import tirx as T
 
@@ -32,9 +34,11 @@ from fastcar_compile.lowering.kernels.choice import KERNELS
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops.quant import group_count
 from fastcar_compile.parallel import usable_cores
+from fastcar_compile.runtime.backends.cpu import adopt
 from fastcar_compile.runtime.threads import use_threads
 
-KINDS = ("linear_w8a8", "linear_w4a8")
+KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
+FLOATS = {"linear_float32": torch.float32, "linear_bfloat16": torch.bfloat16}
 STREAMED = 192 << 20
 """Bytes of weights that calls go through before they meet the same again: several times the largest cache."""
 
@@ -102,18 +106,23 @@ def reader(isa: InstructionSet) -> tuple[Run, int]:
 
 def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
     """One linear on weights in turn; bytes of weights and scales of a call."""
-    random = np.random.default_rng(0)
-    four = kind == "linear_w4a8"
-    shape, dtype = ((n, group_count(k) * 64), np.uint8) if four else ((n, k), np.int8)
-    scales = np.ones((n, group_count(k)), np.float16) if four else np.ones(n, np.float32)
-    bytes_of_call = int(np.prod(shape)) + scales.nbytes
-    copies = -(-STREAMED // bytes_of_call)
-    weights = [tvm.runtime.tensor(random.integers(0, 127, shape, dtype)) for _ in range(copies)]
-    q = tvm.runtime.tensor(random.integers(-127, 128, (m, k), np.int8))
-    s, ws = tvm.runtime.tensor(np.ones(m, np.float32)), tvm.runtime.tensor(scales)
-    y = tvm.runtime.tensor(np.zeros((m, n), np.float32))
     function = compiled(kind, KERNELS[kind](m, n, k, isa=isa), isa)
-    return lambda i: function(q, s, weights[i % copies], ws, y), bytes_of_call
+    y = torch.zeros(m, n)
+    if kind in FLOATS:
+        x, shape, dtype, scales = torch.randn(m, k), (n, k), FLOATS[kind], None
+    else:
+        four = kind == "linear_w4a8"
+        x, shape = torch.randint(-127, 128, (m, k), dtype=torch.int8), (n, group_count(k) * 64 if four else k)
+        dtype = torch.uint8 if four else torch.int8
+        scales = torch.ones(n, group_count(k), dtype=torch.float16) if four else torch.ones(n)
+    bytes_of_call = math.prod(shape) * dtype.itemsize + (0 if scales is None else scales.nbytes)
+    copies = -(-STREAMED // bytes_of_call)
+    weights = [adopt(torch.randint(0, 127, shape).to(dtype)) for _ in range(copies)]
+    if scales is None:
+        given = [adopt(x)], [adopt(y)]
+    else:
+        given = [adopt(x), adopt(torch.ones(m))], [adopt(scales), adopt(y)]
+    return lambda i: function(*given[0], weights[i % copies], *given[1]), bytes_of_call
 
 
 def least(runs: Sequence[Run], seconds: float) -> list[float]:

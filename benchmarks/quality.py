@@ -1,7 +1,8 @@
 """What replay costs in quality on the shipped decoders: docs/quality.md and its pictures.
 
-`--calibrate` chooses the thresholds of examples/*/cases.json anew (long); `--docs` measures those that are shipped on
-held-out videos. Both go on from build/quality where they were interrupted.
+`--train` trains the gates of examples/*/gates anew, `--calibrate` chooses the thresholds of examples/*/cases.json anew
+(both long); `--docs` measures those that are shipped on held-out videos. All go on from build/quality where they were
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,38 @@ from quality_document import write_document
 from transformers import AutoModelForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import Evaluator, program_of, rules_of
-from fastcar_compile.calibrate.heads import choose_heads
 from fastcar_compile.evaluate import Case, SinkWindow, Study, load_cases, save_cases
+from fastcar_compile.evaluate.cases import random_case
 from fastcar_compile.evaluate.pictures import draw
+from fastcar_compile.gates import GateWeights
 
 ROOT = Path(__file__).parents[1]
-HELD_OUT_SEED, CALIBRATION_SEED = 1, 2
+HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 
-HELD_OUT, CALIBRATION, HEAD_VIDEOS = 16, 16, 6
-RATIOS = {"input_delta": (0.5, 0.8, 0.85), "tas": (0.5,)}
+HELD_OUT, BATCH = 16, 4
+RATIOS = (0.5, 0.8, 0.85)
+WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How thresholds of a gate are chosen: on how many videos, and for how much more replay than is asked for."""
+
+    videos: int
+    margin: float = 0.0
+
+
+PLANS = {"input_delta": Plan(16), "bound": Plan(16), "tas": Plan(16), "learned": Plan(16, 0.02)}
+
+
+@dataclass(frozen=True)
+class Round:
+    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round."""
+
+    steps: int
+    target: float
+    softness: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,10 +61,12 @@ class Decoder:
 
     Attributes:
         windows: attention windows to compare with and without replay.
+        training: per gate the rounds of its training.
     """
 
     name: str
     windows: tuple[SinkWindow, ...]
+    training: dict[str, tuple[Round, ...]]
 
     @property
     def folder(self) -> Path:
@@ -69,25 +93,58 @@ class Decoder:
         video = self.video()
         return video.with_bos(video.tokenize(video.make_videos(count, seed)))
 
+    def gate_file(self, gate: str) -> Path:
+        """Of a trained gate."""
+        return self.folder / "gates" / f"{gate}.safetensors"
+
+    def weights(self) -> GateWeights:
+        """Of gate `learned`."""
+        return GateWeights.load(self.gate_file("learned"))
+
+    def config(self, gate: str) -> fc.ReplayConfig:
+        """The gate, trained where it can be."""
+        if gate in self.training:
+            return fc.TrainedGate.load(self.gate_file(gate)).replay_config()
+        return fc.ReplayConfig(gate=gate)
+
 
 DECODERS = (
-    Decoder("moving_shapes", (SinkWindow(256, 16), SinkWindow(640, 16))),
-    Decoder("bouncing_digits", (SinkWindow(101, 16), SinkWindow(256, 16))),
+    Decoder(
+        "moving_shapes",
+        (SinkWindow(256, 16), SinkWindow(640, 16)),
+        {"learned": (Round(110, 0.82), Round(80, 0.83), Round(40, 0.82, 0.15)), "tas": (Round(80, 0.52),)},
+    ),
+    Decoder(
+        "bouncing_digits",
+        (SinkWindow(101, 16), SinkWindow(256, 16)),
+        {
+            "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82), Round(80, 0.81, 0.15)),
+            "tas": (Round(100, 0.5), Round(120, 0.51)),
+        },
+    ),
 )
 
 
-def heads_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> list[Any]:
-    """Query heads for TAS, from a few calibration videos; every layer is kept in the folder as soon as it is known."""
-    kept, model = folder / "heads.json", decoder.model()
-    chosen = json.loads(kept.read_text()) if kept.exists() else []
-    layers, count = model.config.num_hidden_layers, model.config.num_attention_heads
-    if len(chosen) < layers:
-        videos = decoder.videos(HEAD_VIDEOS, CALIBRATION_SEED)
-        evaluator = Evaluator(program_of(model, HEAD_VIDEOS), videos, rules_of(fc.ReplayConfig(), layers))
-        for heads in choose_heads(evaluator, [count] * layers, say, first=len(chosen)):
-            chosen.append(heads)
-            kept.write_text(json.dumps(chosen) + "\n")
-    return chosen
+def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the example's trained gates; every round goes on from the one before."""
+    for gate, rounds in decoder.training.items():
+        found = None
+        for number, one in enumerate(rounds):
+            videos = decoder.videos(one.steps * BATCH, TRAINING_SEED + number)
+            found = fc.train_gate(
+                decoder.model(),
+                videos,
+                gate=gate,
+                target_replay=one.target,
+                steps=one.steps,
+                batch=BATCH,
+                start=found,
+                softness=one.softness,
+                checkpoint=folder / f"{gate}-{number}.safetensors",
+                progress=say,
+            )
+        assert found is not None
+        found.save(decoder.gate_file(gate))
 
 
 def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Study:
@@ -97,26 +154,38 @@ def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Stud
     return Study(decoder.model(), held_out, decoder=decoder.name, progress=say, **options)
 
 
-def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the example's cases.json."""
-    videos, study = decoder.videos(CALIBRATION, CALIBRATION_SEED), study_of(decoder, folder, say)
-    cases = study.plan(videos, [fc.ReplayConfig(gate="input_delta")], RATIOS["input_delta"], journals=folder)
-    by_tas = fc.ReplayConfig(gate="tas", heads=heads_of(decoder, folder, say))
-    cases += study.plan(videos, [by_tas], RATIOS["tas"], ("calibrated", "uniform"), journals=folder)[1:]
-    save_cases(cases, decoder.folder / "cases.json")
+def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates: list[str]) -> None:
+    """Write the example's cases.json anew for these gates; those of others stay."""
+    file, study = decoder.folder / "cases.json", study_of(decoder, folder, say)
+    cases: list[Case] = []
+    for gate in gates:
+        plan = PLANS[gate]
+        videos = decoder.videos(plan.videos, CALIBRATION_SEED)
+        asked = [round(ratio + plan.margin, 3) for ratio in RATIOS]
+        found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
+        cases += [replace(case, target=RATIOS[asked.index(case.target)]) for case in found]
+    cases += [c for c in load_cases(file, decoder.weights()) if c.gate in set(PLANS) - set(gates)]
+    order = list(PLANS)
+    cases.sort(key=lambda case: (order.index(case.gate), case.target, case.calibration))
+    layers = decoder.model().config.num_hidden_layers
+    save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in RATIOS)], file)
 
 
 def cases_of(decoder: Decoder) -> list[Case]:
-    """The shipped ones; the dense decoder and half and 80 % replay also in every window."""
-    cases = load_cases(decoder.folder / "cases.json")
-    chosen = [c for c in cases if c.replay is None or (c.calibration == "calibrated" and c.target in (0.5, 0.8))]
+    """The shipped ones; the dense decoder and WITH_WINDOW also in every window."""
+    cases = load_cases(decoder.folder / "cases.json", decoder.weights())
+    chosen = [
+        c for c in cases if c.replay is None or (c.calibration == "calibrated" and (c.gate, c.target) in WITH_WINDOW)
+    ]
     return cases + [case.with_attention(window) for window in decoder.windows for case in chosen]
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", action="store_true", help="train the gates anew; then calibrate them")
     parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
+    parser.add_argument("--gates", default=",".join(PLANS), help="to calibrate, separated by commas; default: all")
     parser.add_argument("--docs", action="store_true", help="write docs/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
@@ -124,6 +193,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.docs and options.decoder:
         parser.error("--docs writes about all decoders: leave --decoder away")
+    if unknown := set(options.gates.split(",")) - set(PLANS):
+        parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(PLANS)}")
     torch.set_num_threads(options.threads)
     found = {}
     for decoder in DECODERS:
@@ -132,16 +203,25 @@ def main() -> None:
         folder = options.work / decoder.name
         folder.mkdir(parents=True, exist_ok=True)
         say: Callable[[str], None] = lambda line, name=decoder.name: print(f"{name}: {line}", flush=True)  # noqa: E731
+        if options.train:
+            train(decoder, folder, say)
         if options.calibrate:
-            calibrate(decoder, folder, say)
-        cases = cases_of(decoder)
-        study = study_of(decoder, folder, say)
-        found[decoder.name] = study.rows(cases)
-        if options.docs:
-            draw(study.judge, cases, found[decoder.name], ROOT / "docs" / "images" / "quality" / decoder.name)
-    (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+            calibrate(decoder, folder, say, options.gates.split(","))
+        if options.docs or not (options.train or options.calibrate):
+            found[decoder.name] = measure(decoder, folder, say, options.docs)
+    if found:
+        (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
         write_document(ROOT / "docs" / "quality.md", found)
+
+
+def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:
+    """Rows of the shipped cases on the held-out videos."""
+    cases, study = cases_of(decoder), study_of(decoder, folder, say)
+    rows = study.rows(cases)
+    if pictures:
+        draw(study.judge, cases, rows, ROOT / "docs" / "images" / "quality" / decoder.name)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """fastcar_compile: an ahead-of-time compiler for autoregressive video decoders (FastCar, arXiv 2505.14709)."""
 
 from fastcar_compile.calibrate import Thresholds, calibrate
+from fastcar_compile.calibrate.train import TrainedGate, train_gate
 from fastcar_compile.compiler import compile
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.errors import (
@@ -34,10 +35,12 @@ __all__ = [
     "Target",
     "TargetError",
     "Thresholds",
+    "TrainedGate",
     "UserError",
     "available_targets",
     "calibrate",
     "compile",
     "load",
     "load_target",
+    "train_gate",
 ]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import fastcar_compile as fc
 from fastcar_compile.evaluate import load_cases
+from fastcar_compile.gates import GateWeights
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,9 +47,9 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
         row("none", "dense", None, 0.0, 0.1),
         row("tas", "calibrated", 0.5, 0.51, 0.117),
         row("tas", "uniform", 0.5, 0.50, 0.2),
-        row("input_delta", "calibrated", 0.8, 0.81, 0.105),
-        row("input_delta", "uniform", 0.8, 0.80, 0.104),
-        row("input_delta", "calibrated", 0.85, 0.84, 0.11),
+        row("learned", "calibrated", 0.8, 0.81, 0.105),
+        row("learned", "uniform", 0.8, 0.80, 0.104),
+        row("learned", "calibrated", 0.85, 0.84, 0.11),
         row("random", "random", 0.5, 0.50, 0.3),
         row("random", "random", 0.8, 0.80, 0.5),
         row("none", "dense", None, 0.0, 0.2, "window 9, sinks 1"),
@@ -56,15 +58,15 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     document.write_document(tmp_path / "quality.md", {"tiny": rows})
     text = (tmp_path / "quality.md").read_text()
     assert "| tiny | `tas` | 50 % | 51.0 % | 1.18x | 1.17x | +0.0170 | reached |" in text
-    assert "| tiny | `input_delta` | 80 % | 81.0 % | 1.1x | 1.05x | +0.0050 | reached |" in text
-    assert "| tiny | `input_delta` | 85 % | 84.0 % | 1.2x | 1.10x | +0.0100 | **not reached** |" in text, "too little"
+    assert "| tiny | `learned` | 80 % | 81.0 % | 1.1x | 1.05x | +0.0050 | reached |" in text
+    assert "| tiny | `learned` | 85 % | 84.0 % | 1.2x | 1.10x | +0.0100 | **not reached** |" in text, "too little"
     assert "- tiny, `tas`: calibrated is better than uniform and random at 50 %." in text
     worse = "calibrated is **not** better than uniform at 80 % (0.1050 and 0.1040, 81.0 % against 80.0 % replayed)."
-    assert f"- tiny, `input_delta`: {worse}" in text
+    assert f"- tiny, `learned`: {worse}" in text
     line = "| tiny | window 9, sinks 1 | `tas` | 51 % | 0.3000 | 0.2000 | 0.3000 | 0.4000 | the last frame |"
     assert line in text
     assert "Replay with a window beats the same window alone in 1 of 1 rows." in text
-    assert "heat-input_delta-calibrated-0.8.png" in text
+    assert "heat-learned-calibrated-0.8.png" in text
     assert (
         "| `tas` | calibrated | full | 51.0 % (44.6 %) | 0.1170 | +0.0170 | 1.17x | 99.00 % | 20.0 dB | 0.900 |" in text
     )
@@ -74,13 +76,21 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
 def test_shipped_cases_fit_their_decoder(name: str) -> None:
     folder = ROOT / "examples" / name
     config = json.loads((folder / "model" / "config.json").read_text())
-    cases = load_cases(folder / "cases.json")
+    weights = GateWeights.load(folder / "gates" / "learned.safetensors")
+    weights.check([config["hidden_size"]] * config["num_hidden_layers"])
+    cases = load_cases(folder / "cases.json", weights)
+    trained = fc.TrainedGate.load(folder / "gates" / "tas.safetensors")
     found = {(c.gate, c.calibration) for c in cases}
-    expected = {(g, c) for g in ("input_delta", "tas") for c in ("calibrated", "uniform")}
-    assert found == {("none", "dense"), ("random", "random"), *expected}
+    expected = {(g, c) for g in ("input_delta", "tas", "learned") for c in ("calibrated", "uniform")}
+    assert found - {("bound", "calibrated"), ("bound", "uniform")} == {
+        ("none", "dense"),
+        ("random", "random"),
+        *expected,
+    }
     for case in (c for c in cases if c.replay is not None):
         assert case.replay is not None
         assert len(case.replay.thresholds(config["num_hidden_layers"])) == config["num_hidden_layers"]
         heads = [h for layer in case.replay.heads_of(config["num_hidden_layers"]) for h, _ in layer or ()]
         assert (case.gate == "tas") == bool(heads)
+        assert case.replay.heads == (trained.replay_config().heads if heads else None)
         assert all(head < config["num_attention_heads"] for head in heads)

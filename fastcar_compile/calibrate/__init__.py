@@ -113,7 +113,7 @@ def search_of(
     evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
     key = _key(program, replay, videos, prompt)
     book = Journal(None if journal is None else Path(journal), key)
-    return Search(evaluator, GATES[replay.gate].comparison, able, book, progress or (lambda _line: None)), key
+    return Search(evaluator, GATES[replay.gate], able, book, progress or (lambda _line: None)), key
 
 
 def _of_artifact(artifact: Artifact) -> _Source:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastcar_compile.calibrate.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibrate.evaluator import Evaluator
-from fastcar_compile.gates import Comparison
+from fastcar_compile.gates import Comparison, Gate
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
 """Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
 SPREADS = (0.1,)
 """Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
+
+ONE_SCALE_SPREADS = (0.06,)
+"""The same where calibration begins with one threshold for every layer, which is near its best."""
 
 STEPS = (0.06, 0.03)
 """By which single layers grow while a budget of damage allows it, as shares of a layer's scores."""
@@ -77,19 +81,20 @@ class Search:
     """Chooses one threshold per layer.
 
     Args:
-        evaluator: of the calibration videos. comparison: the gate's. able: layers that may replay.
+        evaluator: of the calibration videos. gate: its kind. able: layers that may replay.
         journal: measurements so far. say: progress.
     """
 
     def __init__(
-        self, evaluator: Evaluator, comparison: Comparison, able: Sequence[bool], journal: Journal, say: Say
+        self, evaluator: Evaluator, gate: type[Gate], able: Sequence[bool], journal: Journal, say: Say
     ) -> None:
-        self._evaluator, self._comparison, self._able = evaluator, comparison, list(able)
+        self._evaluator, self._comparison, self._able = evaluator, gate.comparison, list(able)
+        self._one_scale = gate.one_scale
         self._journal, self._say, self.count = journal, say, 0
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
         self.dense_nll = dense.nll
-        flip = comparison is Comparison.AT_LEAST
+        flip = gate.comparison is Comparison.AT_LEAST
         self._scores = [torch.sort(s, descending=flip).values for s in dense.scores]
 
     def outcome(self, values: Values) -> Outcome:
@@ -105,10 +110,7 @@ class Search:
 
     def at(self, layer: int, share: float) -> float | None:
         """The threshold that this share of the layer's dense scores passes."""
-        scores = self._scores[layer]
-        if share <= 0:
-            return None
-        return self._comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])
+        return _at(self._scores[layer], share, self._comparison)
 
     def curve(self, layer: int, base: Values) -> list[Point]:
         """Damage of this layer's thresholds on top of the others in `base`, relative to the layer closed."""
@@ -135,9 +137,18 @@ class Search:
 
     def uniform(self, target: float) -> Values:
         """One quantile for every layer, whose joint replay ratio is the target within UNIFORM_TOLERANCE."""
+        return self._bisect(target, self.at)
+
+    def level(self, target: float) -> Values:
+        """One threshold for every layer: the best one where layers were trained together. Like `uniform` otherwise."""
+        able = [scores for scores, can in zip(self._scores, self._able, strict=True) if can]
+        pooled = torch.sort(torch.cat(able), descending=self._comparison is Comparison.AT_LEAST).values
+        return self._bisect(target, lambda _layer, share: _at(pooled, share, self._comparison))
+
+    def _bisect(self, target: float, at: Callable[[int, float], float | None]) -> Values:
         share, low, high, values = target, 0.0, 1.0, self.closed
         for _ in range(8):
-            values = tuple(self.at(i, share) if able else None for i, able in enumerate(self._able))
+            values = tuple(at(i, share) if able else None for i, able in enumerate(self._able))
             ratio = self.outcome(values).replay
             if abs(ratio - target) <= UNIFORM_TOLERANCE:
                 break
@@ -148,13 +159,26 @@ class Search:
 
     def for_replay(self, target: float) -> Values:
         """Thresholds of at least this replay ratio, of small damage."""
-        best = self._reach([self.curve(layer, self.closed) for layer in range(len(self.closed))], target, target)
+        best = self._first(target)
         plain = self.uniform(target)
         best = plain if self._better(plain, best, target) else best
-        for spread in SPREADS:
+        for spread in ONE_SCALE_SPREADS if self._one_scale else SPREADS:
             chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
             best = chosen if self._better(chosen, best, target) else best
         return best
+
+    def _first(self, target: float) -> Values:
+        """From damage curves on the dense decoder; where layers were trained together, from their common threshold.
+
+        Curves are not followed into what is hopeless: beyond their reach one quantile for every layer is the beginning.
+        """
+        if self._one_scale:
+            return self.level(min(target + UNIFORM_TOLERANCE, 1.0))
+        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        reach = _most(curves)
+        if reach < target <= sum(self._able) / len(self._able):
+            return self.uniform(min(target + UNIFORM_TOLERANCE, 1.0))
+        return self._reach(curves, target, target)
 
     def for_damage(self, max_damage: float) -> Values:
         """Thresholds of great replay ratio whose measured damage is at most this."""
@@ -204,6 +228,13 @@ class Search:
         scores = self._scores[layer]
         passing = (scores <= value) if self._comparison is Comparison.AT_MOST else (scores >= value)
         return float(passing.float().mean())
+
+
+def _at(scores: Tensor, share: float, comparison: Comparison) -> float | None:
+    """Of sorted scores the one that this share passes."""
+    if share <= 0:
+        return None
+    return comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])
 
 
 def _with(values: Values, layer: int, value: float | None) -> Values:

@@ -11,6 +11,7 @@ from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
+from fastcar_compile.cli.train_gate import train_gate_command
 from fastcar_compile.cli.verify import verify_command
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compile")(compile_command)
+app.command("train-gate")(train_gate_command)
 app.command("calibrate")(calibrate_command)
 app.command("evaluate")(evaluate_command)
 app.command("inspect")(inspect_command)

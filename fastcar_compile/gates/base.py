@@ -77,6 +77,7 @@ class Gate(ABC):
         comparison: how the score meets the threshold.
         caches_input: the MLP's input of the last computed visit of every slot is kept, float32 [F, B, H] per layer.
         default_threshold: where the caller gives none.
+        one_scale: scores of all layers mean the same: calibration begins with one threshold for every layer.
         study: only for comparisons, never a choice for a product.
         heads: (head, weight) pairs of a gate that averages over heads; None: all of them alike.
         weights: of a gate that was trained; None: only its description is asked for.
@@ -88,6 +89,7 @@ class Gate(ABC):
     takes_heads: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
     default_threshold: ClassVar[float]
+    one_scale: ClassVar[bool] = False
     study: ClassVar[bool] = False
 
     heads: tuple[tuple[int, float], ...] | None = None

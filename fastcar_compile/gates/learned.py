@@ -25,6 +25,7 @@ class LearnedGate(Gate):
     comparison = Comparison.AT_MOST
     caches_input = True
     takes_weights = True
+    one_scale = True
     default_threshold = 0.0
 
     def score(self, call: Call, values: GateValues[T]) -> T:

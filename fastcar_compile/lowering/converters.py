@@ -20,8 +20,8 @@ from fastcar_compile.lowering.kernels.activation_factor import activation_factor
 from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.learned_score import learned_score
+from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.ops.activations import factor_table
@@ -101,9 +101,29 @@ def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var,
         before, weight, epsilon = norm
         rows = [e.reshape(e.importer.env[before], (m, k)), e.importer.env[weight]]
         pair = e.kernels(rms_norm_quantize(m, k, epsilon), rows, outs)
+    elif (centered := patterns.layer_norm(x)) is not None:
+        rows = [e.reshape(e.importer.env[centered.x], (m, k)), *_affine(e, centered, k)]
+        pair = e.kernels(layer_norm_quantize(m, k, centered.epsilon), rows, outs)
     else:
         pair = e.kernels(quantize_rows(m, k), [e.reshape(e.args[0], (m, k))], outs)
     return e.builder.emit(pair[0]), e.builder.emit(pair[1])
+
+
+def _affine(e: _Emitter, norm: patterns.LayerNorm, k: int) -> list[relax.Expr]:
+    """Weight and bias of a layer norm, ones and zeros where it has none."""
+    pairs = ((norm.weight, np.ones), (norm.bias, np.zeros))
+    return [e.importer.env[n] if n is not None else relax.const(fill(k, np.float32), "float32") for n, fill in pairs]
+
+
+def _layer_norm(node: fx.Node, importer: Any) -> relax.Var:
+    found = patterns.layer_norm(node)
+    if found is None:
+        return importer.own_converters["layer_norm.default"](node)
+    e = _Emitter(node, importer)
+    k = _shape(node)[-1]
+    m = math.prod(_shape(node)) // k
+    rows = [e.reshape(e.args[0], (m, k)), *_affine(e, found, k)]
+    return e.reshape(e.kernel(layer_norm(m, k, found.epsilon), rows, (m, k), "float32"), _shape(node))
 
 
 def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
@@ -333,6 +353,7 @@ CONVERTERS: dict[str, Converter] = {
     "add.Tensor": _add,
     "mul.Tensor": _mul,
     "embedding.default": _embedding,
+    "layer_norm.default": _layer_norm,
     "linear.default": _linear,
     "all.default": _all,
     "linear_bf16.default": _linear,

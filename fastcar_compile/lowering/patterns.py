@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
@@ -100,3 +102,27 @@ def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
     square = mean.args[0]
     same = isinstance(square, fx.Node) and square.args in ((x, 2), (x, x))
     return epsilon if same and is_op(square, aten.pow, aten.mul) else None  # type: ignore[arg-type]
+
+
+_LAYER_NORM_DEFAULTS = (None, None, None, None, 1e-5)
+"""Of aten.layer_norm's first arguments."""
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Layer normalisation over the last axis; weight and bias [K], None: ones, zeros."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    epsilon: float
+
+
+def layer_norm(node: fx.Node) -> LayerNorm | None:
+    """Of float32 rows over the last axis alone; else None."""
+    if not is_op(node, aten.layer_norm):
+        return None
+    x, shape, weight, bias, epsilon = (*node.args, *_LAYER_NORM_DEFAULTS[len(node.args) :])[:5]
+    if not isinstance(x, fx.Node) or list(shape) != [x.meta["val"].shape[-1]] or x.meta["val"].dtype != torch.float32:
+        return None
+    return LayerNorm(x, weight, bias, float(epsilon))

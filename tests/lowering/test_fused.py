@@ -12,8 +12,8 @@ from tvm.tirx import PrimFunc
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering import patterns
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
+from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.rms_norm import rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.rotary import rotary
 from fastcar_compile.ops.activations import FACTORS, factor_table
 from fastcar_compile.ops.quant import quantize_rows
@@ -74,6 +74,37 @@ def test_rms_norm_quantize_is_exactly_the_norm_quantised(m: int, k: int, size: f
 def test_rms_norm_in_parallel() -> None:
     torch.manual_seed(0)
     _check_norm(33, 1001, 1.0)
+
+
+def _check_layer_norm(m: int, k: int, size: float, offset: float) -> None:
+    x, w, b = torch.randn(m, k) * size + offset, torch.rand(k) + 0.5, torch.randn(k)
+    y = run(layer_norm(m, k, 1e-5), x, w, b, torch.zeros(m, k))[-1]
+    expected = torch.nn.functional.layer_norm(x.double(), (k,), w.double(), b.double(), 1e-5)
+    torch.testing.assert_close(y.double(), expected, atol=2e-5 * (1 + abs(offset)), rtol=1e-4)
+    *_, q, s = run(layer_norm_quantize(m, k, 1e-5), x, w, b, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
+    expected_q, expected_s = quantize_rows(y)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
+
+
+@few
+@given(
+    st.integers(1, 3),
+    st.integers(2, 200),
+    st.sampled_from([1.0, 300.0]),
+    st.sampled_from([0.0, 10.0]),
+    st.integers(0, 99),
+)
+def test_layer_norm_quantize_is_exactly_the_norm_quantised(
+    m: int, k: int, size: float, offset: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    _check_layer_norm(m, k, size, offset)
+
+
+def test_layer_norm_in_parallel() -> None:
+    torch.manual_seed(0)
+    _check_layer_norm(33, 1001, 1.0, 0.0)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -180,6 +211,20 @@ def test_norms_are_found() -> None:
 )
 def test_what_only_resembles_a_norm_is_left_alone(function: object) -> None:
     assert patterns.rms_norm(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
+
+
+def test_layer_norms_are_found() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    cases = {
+        (True, True, 1e-5): lambda a, b: torch.layer_norm(a, [8], b, b + 1),
+        (True, False, 1e-6): lambda a, b: torch.layer_norm(a, [8], b, None, 1e-6),
+        (False, False, 1e-5): lambda a, b: torch.layer_norm(a, [8]),
+    }
+    for (weighted, biased, epsilon), function in cases.items():
+        found = patterns.layer_norm(_traced(function, x, w))
+        assert found is not None
+        assert (found.weight is not None, found.bias is not None, found.epsilon) == (weighted, biased, epsilon)
+    assert patterns.layer_norm(_traced(lambda a, b: torch.layer_norm(a, [3, 8]), x, w)) is None
 
 
 def test_what_only_resembles_a_gated_product_is_left_alone() -> None:

@@ -48,6 +48,33 @@ def test_linear_in_parallel(m: int, dtype: torch.dtype) -> None:
     _check(m, 481, 640, dtype, host_instruction_set())
 
 
+@few
+@given(
+    st.lists(st.booleans(), min_size=2, max_size=40),
+    st.integers(1, 40),
+    st.integers(1, 90),
+    DTYPES,
+    SETS,
+    st.integers(0, 99),
+)
+def test_zero_rows_are_not_multiplied(
+    live: list[bool], n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int
+) -> None:
+    """Weights that are no numbers show it: a product with one would be one. The other rows keep their bits."""
+    torch.manual_seed(seed)
+    m, kept = len(live), torch.tensor(live)
+    x, w = torch.randn(m, k), torch.randn(n, k).to(dtype)
+    kernel = KERNELS[dtype](m, n, k, isa)
+    full = run(kernel, x, w, torch.full((m, n), torch.nan))[-1]
+    x[~kept] = torch.where(torch.rand(int((~kept).sum()), k) < 0.5, 0.0, -0.0)
+    y = run(kernel, x, w, torch.full((m, n), torch.nan))[-1]
+    assert torch.equal(y[kept], full[kept])
+    assert torch.equal(y[~kept], torch.zeros(int((~kept).sum()), n))
+    y = run(kernel, x, torch.full_like(w, torch.nan), torch.ones(m, n))[-1]
+    assert y[kept].isnan().all()
+    assert torch.equal(y[~kept], torch.zeros(int((~kept).sum()), n))
+
+
 def _bits(value: float) -> Tensor:
     return torch.tensor([[value]]).to(torch.bfloat16)
 

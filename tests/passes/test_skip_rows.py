@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import fx
 
@@ -10,10 +11,13 @@ from fastcar_compile.ir import DecoderProgram
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.skip_rows import SkipRows
 
 from .golden import check_golden, check_origins, everything, module_text
-from .tiny import BATCH, WIDTH, after, captured, decode
+from .tiny import BATCH, WIDTH, TinyBlock, after, captured, decode
+
+WHERE = torch.ops.aten.where.self
 
 
 def replaying(couple_cfg: bool = False) -> DecoderProgram:
@@ -34,9 +38,12 @@ def test_golden() -> None:
     assert check_origins(program, "skip-rows") == 3
 
 
-def test_results_stay_as_they_are() -> None:
+@pytest.mark.parametrize("block", ["TinyBlock", "BiasedBlock"])
+def test_results_stay_as_they_are(block: str) -> None:
     """Every output of every forward, where some rows of a forward replay and others do not."""
-    plain, zeroed = replaying(), after(*analysis_pipeline(), InsertReplay((0.0,)), SkipRows())
+    blocks = [globals()[block]]
+    plain = after(*analysis_pipeline(), InsertReplay((0.0,)), blocks=blocks)
+    zeroed = after(*analysis_pipeline(), InsertReplay((0.0,)), SkipRows(), blocks=blocks)
     scores = np.concatenate([r.scores.ravel() for r in decode(plain)])
     threshold = float(np.median(scores))
     expected, found = decode(plain, threshold), decode(zeroed, threshold)
@@ -46,25 +53,48 @@ def test_results_stay_as_they_are() -> None:
         np.testing.assert_array_equal(left.decisions, right.decisions)
 
 
-def test_the_last_linear_sees_zeros_in_rows_that_replay() -> None:
-    program = after(*analysis_pipeline(), InsertReplay((0.0,)), SkipRows())
-    branch, seen = branch_of(program), {}
+class BiasedMlp(torch.nn.Module):
+    """A plain MLP with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, 12), torch.nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.nn.functional.gelu(self.first(x)))
+
+
+class BiasedBlock(TinyBlock):
+    """Every norm and linear has a bias."""
+
+    def __init__(self, batch: int = BATCH) -> None:
+        super().__init__(batch)
+        self.norm_2, self.mlp = torch.nn.LayerNorm(WIDTH), BiasedMlp()
+        torch.nn.init.normal_(self.norm_2.bias)
+
+
+@pytest.mark.parametrize(("block", "linears"), [(TinyBlock, 3), (BiasedBlock, 2)])
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_every_linear_sees_zeros_in_rows_that_replay(block: type[TinyBlock], linears: int, quant: str) -> None:
+    quantize = [QuantizeW8A8()] if quant == "w8a8" else []
+    program = after(*analysis_pipeline(), *quantize, InsertReplay((0.0,)), SkipRows(), blocks=[block])
+    branch, seen = branch_of(program), []
 
     class Watch(fx.Interpreter):
         def call_function(self, target: object, args: tuple, kwargs: dict) -> object:  # type: ignore[override,type-arg]
-            if target is torch.ops.aten.linear.default:
-                seen["x"] = args[0]
+            if target in (torch.ops.aten.linear.default, torch.ops.fastcar.linear_w8a8.default):
+                seen.append(args[0].reshape(BATCH, -1))
             return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
 
     values = [n.meta["val"] for n in branch.graph.nodes if n.op == "placeholder"]
     torch.manual_seed(0)
-    inputs = [torch.randn(v.shape) for v in values]
+    inputs = [torch.randn(v.shape).to(v.dtype) for v in values]
     inputs[1] = torch.tensor([True, False])
     Watch(branch).run(*inputs)
-    rows = seen["x"].reshape(BATCH, -1)
-    assert rows.shape[1] > WIDTH
-    assert not rows[0].any()
-    assert rows[1].any()
+    assert len(seen) == linears
+    assert all(not rows[0].any() and rows[1].any() for rows in seen)
+    kept = [n for n in branch.graph.nodes if n.meta.get("made_by") == "skip-rows" and n.target is WHERE]
+    assert len(kept) == (1 if block is TinyBlock else 3)
 
 
 def test_nothing_to_do() -> None:

@@ -11,7 +11,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.activation_factor import LANES, blend, fixed_input, knot
-from fastcar_compile.lowering.kernels.quantize_rows import INV_127, PARALLEL_ELEMENTS, TINY, quantized
+from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS, quantize_row
 from fastcar_compile.ops.activations import KNOTS
 
 
@@ -33,14 +33,10 @@ def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(g[0:m, 0:k], up[0:m, 0:k], table[0:knots])
                 T.writes(q[0:m, 0:k], s[0:m])
-                a = T.alloc_buffer((k,), "float32")
+                a = T.alloc_buffer((1, k), "float32")
                 u = T.alloc_buffer((LANES,), "int32")
                 low = T.alloc_buffer((LANES,), "int32")
                 high = T.alloc_buffer((LANES,), "int32")
-                largest = T.alloc_buffer((LANES,), "float32")
-                inverse = T.alloc_buffer((1,), "float32")
-                for v in T.vectorized(LANES):
-                    largest[v] = T.float32(TINY)
                 for c in range(whole):
                     for v in T.vectorized(LANES):
                         u[v] = fixed_input(g[i, c * LANES + v], activation)
@@ -48,19 +44,13 @@ def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
                         low[v] = table[knot(u[v])]
                         high[v] = table[knot(u[v]) + 1]
                     for v in T.vectorized(LANES):
-                        a[c * LANES + v] = (g[i, c * LANES + v] * blend(low[v], high[v], u[v])) * up[i, c * LANES + v]
-                    for v in T.vectorized(LANES):
-                        largest[v] = T.max(largest[v], T.fabs(a[c * LANES + v]))
+                        a[0, c * LANES + v] = (g[i, c * LANES + v] * blend(low[v], high[v], u[v])) * up[
+                            i, c * LANES + v
+                        ]
                 for t in range(k % LANES):
                     at: T.let = whole * LANES + t
                     w: T.let = fixed_input(g[i, at], activation)
-                    a[at] = (g[i, at] * blend(table[knot(w)], table[knot(w) + 1], w)) * up[i, at]
-                    largest[0] = T.max(largest[0], T.fabs(a[at]))
-                for v in range(1, LANES):
-                    largest[0] = T.max(largest[0], largest[v])
-                inverse[0] = T.float32(127.0) / largest[0]
-                s[i] = largest[0] * T.float32(INV_127)
-                for c in range(k):
-                    q[i, c] = quantized(a[c], inverse[0])
+                    a[0, at] = (g[i, at] * blend(table[knot(w)], table[knot(w) + 1], w)) * up[i, at]
+                quantize_row(a, 0, q, s, i, k)
 
     return activate_quantize_i8

@@ -6,6 +6,8 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
+from fastcar_compile.lowering.kernels import live_rows
+from fastcar_compile.lowering.kernels.live_rows import in_tiles, none_seen, note_float32
 from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
@@ -19,64 +21,80 @@ PARALLEL_ELEMENTS = 1 << 18
 """Weights from which a second thread pays for the 5-10 us of a parallel region."""
 
 
-def block_rows(n: int) -> int:
-    """Output rows that one iteration of the (parallel) outer loop computes; a multiple of ROWS where n allows."""
-    return next(r for r in (32, 16, 8, 4, 2, 1) if n % r == 0)
-
-
 def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
 
-    All rows of x meet a weight while it is in a register, so that weights are streamed once. Parallel over blocks of n
-    when it pays.
+    All rows of x meet a weight while it is in a register, so that weights are streamed once; where some of them are
+    zero, the others meet it one after the other while it is in the first cache. The order of a row's sum does not
+    depend on the other rows. Parallel over weight rows when it pays.
     """
     lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
     whole, tail = k // lanes, k % lanes
-    block = block_rows(n)
-    rows = min(block, 4 if m <= 2 else 2 if m < SMALL_BATCH else 1)
+    rows = min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
     size = 4 if dtype == "float32" else 2
     ahead, lines = prefetch_ahead(rows, k * size), -(-lanes * size // LINE)
+    scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         T.func_attr({"tir.noalias": True})
-        for jo in loop(n // block):
-            for ji in range(block // rows):
-                with T.sblock("rows"):
-                    T.reads(x[0:m, 0:k], w[0:n, 0:k])
+        with T.sblock("root"):
+            T.reads(x[0:m, 0:k], w[0:n, 0:k])
+            T.writes(y[0:m, 0:n])
+            live = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+
+            @T.inline
+            def tile(j, first, rs, cs):
+                with T.sblock("tile"):
+                    T.reads(x[0:m, 0:k], w[0:n, 0:k], live[0:m])
                     T.writes(y[0:m, 0:n])
-                    acc = T.alloc_buffer((rows * m * lanes,), "float32")
-                    j: T.let = jo * block + ji * rows
-                    for r in T.unroll(rows * m):
+                    acc = T.alloc_buffer((rs * cs * lanes,), "float32")
+                    for r in T.unroll(rs * cs):
                         for v in T.vectorized(lanes):
                             acc[r * lanes + v] = T.float32(0)
                     for c in range(whole):
-                        for r in T.unroll(rows):
+                        for r in T.unroll(rs):
                             for u in T.unroll(lines):
                                 T.evaluate(prefetch(w[j + ahead + r, c * lanes + u * (LINE // size)]))
-                        for r in T.unroll(rows):
-                            for i in T.unroll(m):
+                        for r in T.unroll(rs):
+                            for i in T.unroll(cs):
                                 for v in T.vectorized(lanes):
-                                    acc[(r * m + i) * lanes + v] += x[i, c * lanes + v] * widened(
+                                    acc[(r * cs + i) * lanes + v] += x[live[first + i], c * lanes + v] * widened(
                                         w[j + r, c * lanes + v], dtype
                                     )
-                    for r in T.unroll(rows):
-                        for i in T.unroll(m):
+                    for r in T.unroll(rs):
+                        for i in T.unroll(cs):
                             if lanes >= 32:
                                 for v in T.vectorized(16):
-                                    acc[(r * m + i) * lanes + v] += acc[(r * m + i) * lanes + v + 16]
+                                    acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 16]
                             if lanes >= 16:
                                 for v in T.vectorized(8):
-                                    acc[(r * m + i) * lanes + v] += acc[(r * m + i) * lanes + v + 8]
+                                    acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 8]
                             for v in T.vectorized(4):
-                                acc[(r * m + i) * lanes + v] += acc[(r * m + i) * lanes + v + 4]
+                                acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 4]
                             for v in T.unroll(3):
-                                acc[(r * m + i) * lanes] += acc[(r * m + i) * lanes + v + 1]
+                                acc[(r * cs + i) * lanes] += acc[(r * cs + i) * lanes + v + 1]
                             for t in range(tail):
-                                acc[(r * m + i) * lanes] += x[i, whole * lanes + t] * widened(
+                                acc[(r * cs + i) * lanes] += x[live[first + i], whole * lanes + t] * widened(
                                     w[j + r, whole * lanes + t], dtype
                                 )
-                            y[i, j + r] = acc[(r * m + i) * lanes]
+                            y[live[first + i], j + r] = acc[(r * cs + i) * lanes]
+
+            count[0] = 0
+            for i in range(m):
+                with T.sblock("row"):
+                    T.reads(x[0:m, 0:k], count[0])
+                    T.writes(live[0:m], count[0], y[0:m, 0:n])
+                    seen = T.alloc_buffer((live_rows.LANES,), "uint32")
+                    note_float32(x, i, scanned, seen)
+                    if scanned > 0 and none_seen(seen):
+                        for j in range(n):
+                            y[i, j] = T.float32(0)
+                    else:
+                        live[count[0]] = i
+                        count[0] += 1
+            in_tiles(loop, tile, n, rows, count[0], m)
 
     return linear_float

@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
+from fastcar_compile.lowering.kernels.live_rows import LANES, none_seen, note_float32
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
 TURNED = 16
@@ -29,9 +30,9 @@ def tile(m: int, isa: InstructionSet) -> tuple[int, int]:
 def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
 
-    x is transposed once, so that sums run along the rows of x: a weight is one broadcast, and no sum across lanes is
-    needed. Each sum is in two buffers, since a buffer of 1024 bytes or more would not be kept in registers. Rows beyond
-    m or n are computed as copies of the last one.
+    Rows of x that are zero are not multiplied: the others are moved together. x is transposed once, so that sums run
+    along the rows of x: a weight is one broadcast, and no sum across lanes is needed. Each sum is in two buffers, since
+    a buffer of 1024 bytes or more would not be kept in registers. Rows beyond the last are computed as copies of it.
     """
     columns, rows = tile(m, isa)
     half = columns // 2
@@ -45,12 +46,26 @@ def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Ins
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])
             turned = T.alloc_buffer((tiles, k, columns), "float32")
+            live = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+            count[0] = 0
+            for i in range(m):
+                seen = T.alloc_buffer((LANES,), "uint32")
+                note_float32(x, i, k, seen)
+                if none_seen(seen):
+                    for j in range(n):
+                        y[i, j] = T.float32(0)
+                else:
+                    live[count[0]] = i
+                    count[0] += 1
             for piece in loop(-(-k // TURNED)):
-                for o, i, c in T.grid(tiles, columns, TURNED):
+                for o, i, c in T.grid((count[0] + columns - 1) // columns, columns, TURNED):
                     if piece * TURNED + c < k:
-                        turned[o, piece * TURNED + c, i] = x[T.min(o * columns + i, m - 1), piece * TURNED + c]
+                        turned[o, piece * TURNED + c, i] = x[
+                            live[T.min(o * columns + i, count[0] - 1)], piece * TURNED + c
+                        ]
             for j in loop(blocks):
-                for o in range(tiles):
+                for o in range((count[0] + columns - 1) // columns):
                     low = T.alloc_buffer((rows * half,), "float32")
                     high = T.alloc_buffer((rows * half,), "float32")
                     for r in T.unroll(rows):
@@ -65,10 +80,12 @@ def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Ins
                                     w[T.min(j * rows + r, n - 1), c], dtype
                                 )
                     for i in range(half):
+                        at: T.let = live[T.min(o * columns + i, count[0] - 1)]
                         for r in T.unroll(rows):
-                            y[T.min(o * columns + i, m - 1), T.min(j * rows + r, n - 1)] = low[r * half + i]
+                            y[at, T.min(j * rows + r, n - 1)] = low[r * half + i]
                     for i in range(half):
+                        at: T.let = live[T.min(o * columns + half + i, count[0] - 1)]
                         for r in T.unroll(rows):
-                            y[T.min(o * columns + half + i, m - 1), T.min(j * rows + r, n - 1)] = high[r * half + i]
+                            y[at, T.min(j * rows + r, n - 1)] = high[r * half + i]
 
     return linear_tiles

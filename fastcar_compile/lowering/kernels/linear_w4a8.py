@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     fence,
@@ -18,7 +19,6 @@ from fastcar_compile.lowering.kernels.vectors import (
     prefetch,
     prefetch_ahead,
     row,
-    union,
 )
 from fastcar_compile.ops.quant import GROUP
 
@@ -53,8 +53,8 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
     rows, columns = tile_of(m, n)
-    scanned = k if m > 1 else 0
     ahead, streamed = prefetch_ahead(rows, packed), m <= SMALL_BATCH
+    scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -128,13 +128,9 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                 with T.sblock("row"):
                     T.reads(q[0:m, 0:k], s[0:m], count[0])
                     T.writes(x[0:m, 0:padded], excess[0:m, 0:groups], live[0:m], count[0], y[0:m, 0:n])
-                    seen = T.alloc_buffer((16,), "int8")
-                    seen[T.Ramp(0, 1, 16)] = T.Broadcast(T.int8(0), 16)
-                    for c in range(scanned // 16):
-                        seen[T.Ramp(0, 1, 16)] = T.bitwise_or(seen[T.Ramp(0, 1, 16)], q[i, T.Ramp(c * 16, 1, 16)])
-                    for t in range(scanned % 16):
-                        seen[0] = T.bitwise_or(seen[0], q[i, scanned // 16 * 16 + t])
-                    if scanned > 0 and union(row(seen, [], 0)) == T.int8(0):
+                    seen = T.alloc_buffer((LANES,), "uint32")
+                    note_int8(q, i, scanned, seen)
+                    if scanned > 0 and none_seen(seen):
                         for j in range(n):
                             y[i, j] = T.float32(0) * s[i]
                     else:
@@ -149,14 +145,6 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                                 excess[count[0], g] = 0
                         live[count[0]] = i
                         count[0] += 1
-            for jo in loop(n // rows):
-                for io in range(count[0] // columns):
-                    tile(jo * rows, io * columns, rows, columns)
-                if columns > 1:
-                    for io in range(count[0] % columns):
-                        tile(jo * rows, count[0] // columns * columns + io, rows, 1)
-            if n % rows > 0:
-                for io in range(count[0]):
-                    tile(n // rows * rows, io, n % rows, 1)
+            in_tiles(loop, tile, n, rows, count[0], columns)
 
     return linear_i4

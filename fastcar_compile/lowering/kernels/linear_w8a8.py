@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     folded,
@@ -16,7 +17,6 @@ from fastcar_compile.lowering.kernels.vectors import (
     prefetch,
     prefetch_ahead,
     row,
-    union,
 )
 
 _STREAMS = 8
@@ -44,8 +44,8 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     lanes, width, step = dot.lanes, dot.width, dot.step
     whole, tail = k // width, k % width
     rows, columns = tile_of(m, n, dot.tile)
-    scanned = k if m > 1 else 0
     ahead, streamed = prefetch_ahead(rows, k), m <= SMALL_BATCH
+    scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
@@ -123,26 +123,14 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                         excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
                     else:
                         excess[i] = 0
-                    seen = T.alloc_buffer((16,), "int8")
-                    seen[T.Ramp(0, 1, 16)] = T.Broadcast(T.int8(0), 16)
-                    for c in range(scanned // 16):
-                        seen[T.Ramp(0, 1, 16)] = T.bitwise_or(seen[T.Ramp(0, 1, 16)], q[i, T.Ramp(c * 16, 1, 16)])
-                    for t in range(scanned % 16):
-                        seen[0] = T.bitwise_or(seen[0], q[i, scanned // 16 * 16 + t])
-                    if scanned > 0 and union(row(seen, [], 0)) == T.int8(0):
+                    seen = T.alloc_buffer((LANES,), "uint32")
+                    note_int8(q, i, scanned, seen)
+                    if scanned > 0 and none_seen(seen):
                         for j in range(n):
                             y[i, j] = T.float32(0) * (s[i] * ws[j])
                     else:
                         live[count[0]] = i
                         count[0] += 1
-            for jo in loop(n // rows):
-                for io in range(count[0] // columns):
-                    tile(jo * rows, io * columns, rows, columns)
-                if columns > 1:
-                    for io in range(count[0] % columns):
-                        tile(jo * rows, count[0] // columns * columns + io, rows, 1)
-            if n % rows > 0:
-                for io in range(count[0]):
-                    tile(n // rows * rows, io, n % rows, 1)
+            in_tiles(loop, tile, n, rows, count[0], columns)
 
     return linear_i8

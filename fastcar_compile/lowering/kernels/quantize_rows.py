@@ -22,12 +22,31 @@ def quantized(x: Any, inverse: Any) -> Any:
     return T.Cast("int8", T.max(T.min(T.nearbyint(x * inverse), T.float32(127.0)), T.float32(-127.0)))
 
 
+@T.inline
+def quantize_row(x, at, q, s, i, k):
+    """Row `at` of x [., k] -> row i of q int8 and s[i]. A maximum is exact in any order, so it is taken in lanes."""
+    largest = T.alloc_buffer((LANES,), "float32")
+    inverse = T.alloc_buffer((1,), "float32")
+    for v in T.vectorized(LANES):
+        largest[v] = T.float32(TINY)
+    for c in range(k // LANES):
+        for v in T.vectorized(LANES):
+            largest[v] = T.max(largest[v], T.fabs(x[at, c * LANES + v]))
+    for t in range(k % LANES):
+        largest[0] = T.max(largest[0], T.fabs(x[at, k // LANES * LANES + t]))
+    for v in range(1, LANES):
+        largest[0] = T.max(largest[0], largest[v])
+    inverse[0] = T.float32(127.0) / largest[0]
+    s[i] = largest[0] * T.float32(INV_127)
+    for c in range(k):
+        q[i, c] = quantized(x[at, c], inverse[0])
+
+
 def quantize_rows(m: int, k: int) -> PrimFunc:
     """Dynamic symmetric int8 per row: x float32 [m, k] -> q int8 [m, k], scale float32 [m].
 
-    A maximum is exact in any order, so it is taken in lanes. No product feeds an addition: nothing can be contracted.
+    No product feeds an addition: nothing can be contracted.
     """
-    whole, tail = k // LANES, k % LANES
     loop = T.parallel if m > 1 and m * k >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
@@ -37,20 +56,6 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k])
                 T.writes(q[0:m, 0:k], s[0:m])
-                largest = T.alloc_buffer((LANES,), "float32")
-                inverse = T.alloc_buffer((1,), "float32")
-                for v in T.vectorized(LANES):
-                    largest[v] = T.float32(TINY)
-                for c in range(whole):
-                    for v in T.vectorized(LANES):
-                        largest[v] = T.max(largest[v], T.fabs(x[i, c * LANES + v]))
-                for t in range(tail):
-                    largest[0] = T.max(largest[0], T.fabs(x[i, whole * LANES + t]))
-                for v in range(1, LANES):
-                    largest[0] = T.max(largest[0], largest[v])
-                inverse[0] = T.float32(127.0) / largest[0]
-                s[i] = largest[0] * T.float32(INV_127)
-                for c in range(k):
-                    q[i, c] = quantized(x[i, c], inverse[0])
+                quantize_row(x, i, q, s, i, k)
 
     return quantize_rows_i8

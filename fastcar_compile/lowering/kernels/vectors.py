@@ -43,11 +43,6 @@ def lane_total(vector: Expr, lanes: int) -> Expr:
     return pure("int32", f"llvm.vector.reduce.add.v{lanes}i32", vector)
 
 
-def union(load: Load) -> Expr:
-    """The bits that are set in any of 16 int8 lanes."""
-    return pure("int8", "llvm.vector.reduce.or.v16i8", load(0, 16))
-
-
 def interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
     """In every block of four: runs of `width` lanes of a and b in turn, the block's halves added.
 

@@ -1,0 +1,55 @@
+"""The search for thresholds, on a decoder made of numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fastcar_compile.calibrate.evaluator import Measurement
+from fastcar_compile.calibrate.search import HOPELESS, UNIFORM_TOLERANCE, Journal, Search
+from fastcar_compile.gates import GATES
+
+SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
+
+
+class Numbers:
+    """Two layers with the scores above, whose damage is their replay beyond 30 % times `cost`."""
+
+    def __init__(self, cost: float, at_most: bool) -> None:
+        self.cost, self.at_most = cost, at_most
+
+    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+        ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
+        return Measurement(math.exp(self.cost * sum(max(0.0, r - 0.3) for r in ratios)), ratios, SCORES)
+
+    def ratio(self, scores: torch.Tensor, threshold: float | None) -> float:
+        if threshold is None:
+            return 0.0
+        return float(((scores <= threshold) if self.at_most else (scores >= threshold)).float().mean())
+
+
+def search(gate: str, cost: float) -> Search:
+    numbers: Any = Numbers(cost, gate == "learned")
+    return Search(numbers, GATES[gate], [True, True], Journal(None, ""), lambda _line: None)
+
+
+@pytest.mark.parametrize("gate", ["tas", "learned"])
+@pytest.mark.parametrize("target", [0.4, 0.9])
+def test_a_share_beyond_what_curves_follow_is_met(gate: str, target: float) -> None:
+    """At a cost of 10 a curve ends near a share of 0.55."""
+    one = search(gate, 10.0)
+    found = one.outcome(one.for_replay(target))
+    assert target <= found.replay <= target + 0.1
+    if gate == "tas":
+        assert max(p.ratio for p in one.curve(0, one.closed)) < 0.3 + HOPELESS / 10 + 0.15
+
+
+def test_one_threshold_for_every_layer() -> None:
+    """A score of 0.9 or less: 90 % of the first layer and 30 % of the second."""
+    one = search("learned", 1.0)
+    values = one.level(0.6)
+    assert values[0] == values[1] == pytest.approx(0.9, abs=0.01)
+    assert one.outcome(values).replay == pytest.approx(0.6, abs=UNIFORM_TOLERANCE)

@@ -1,0 +1,229 @@
+"""Training of gates: the decoder with gradients against the evaluator, what training gains, the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import headless_llama, llama
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, program_of, rules_of
+from fastcar_compile.calibrate.relaxed import RelaxedDecoder
+from fastcar_compile.calibrate.train import Options, _Training
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import InputError, UserError
+
+FRAME, FRAMES, LAYERS = 8, 4, 2
+LENGTH = FRAME * FRAMES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder(one_thread: None) -> LlamaForCausalLM:
+    """Sharp enough that a wrong MLP output costs likelihood; symbols stay much the same from frame to frame."""
+    model = llama(vocab_size=7, max_position_embeddings=LENGTH + 1)
+    model.lm_head.weight.data *= 20
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data *= 8
+    model.config.tokens_per_frame = FRAME
+    return model.requires_grad_(False)
+
+
+def videos(model: LlamaForCausalLM, count: int, seed: int) -> np.ndarray:
+    """A first frame by chance, then drawn from the decoder itself, so that its likelihood is as good as it gets."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 7, (count, 1 + FRAME), generator=random)
+    with torch.inference_mode():
+        for _ in range(LENGTH - FRAME):
+            logits = model(tokens, use_cache=False).logits[:, -1]
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=random)], 1)
+    return tokens.numpy()
+
+
+@pytest.fixture(scope="module")
+def some(decoder: LlamaForCausalLM) -> np.ndarray:
+    return videos(decoder, 128, 1)
+
+
+def training(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, prompt: int = 1) -> _Training:
+    relaxed = RelaxedDecoder(model, len(tokens), LENGTH, FRAME, prompt)
+    return _Training(relaxed, torch.from_numpy(tokens), Options(gate, 0.5, 4, 1, len(tokens), 0))
+
+
+def test_the_dense_decoder_is_the_model(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
+    tokens = torch.from_numpy(some[:3, :-1])
+    found = RelaxedDecoder(decoder, 3, LENGTH, FRAME).dense(tokens)
+    torch.testing.assert_close(found, decoder(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [1, 3])
+def test_hard_decisions_are_those_of_the_evaluator(decoder: LlamaForCausalLM, some: np.ndarray, prompt: int) -> None:
+    """Weighted heads, thresholds from the bias; the last frame is not whole where the prompt is longer than 1."""
+    tokens = some[:4]
+    one = training(decoder, tokens, "tas", prompt)
+    relaxed, scorers = one._decoder, list(one.scorers)
+    with torch.no_grad():
+        for scorer in one.scorers:
+            scorer.bias += 0.007  # it begins at the score of some token
+        logits, shares = relaxed.replayed(torch.from_numpy(tokens[:, :-1]), scorers)
+    heads = [dict(enumerate(scorer.weights()["heads"].tolist())) for scorer in scorers]
+    rules = rules_of(ReplayConfig(gate="tas", heads=heads), LAYERS)
+    found = Evaluator(program_of(decoder, 4), tokens, rules, prompt).measure([s.threshold() for s in scorers])
+    assert all(0.1 < ratio < 0.9 for ratio in found.ratios)
+    np.testing.assert_allclose(shares.numpy(), found.ratios, atol=1e-6)
+    first = prompt - 1 + FRAME
+    targets = torch.from_numpy(tokens[:, first + 1 :])
+    nll = torch.nn.functional.cross_entropy(logits[:, first:].transpose(1, 2), targets)
+    assert float(nll) == pytest.approx(found.nll, rel=1e-4)
+
+
+def test_gradients_reach_every_weight_of_every_layer(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
+    for gate in ("learned", "tas"):
+        one = training(decoder, some[:4], gate)
+        one._step(0)
+        for name, weight in one.scorers.named_parameters():
+            assert weight.grad is not None, name
+            assert float(weight.grad.abs().max()) > 0, name
+    assert all(weight.grad is None for weight in decoder.parameters())
+
+
+def damage(model: LlamaForCausalLM, tokens: np.ndarray, gate: ReplayConfig, share: float) -> float:
+    """NLL relative to dense of calibrated thresholds, on other videos than the training's."""
+    found = fc.calibrate(model, tokens, replay=gate, target_replay=share)
+    assert found.replay >= share
+    return found.nll / found.nll_dense
+
+
+def train(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, **options: Any) -> fc.TrainedGate:
+    return fc.train_gate(model, tokens, gate=gate, target_replay=0.5, batch=16, units=4, **options)
+
+
+@pytest.fixture(scope="module")
+def learned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TrainedGate:
+    return train(decoder, some[64:], "learned", steps=40)
+
+
+def test_a_trained_network_beats_the_input_delta(
+    decoder: LlamaForCausalLM, some: np.ndarray, learned: fc.TrainedGate
+) -> None:
+    trained = damage(decoder, some[:64], learned.replay_config(), 0.5)
+    assert trained < 0.95 * damage(decoder, some[:64], ReplayConfig(gate="input_delta"), 0.5)
+
+
+def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
+    lines: list[str] = []
+    trained = train(decoder, some[64:], "tas", steps=20, progress=lines.append)
+    assert len(lines) == 20
+    assert lines[-1].startswith("step 20 of 20: replay ")
+    gained = damage(decoder, some[:64], trained.replay_config(), 0.5)
+    assert gained < 0.97 * damage(decoder, some[:64], ReplayConfig(gate="tas"), 0.5)
+
+
+def test_the_network_of_the_evaluator_is_the_trained_one(
+    decoder: LlamaForCausalLM, some: np.ndarray, learned: fc.TrainedGate
+) -> None:
+    """Weights in the file are folded and rounded, so a few decisions may differ from those of the last steps."""
+    config = learned.replay_config()
+    found = Evaluator(program_of(decoder, 64), some[64:], rules_of(config, LAYERS)).measure([0.0] * LAYERS)
+    assert found.replay == pytest.approx(learned.replay, abs=0.05)
+    assert found.nll == pytest.approx(learned.nll, rel=0.1)
+
+
+def test_same_seed_same_bytes_and_the_file_comes_back(
+    decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path
+) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    trained = train(decoder, some[:32], "learned", steps=2)
+    trained.save(first)
+    train(decoder, some[:32], "learned", steps=2).save(again)
+    assert first.read_bytes() == again.read_bytes()
+    loaded = fc.TrainedGate.load(first)
+    assert loaded.facts() == trained.facts()
+    assert loaded.replay_config() == fc.ReplayConfig(gate="learned", gate_weights=first, threshold=[0.0, 0.0])
+    train(decoder, some[:32], "learned", steps=2, seed=1).save(again)
+    assert first.read_bytes() != again.read_bytes()
+
+
+def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
+    """Interrupted after step 12; the state is that after step 11."""
+    lines: list[str] = []
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 12:
+            raise KeyboardInterrupt
+
+    kept, whole = tmp_path / "state.safetensors", train(decoder, some[:32], "tas", steps=13)
+    with pytest.raises(KeyboardInterrupt):
+        train(decoder, some[:32], "tas", steps=13, checkpoint=kept, progress=stop)
+    lines = ["an other list, which stops nothing"]
+    resumed = train(decoder, some[:32], "tas", steps=13, checkpoint=kept, progress=lines.append)
+    assert len(lines) == 3
+    assert resumed.facts() == whole.facts()
+
+
+@pytest.mark.parametrize("gate", ["learned", "tas"])
+def test_going_on_begins_where_the_gate_was(decoder: LlamaForCausalLM, some: np.ndarray, gate: str) -> None:
+    trained = train(decoder, some[:32], gate, steps=3)
+    one = training(decoder, some[:16], gate)
+    one._go_on_from(trained)
+    scorers = one._list()
+    for scorer, weights, threshold in zip(scorers, trained.layers, trained.thresholds, strict=True):
+        assert scorer.threshold() == pytest.approx(threshold, rel=1e-5)
+        for name, tensor in scorer.weights().items():
+            torch.testing.assert_close(tensor, weights[name])
+    further = train(decoder, some[:32], gate, steps=1, start=trained)
+    assert further.inputs != trained.inputs
+    assert further.price == pytest.approx(trained.price, abs=0.2)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"gate": "bound"}, "gate 'bound' has nothing to train", "choose from learned, tas"),
+    ({"target_replay": 1.0}, "target_replay is 1", "give a share between 0 and 1"),
+    ({"softness": 0.0}, "softness is 0", "give a number above 0"),
+    ({"units": 0, "batch": 0}, "units is 0; batch is 0", "give 1 or more"),
+    ({"videos": np.zeros((2, 9), np.int32)}, "the videos are int32 [2, 9], expected int64 [N, T]", ""),
+    ({"videos": np.zeros((2, 10), np.int64)}, "videos of 10 tokens have nothing to replay", "give at least two frames"),
+    ({"model": headless_llama()}, "a headless decoder has no likelihood to train on", "train with its head"),
+]
+
+
+@pytest.mark.parametrize(("options", "what", "mend"), REFUSED, ids=[w for _, w, _ in REFUSED])
+def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str, Any], what: str, mend: str) -> None:
+    given = {"model": decoder, "videos": some, "target_replay": 0.5, "tokens_per_frame": FRAME} | options
+    with pytest.raises(InputError) as caught:
+        fc.train_gate(given.pop("model"), given.pop("videos"), **given)
+    assert (caught.value.what, caught.value.mend or "") == (what, mend)
+
+
+def test_a_gate_of_another_kind_is_no_start(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
+    trained = train(decoder, some[:16], "tas", steps=1)
+    with pytest.raises(InputError, match=r"the gate to start from is 'tas' with .*, not 'learned' with "):
+        train(decoder, some[:16], "learned", steps=1, start=trained)
+
+
+def test_files_that_are_no_gate(tmp_path: Path, decoder: LlamaForCausalLM) -> None:
+    other = tmp_path / "other.safetensors"
+    with pytest.raises(UserError, match="the gate cannot be read: "):
+        fc.TrainedGate.load(other)
+    save_file({"a": torch.zeros(1)}, other)
+    with pytest.raises(UserError, match="format None version None is not fastcar-gate version 1"):
+        fc.TrainedGate.load(other)
+    save_file({"a": torch.zeros(1)}, other, {"format": "fastcar-gate", "version": "1"})
+    with pytest.raises(UserError, match="the gate is malformed: ValueError"):
+        fc.TrainedGate.load(other)
