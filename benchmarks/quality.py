@@ -118,8 +118,8 @@ DECODERS = (
         "bouncing_digits",
         (SinkWindow(101, 16), SinkWindow(256, 16)),
         {
-            "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82), Round(80, 0.81, 0.15)),
-            "tas": (Round(100, 0.5), Round(120, 0.51)),
+            "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)),
+            "tas": (Round(100, 0.5),),
         },
     ),
 )

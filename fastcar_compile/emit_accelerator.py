@@ -103,7 +103,8 @@ def _footprint(program: DecoderProgram, board: Target) -> Footprint:
         return Footprint(weights, 0, 0)
     attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
     cache = sum(s.nbytes for s in program.state if s.role in attention)
-    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache)
+    gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
 
 
 def _linears(program: DecoderProgram) -> tuple[list[LinearCall], dict[str, Any]]:

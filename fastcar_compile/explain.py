@@ -9,6 +9,7 @@ from torch import fx
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
+from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
 from fastcar_compile.graph_io import graph_to_text
 from fastcar_compile.ir import DecoderConfig, LayerSite, StateRole, StateSpec, module_path_of, source_of
 
@@ -105,6 +106,10 @@ def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -
         lines.append(
             "  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes"
         )
+    if site.gate_units is not None:
+        size = weight_bytes(site.gate_units, site.hidden)
+        names = ", ".join(gate_parameter(name, site.layer) for name in PARAMETERS)
+        lines.append(f"  weights  of the gate, {site.gate_units} units: {names}, {size / 2**20:.3f} MiB")
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / 2**20:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 

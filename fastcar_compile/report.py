@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from fastcar_compile.explain import kv_bytes
 from fastcar_compile.gates import gate_named
+from fastcar_compile.gates.weights import weight_bytes
 from fastcar_compile.ir import DecoderProgram, StateRole
 from fastcar_compile.runtime.store import ArtifactWriter
 
@@ -47,15 +48,19 @@ def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[s
 
 
 def _gate(program: DecoderProgram, replay: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The gate's definition and what it caches beside the MLP outputs; None for a dense decoder."""
+    """The gate's definition, what it caches beside the MLP outputs and its weights; None for a dense decoder."""
     if replay is None:
         return None
     gate = gate_named(replay["gate"])
+    learned = [s for s in program.sites if s.gate_units is not None]
     extra = sum(s.nbytes for s in program.state if s.role == StateRole.GATE_CACHE)
     return {
         "name": gate.name,
         "replays_where": f"score {gate.comparison.value} threshold",
         "cache_bytes": extra,
+        "weights": replay.get("gate_weights"),
+        "weight_bytes": sum(weight_bytes(s.gate_units or 0, s.hidden) for s in learned),
+        "units": [s.gate_units for s in learned],
         "max_chain": replay["max_chain"],
         "refresh_every": replay["refresh_every"],
     }

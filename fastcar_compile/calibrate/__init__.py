@@ -65,7 +65,8 @@ def calibrate(
         source: an artifact, with the gate it was compiled with; or a decoder, as `compile` takes it, with `replay`,
             `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"), and then nothing is compiled. A
             layer whose threshold is None stays closed.
-        videos: int64 [N, T], prompt included; not those that the result is judged by.
+        videos: int64 [N, T], prompt included; not those that the result is judged by. With couple_cfg, the
+            conditional ones and then, in the same order, their unconditional partners.
         target_replay: least share of the forwards t >= F that replay, 0 to 1.
         max_nll_increase: greatest relative increase of the NLL (0.1: ten per cent). Exactly one of the two.
         prompt: tokens before decoding starts.

@@ -85,7 +85,8 @@ class Evaluator:
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
-        rules: the gates and chain limits. prompt: tokens before decoding starts. attend: stands in for attention to
+        rules: the gates and chain limits; with couple_cfg the second half of the videos are the guidance partners of
+            the first, in the same order. prompt: tokens before decoding starts. attend: stands in for attention to
             all earlier positions, with the arguments of `fastcar::attention`.
 
     Raises:
@@ -109,9 +110,7 @@ class Evaluator:
         self._stages = Stages(program.prefill, program.prefill_outputs, attend)
         self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
         self._state = [s for s in program.state if s.name in self._placeholders]
-        rows, count = program.config.batch_size, len(videos)
-        self._rows = [[min(g + b, count - 1) for b in range(rows)] for g in range(0, count, rows)]
-        self._valid = [[g + b < count for b in range(rows)] for g in range(0, count, rows)]
+        self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
         self._done: list[_Stage] = []
 
@@ -125,6 +124,11 @@ class Evaluator:
             raise InputError(what, mend=f"compile with prefill_chunk <= {frame}")
         if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
             raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
+        if self._rules.couple_cfg and (len(videos) % 2 or config.batch_size % 2):
+            what = f"couple_cfg pairs video b with video b + N / 2, but there are {len(videos)} videos"
+            what += f" in batches of {config.batch_size}"
+            mend = "give the conditional videos, then the unconditional ones, and an even batch_size"
+            raise InputError(what, mend=mend)
         least, most = self._prompt + config.tokens_per_frame + 2, config.max_seq_len + 1
         if not least <= videos.shape[1] <= most:
             mend = "give at least two frames, and no more tokens than were compiled for"
@@ -143,7 +147,14 @@ class Evaluator:
             self._run(thresholds)
             parts = [[(_losses(*pair), pair[0].argmax(-1)) for pair in group] for group in self._predictions(0)]
         losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
-        return Details(losses, predicted, torch.stack([s.replayed for s in self._done]))
+        taken = [
+            r
+            for rows, valid in zip(self._rows, self._valid, strict=True)
+            for r, v in zip(rows, valid, strict=True)
+            if v
+        ]
+        order = torch.tensor(taken).argsort()
+        return Details(losses[order], predicted[order], torch.stack([s.replayed[order] for s in self._done]))
 
     @property
     def layers(self) -> int:
@@ -234,6 +245,18 @@ class Evaluator:
                     targets = self._videos[rows, first + 1 : end + 1][valid]
                     parts.append((logits[valid, first - start : end - start], targets))
             yield parts
+
+
+def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:
+    """Which videos are decoded together, and which rows are not there only to fill the last batch.
+
+    Coupled, rows b and b + rows / 2 are videos v and v + count / 2.
+    """
+    parts = 2 if coupled else 1
+    own, videos = rows // parts, count // parts
+    starts = range(0, videos, own)
+    taken = [[p * videos + min(g + b, videos - 1) for p in range(parts) for b in range(own)] for g in starts]
+    return taken, [[g + b < videos for _ in range(parts) for b in range(own)] for g in starts]
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

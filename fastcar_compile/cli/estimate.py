@@ -22,6 +22,7 @@ from fastcar_compile.cli.common import (
 )
 from fastcar_compile.errors import UserError
 from fastcar_compile.estimate.explore import Design, design_from_json
+from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import load_shape, shape_of_sections
 from fastcar_compile.estimate.system import Estimate, Workload, estimate
 from fastcar_compile.estimate.trace import load_trace
@@ -48,6 +49,8 @@ def estimate_command(
     offload: Annotated[str | None, typer.Option(help="In the fabric: mlp, linears, or all (attention too).")] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of a cached key or value element: 8, 16 or 32.")] = None,
     sink_window: Annotated[str | None, typer.Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
+    gate: Annotated[str | None, typer.Option(help="What decides; default: the artifact's, or tas.")] = None,
+    gate_units: Annotated[int | None, typer.Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
     ignore_capacity: Annotated[bool, typer.Option(help="Predict even what does not fit the board's memory.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the time line of one token into this file.")] = None,
     as_json: JsonOption = False,
@@ -66,6 +69,8 @@ def estimate_command(
             None,
         )
     chosen = _with_options(work, quant, context, batch, replay, offload, kv_bits, sink_window)
+    if gate is not None or gate_units is not None:
+        chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
     if (chosen.quant, chosen.batch) != (work.quant, work.batch):
         design = None
     with stages(as_json, "estimate") as show:
@@ -101,6 +106,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
         kv_bits=ARTIFACT_KV_BITS[config.get("kv", "float32")],
         sink_window=None if ring is None else (ring["sinks"], ring["window"]),
         kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
+        gate=GateModel.of_sections(config, sections["sites"]),
     )
     return work, board, design
 
@@ -146,6 +152,14 @@ def parse_sink_window(text: str) -> tuple[int, int]:
     raise UserError(f"--sink-window {text!r} is not SINKS,WINDOW", mend="give two whole numbers, for example 4,256")
 
 
+def _gate(result: Estimate) -> str:
+    """Who decides, and what the gate keeps beside the MLP cache."""
+    gate = result.gate
+    extra = f"{gate['cache_bytes'] / 1e6:.2f} MB of gate cache" if gate["cache_bytes"] else "no cache of its own"
+    weights = f", {gate['weight_bytes'] / 1e6:.3f} MB of weights ({gate['units']} units)" if gate["units"] else ""
+    return f"{gate['name']}, decided on the {gate['decided_on']}; {extra}{weights}"
+
+
 def _show(result: Estimate, plot: Path | None) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -165,6 +179,7 @@ def _show(result: Estimate, plot: Path | None) -> None:
         "energy": f"{result.energy_per_token_j:.3f} J per token, {result.power_w:.1f} W",
         "attention": f"reads {result.attended} of {result.context} positions; "
         f"keys and values {result.memory['kv_cache'] / 1e6:.2f} MB",
+        "gate": _gate(result),
         "memory": f"{result.memory['total'] / 1e9:.2f} of {result.memory['capacity'] / 1e9:.2f} GB",
         "engine": f"{result.design['ports']} weight ports, {result.design['lanes']} lanes, "
         f"{result.design['spec']['cores']} core(s); {used}",

@@ -26,6 +26,9 @@ def evaluate_command(
     gate_weights: Annotated[
         Path | None, typer.Option(help="Weights of gate learned, .safetensors; default: those of the artifact.")
     ] = None,
+    couple_cfg: Annotated[
+        bool, typer.Option("--couple-cfg", help="Videos b and b + N / 2 are a guidance pair and replay together.")
+    ] = False,
     ratios: Annotated[str, typer.Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
     calibrations: Annotated[str, typer.Option(help="Separated by commas.")] = "calibrated,uniform,random",
     cases: Annotated[Path | None, typer.Option(help="File of --save-cases: these instead of a calibration.")] = None,
@@ -75,7 +78,7 @@ def evaluate_command(
         else:
             assert calibration_videos is not None
             wanted = [float(r) for r in ratios.split(",")]
-            configs = parse_gates(gates, heads, weights)
+            configs = parse_gates(gates, heads, weights, couple_cfg)
             planned = study.plan(read_videos(calibration_videos), configs, wanted, calibrations.split(","), journal)
         if save_cases is not None:
             evaluate.save_cases(planned, save_cases)
@@ -156,7 +159,7 @@ def read_gate_weights(path: Path | None, source: Any) -> Any:
     return weights_in(source.params, len(source.sites)) if isinstance(source, Artifact) else None
 
 
-def parse_gates(text: str, heads: str | None, weights: Any = None) -> list[Any]:
+def parse_gates(text: str, heads: str | None, weights: Any = None, couple_cfg: bool = False) -> list[Any]:
     """A ReplayConfig per gate; heads and weights go to those that take them."""
     from fastcar_compile.config import ReplayConfig
     from fastcar_compile.gates import GATES
@@ -166,7 +169,7 @@ def parse_gates(text: str, heads: str | None, weights: Any = None) -> list[Any]:
         kind = GATES.get(name)
         chosen = parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
         learned = weights if kind is not None and kind.takes_weights else None
-        configs.append(ReplayConfig(gate=name, heads=chosen, gate_weights=learned))
+        configs.append(ReplayConfig(gate=name, heads=chosen, gate_weights=learned, couple_cfg=couple_cfg))
     return configs
 
 

@@ -15,16 +15,17 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that have to be in the weight memories at the same time."""
+    """Bytes that have to be in the weight memories at the same time; the weights of a gate are among the weights."""
 
     weights: int
     kv_cache: int
     mlp_cache: int
+    gate_cache: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv_cache + self.mlp_cache
+        return self.weights + self.kv_cache + self.mlp_cache + self.gate_cache
 
 
 def shares_memory(target: Target) -> bool:
@@ -53,11 +54,14 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
     options = [] if quant == "w4a8" else ['quant="w4a8" (half the weight bytes of w8a8)']
     if footprint.kv_cache > footprint.total // 20:
         options.append(f"a shorter cache than {positions} positions, or attention over sinks and a sliding window")
+    if footprint.gate_cache:
+        options.append("a gate without a cache of its own, such as tas")
     options.append(f"a board with at least {footprint.total / GB:.2f} GB")
+    gate = f"gate cache {footprint.gate_cache / GB:.2f} GB, " if footprint.gate_cache else ""
     raise CompileError(
         f"the decoder does not fit the memory of {target.name}: weights {footprint.weights / GB:.2f} GB ({quant}), "
         f"KV cache {footprint.kv_cache / GB:.2f} GB ({positions} positions), "
-        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, together {footprint.total / GB:.2f} GB; "
+        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, {gate}together {footprint.total / GB:.2f} GB; "
         f"the board has room for {room / GB:.2f} GB",
         mend="; or ".join(options),
     )

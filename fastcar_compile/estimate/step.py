@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape, Quant
 
@@ -32,7 +33,8 @@ class Segment:
 @dataclass(frozen=True)
 class Board:
     """What runs the step. `kv_bytes`: bytes of one position of one layer's key and value caches, all rows.
-    `controller_seconds`: TAS unit and DRS controller for one layer; 0: no layer has a gate."""
+    `controller_seconds`: TAS unit and DRS controller for one layer; 0: no layer has a gate that they decide.
+    `gate`: where the host decides, and in every layer; None: it does not."""
 
     engine: Engine
     host: HostModel
@@ -43,6 +45,7 @@ class Board:
     fabric_attention: bool
     kv_bytes: int
     controller_seconds: float = 0.0
+    gate: GateModel | None = None
 
 
 @dataclass
@@ -99,10 +102,12 @@ class _Simulation:
             self.step.add("TAS, DRS", layer, "drs", board.controller_seconds)
         self._attention(layer, attended)
         self._linear(o, layer)
+        norm_done = self._gate(layer)
         if load == 0:
             self._copy(layer)
             return
-        self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+        if not norm_done:
+            self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
         self._mlp(layer, load)
 
     def head(self) -> None:
@@ -110,6 +115,18 @@ class _Simulation:
         self._host("norm", shape.layers, NORM_FLOPS * shape.hidden * self.board.batch)
         if shape.head is not None:
             self._linear(shape.head, shape.layers)
+
+    def _gate(self, layer: int) -> bool:
+        """The host's decision; whether the MLP's norm was computed for it."""
+        board, shape = self.board, self.board.shape
+        if board.gate is None:
+            return False
+        if board.gate.caches_input:
+            self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+        moved = board.gate.moved_bytes(shape, board.batch)
+        seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
+        self.step.add("gate", layer, "host", seconds, moved)
+        return board.gate.caches_input
 
     def _host(self, name: str, layer: int, flops: float) -> None:
         self.step.add(name, layer, "host", self.board.host.seconds(flops=flops))

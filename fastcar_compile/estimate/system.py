@@ -15,6 +15,7 @@ from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import Engine, peak_bandwidth
 from fastcar_compile.estimate.explore import Design, explore, resources_of
+from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.memory import Footprint, capacity, require_fit
 from fastcar_compile.estimate.shapes import DecoderShape, Quant
@@ -41,6 +42,7 @@ class Workload:
         replay: share of (forward, layer, row) that replays, all forwards counted.
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
         kv_rows: rows of a key or value cache; None: as many as attention reads.
+        gate: what decides, where something replays.
         side_by_side: whether a core multiplies its rows at the same time (as emitted).
     """
 
@@ -54,6 +56,7 @@ class Workload:
     sink_window: tuple[int, int] | None = None
     kv_rows: int | None = None
     side_by_side: bool = True
+    gate: GateModel = TAS
 
     def check(self) -> None:
         """Raises InputError when a figure is out of range."""
@@ -117,9 +120,10 @@ class Workload:
     def footprint(self) -> Footprint:
         """Memory that it needs on the board."""
         return Footprint(
-            self.shape.weight_bytes(self.quant),
+            self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
             self.shape.kv_bytes(self.kv_rows or self.attended, self.batch, self.kv_bits),
             self.shape.mlp_cache_bytes(self.batch),
+            self.gate.cache_bytes(self.shape, self.batch),
         )
 
 
@@ -134,6 +138,7 @@ class Estimate:
         bound_by: memory, ports, compute, host or attention: what takes the largest share of the step.
         shares: unit -> share of the step.
         comparison: tokens per second of the same workload dense, with static mapping, and without prefetch.
+        gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
         exploration: what was compared to find the design; empty for a given design.
         time_line: the segments of one step whose replays are nearest to the mean.
     """
@@ -159,6 +164,7 @@ class Estimate:
     speedup_over_dense: float
     comparison: dict[str, float]
     memory: dict[str, int]
+    gate: dict[str, Any]
     resources: dict[str, Any]
     design: dict[str, Any]
     time_line: list[dict[str, Any]]
@@ -216,8 +222,10 @@ def estimate(
 
 
 def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
-    """`gated`: whether the TAS unit and DRS controller are called; a dense decoder is scheduled without them."""
-    engine = Engine.of(design, target)
+    """`gated`: whether there are decisions, of the TAS unit and DRS controller or of the host; a dense decoder has
+    none."""
+    engine, on_host = Engine.of(design, target), workload.gate.on_host
+    unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
     if not workload.side_by_side:
         engine = engine.one_row_after_another()
     return Board(
@@ -228,7 +236,8 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
         workload.batch,
         fabric_linears=workload.offload in ("linears", "all"),
         fabric_attention=workload.offload == "all",
-        controller_seconds=controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz if gated else 0.0,
+        controller_seconds=unit_seconds if gated and not on_host else 0.0,
+        gate=workload.gate if gated and on_host else None,
         kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits) // workload.shape.layers,
     )
 
@@ -331,6 +340,7 @@ def _result(
         shares={unit: value / run.seconds for unit, value in run.busy.items()},
         speedup_over_dense=seconds["dense"] / run.seconds,
         comparison={name: work.batch / value for name, value in seconds.items()},
+        gate=work.gate.to_json(work.shape, work.batch),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
         resources=resources_of(design, work.attention(), target),
         design=design.to_json(),

@@ -12,6 +12,7 @@ from gates.networks import networks
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.calibrate.evaluator import _groups
 from fastcar_compile.calibrate.heads import choose_heads
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
@@ -42,22 +43,25 @@ def rewritten(replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5) -> D
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 
 
-def videos() -> np.ndarray:
+def videos(count: int = VIDEOS) -> np.ndarray:
     """Few symbols, so that places repeat between frames; one more token than the cache holds, as the last target."""
-    return np.random.default_rng(4).integers(0, 3, (VIDEOS, LENGTH + 1))
+    return np.random.default_rng(4).integers(0, 3, (count, LENGTH + 1))
 
 
-def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> tuple[float, list[float], np.ndarray]:
+def by_session(
+    source: DecoderProgram, thresholds: list[float], prompt: int, coupled: bool = False
+) -> tuple[float, list[float], np.ndarray]:
     """NLL from the second frame on, replayed share of t >= F per layer and all decisions [L, N, t], token by token;
-    three videos in two rows."""
+    three videos in two rows, or four whose halves are pairs."""
     backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
     losses, replayed, decisions = [], [], []
-    for rows in ([0, 1], [2, 2]):
+    groups = ([0, 2], [1, 3]) if coupled else ([0, 1], [2, 2])
+    for rows in groups:
         session = Session(backend, source.config, thresholds, record=True)
-        ids = torch.from_numpy(videos()[rows])
+        ids = torch.from_numpy(videos(4 if coupled else VIDEOS)[rows])
         logits = [session.prefill(ids[:, :prompt])]
         logits += [session.step(ids[:, i]) for i in range(prompt, LENGTH)]
-        kept = slice(0, 2 if rows == [0, 1] else 1)
+        kept = slice(0, len(set(rows)))
         first = prompt + FRAME - 1
         stacked = torch.stack(logits[FRAME:], 1)[kept]
         targets = ids[kept, first + 1 :]
@@ -65,7 +69,8 @@ def by_session(source: DecoderProgram, thresholds: list[float], prompt: int) -> 
         replayed.append(session.stats.decisions[FRAME:, :, kept])
         decisions.append(session.stats.decisions[:, :, kept].transpose(1, 2, 0))
     ratios = list(np.concatenate(replayed, 2).mean((0, 2)))
-    return float(torch.cat(losses).mean()), ratios, np.concatenate(decisions, 1)
+    order = np.argsort([row for rows in groups for row in dict.fromkeys(rows)])
+    return float(torch.cat(losses).mean()), ratios, np.concatenate(decisions, 1)[:, order]
 
 
 def middle_thresholds(evaluator: Evaluator) -> list[float]:
@@ -82,17 +87,20 @@ def middle_thresholds(evaluator: Evaluator) -> list[float]:
 @pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[c[0] for c in CASES])
 def test_evaluator_equals_the_session(gate: str, options: dict[str, Any], prompt: int) -> None:
     replay = fc.ReplayConfig(gate=gate, **options)
-    source = rewritten(replay)
-    evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS), prompt)
+    coupled, source = replay.couple_cfg, rewritten(replay)
+    given = videos(4 if coupled else VIDEOS)
+    evaluator = Evaluator(source, given, rules_of(replay, LAYERS), prompt)
     thresholds = middle_thresholds(evaluator)
     found = evaluator.measure(thresholds)
-    nll, ratios, decisions = by_session(source, thresholds, prompt)
+    nll, ratios, decisions = by_session(source, thresholds, prompt, coupled)
     assert 0 < found.replay < 1
     np.testing.assert_allclose(found.ratios, ratios)
     assert found.nll == pytest.approx(nll, rel=1e-5)
     details = evaluator.details(thresholds)
     np.testing.assert_array_equal(details.replayed.numpy(), decisions)
-    assert details.losses.shape == details.predicted.shape == (VIDEOS, LENGTH + 1 - prompt)
+    assert details.losses.shape == details.predicted.shape == (len(given), LENGTH + 1 - prompt)
+    if coupled:
+        assert np.array_equal(decisions[:, :2], decisions[:, 2:])
     assert float(details.losses[:, FRAME:].mean()) == pytest.approx(nll, rel=1e-5)
 
 
@@ -136,6 +144,16 @@ def test_bad_videos() -> None:
         Evaluator(source, np.zeros((2, 9), np.int64), rules)
     with pytest.raises(InputError, match="compile with prefill_chunk <= 8"):
         Evaluator(rewritten(replay, chunk=9), videos(), rules)
+
+
+def test_coupled_videos_are_two_halves() -> None:
+    replay = fc.ReplayConfig(gate="input_delta", couple_cfg=True)
+    with pytest.raises(
+        InputError, match=r"pairs video b with video b \+ N / 2, but there are 3 videos in batches of 2"
+    ):
+        Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS))
+    assert _groups(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
+    assert _groups(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
 
 
 def test_heads_are_chosen_by_the_damage_that_they_do() -> None:

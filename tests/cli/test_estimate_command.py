@@ -26,11 +26,12 @@ def compiled(fake, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-
     import fastcar_compile
 
     site = {"hidden": 128, "intermediate": 352, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "gated": True}
+    site |= {"replay": True, "gate": "learned", "heads": None, "gate_units": 4}
     manifest = fake.manifest
     board = load_target("zcu102")
     design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(board))
     manifest.sections["sites"] = [site | {"layer": layer, "activation": "silu"} for layer in range(3)]
-    manifest.sections["config"]["quant"] = "w8a8"
+    manifest.sections["config"] |= {"quant": "w8a8", "replay": {"gate": "learned", "refresh_every": None}}
     manifest.sections["target"] = board.model_dump(mode="json")
     manifest.sections["accelerator"] = {"design": design.to_json()}
     opened = type("Opened", (), {"manifest": manifest})
@@ -55,6 +56,9 @@ def test_text_of_a_shape_and_its_plot(fastcar: Fastcar, tmp_path: Path) -> None:
     assert result.exit_code == 0
     for text in ("predicted", "50.0% replay", "bound by", "memory", "J per token", "designs", "time line drawn in"):
         assert text in result.stdout
+    assert "tas, decided on the accelerator; no cache of its own" in result.stdout
+    learned = fastcar(*KV260, "--replay", 0.5, "--gate", "learned", "--gate-units", 8).stdout
+    assert "learned, decided on the host; 134.22 MB of gate cache, 4.196 MB of weights (8 units)" in learned
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -82,6 +86,7 @@ def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path)
     np.save(tmp_path / "trace.npy", decisions)
     report = json.loads(fastcar("estimate", compiled, "--trace", tmp_path / "trace.npy", "--json").stdout)
     assert report["replay_ratio"] == 0.5
+    assert (report["gate"]["name"], report["gate"]["units"]) == ("learned", 4)
     assert report["speedup_over_dense"] > 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,28 +164,3 @@ def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
 def test_comparisons_name_their_infinities() -> None:
     assert (Comparison.AT_LEAST.never, Comparison.AT_LEAST.always) == (float("inf"), -float("inf"))
     assert (Comparison.AT_MOST.never, Comparison.AT_MOST.always) == (-float("inf"), float("inf"))
-
-
-def test_hls_simulation_takes_the_host_s_decisions(
-    tmp_path: Path, require_tool: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_tool("g++")
-    monkeypatch.setenv("FASTCAR_CACHE", str(tmp_path / "cache"))
-    replay = fc.ReplayConfig(gate="input_delta", threshold=0.9)
-    artifact = fc.compile(
-        llama(), "zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=tmp_path / "a"
-    )
-    assert "gate input_delta: relative change" in artifact.explain(layer=0)
-    assert "gate_cache_0: torch.float32 [8, 1, 64], 0.002 MiB, gate_cache" in artifact.explain(layer=0)
-    results = []
-    for backend in ("cpu", "hls-csim"):
-        session = artifact.session(backend, record=True, threads=1)
-        logits = [session.step(torch.from_numpy(ids[:1, 0])) for ids in tokens()[:24]]
-        results.append((session.stats.decisions, torch.stack(logits)))
-    assert 0 < results[0][0][FRAME:].mean() < 1
-    np.testing.assert_array_equal(results[1][0], results[0][0])
-    assert torch.equal(results[1][1], results[0][1])
-    session.set_threshold(None)
-    session.reset()
-    session.step(torch.zeros(1, dtype=torch.int64))
-    assert session.thresholds.tolist() == [-float("inf")] * LAYERS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +18,14 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.lowering.kernels import gate_scores
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.runtime.backends.cpu import adopt
+
+from .cases import CASES as NETWORKS
 
 fastcar = torch.ops.fastcar
 few = settings(deadline=None, max_examples=4)
@@ -29,9 +35,7 @@ INF = float("inf")
 def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
     """The kernel compiled by itself; its last argument afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [
-        tvm.runtime.from_dlpack(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments
-    ]
+    tensors = [adopt(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments]
     tvm.compile(module, target=host_target())["main"](*tensors)
     return torch.from_numpy(np.array(tensors[-1].numpy()))
 
@@ -203,6 +207,24 @@ def test_learned_score_in_tvm(rows: int, width: int, units: int, seed: int) -> N
     torch.testing.assert_close(eager, formula, atol=1e-5, rtol=1e-4)
     kernel = learned_score(rows, width, units)
     torch.testing.assert_close(run(kernel, x, cached, *parameters, torch.zeros(rows)), formula, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
+def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
+    """Compiled for each, without a call of the C library; exact on those that this machine has (board/ has AArch64)."""
+    kernels = tvm.IRModule({case.name: case.kernel(isa) for case in NETWORKS})
+    built = tvm.compile(kernels, target=host_target(isa))
+    calls = re.findall(r"\b(?:callq?|bl)\s+(\w+)", getattr(built, "mod", built).inspect_source("asm"))
+    assert not [name for name in calls if name.startswith(("__trunc", "__ext", "fabs", "fma"))]
+    if isa not in runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags()):
+        return
+    for case in NETWORKS:
+        *inputs, expected = case.arguments()
+        weights = torch.from_numpy(inputs[2].view(np.int16)).view(torch.bfloat16)
+        tensors = [adopt(weights) if i == 2 else tvm.runtime.tensor(a) for i, a in enumerate(inputs)]
+        y = tvm.runtime.tensor(np.zeros_like(expected))
+        built[case.name](*tensors, y)
+        np.testing.assert_array_equal(y.numpy(), expected)
 
 
 def test_learned_score_in_onnx_and_of_nan(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gates.networks import networks
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir import DecoderProgram, StateRole
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -30,6 +32,34 @@ def test_golden() -> None:
     before = program_text(program)
     InsertReplay((1.5,), max_chain=4, couple_cfg=True).apply(program)
     check_golden("insert-replay", before, program_text(program))
+
+
+def test_golden_of_a_gate_with_weights() -> None:
+    program = after(*analysis_pipeline())
+    before = program_text(program)
+    InsertReplay((0.5,), gate="learned", gate_weights=networks(WIDTH, 3)).apply(program)
+    check_golden("insert-replay-learned", before, program_text(program))
+
+
+def test_a_gate_s_weights_become_parameters_of_layers_that_may_replay() -> None:
+    weights = networks(WIDTH, 3, 2)
+    program = replaying(None, 0.5, gate="learned", gate_weights=weights)
+    params = {name: t for name, t in program.params.items() if name.startswith("gate_")}
+    assert sorted(params) == ["gate_b1_1", "gate_b2_1", "gate_w1_1", "gate_w2_1"]
+    assert all(torch.equal(params[f"gate_{name}_1"], t) for name, t in weights.layer(1).params().items())
+    assert [s.gate_units for s in program.sites] == [None, 2]
+
+
+def test_a_gate_s_weights_must_be_there_and_fit() -> None:
+    program = after(*analysis_pipeline())
+    before = everything(program)
+    with pytest.raises(CompileError, match="gate 'learned' needs its weights"):
+        InsertReplay((0.5,), gate="learned").apply(program)
+    with pytest.raises(CompileError, match=r"w1 is \[3, 12\], but the decoder's hidden size is 8"):
+        InsertReplay((0.5,), gate="learned", gate_weights=networks(6, 3)).apply(program)
+    with pytest.raises(CompileError, match="known only by their digest, sha256:00"):
+        InsertReplay((0.5,), gate="learned", gate_weights=GateWeights("00" * 32)).apply(program)
+    assert everything(program) == before
 
 
 def test_golden_of_a_layer_without_threshold() -> None:

@@ -1,0 +1,100 @@
+"""What a gate costs: bytes that it keeps and reads, and time where the host decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.estimate.shapes import DecoderShape
+from fastcar_compile.gates import GATES, decided_on_accelerator
+from fastcar_compile.gates.weights import weight_bytes
+
+CHANGE_FLOPS = 4
+"""Per element of the MLP's input: a subtraction, two absolute values, a sum; the relative change and what a network
+reads cost about the same."""
+
+DEFAULT_UNITS = 16
+"""Hidden units of gate `learned` where the estimate is of no artifact."""
+
+
+@dataclass(frozen=True)
+class GateModel:
+    """The gate of every layer.
+
+    Args:
+        name: in `fastcar_compile.gates.GATES`. units: hidden units of a network; 0: it has none.
+        on_host: whether the host decides; else the accelerator's TAS unit does.
+    """
+
+    name: str = "tas"
+    units: int = 0
+    on_host: bool = False
+
+    @classmethod
+    def named(cls, name: str, units: int | None = None) -> GateModel:
+        """The gate with its usual options.
+
+        Raises:
+            InputError: unknown, or units for a gate without a network.
+        """
+        if name not in GATES:
+            raise InputError(f"unknown gate {name!r}", mend=f"known gates: {', '.join(GATES)}")
+        if units is not None and not GATES[name].takes_weights:
+            raise InputError(f"gate {name!r} has no hidden units", mend="leave them out, or choose gate learned")
+        own = (units or DEFAULT_UNITS) if GATES[name].takes_weights else 0
+        return cls(name, own, not decided_on_accelerator(name, None, None))
+
+    @classmethod
+    def of_sections(cls, config: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> GateModel:
+        """That of an artifact, from its manifest's sections; the most units of any layer."""
+        gated = [site for site in sites if site["replay"]]
+        replay = config["replay"]
+        if replay is None or not gated:
+            return cls()
+        rules = (gated[0]["gate"], gated[0]["heads"], replay["refresh_every"])
+        units = max(site.get("gate_units") or 0 for site in gated)
+        return cls(replay["gate"], units, not decided_on_accelerator(*rules))
+
+    @property
+    def caches_input(self) -> bool:
+        """Whether the MLP's input is kept, so that the norm before the MLP is computed for rows that replay too."""
+        return GATES[self.name].caches_input
+
+    def cache_bytes(self, shape: DecoderShape, rows: int) -> int:
+        """Of the gate caches of all layers: the MLP's input of every slot, as large as the MLP cache."""
+        return shape.mlp_cache_bytes(rows) if self.caches_input else 0
+
+    def weight_bytes(self, shape: DecoderShape) -> int:
+        """Of the networks of all layers."""
+        return shape.layers * weight_bytes(self.units, shape.hidden) if self.units else 0
+
+    def moved_bytes(self, shape: DecoderShape, rows: int) -> int:
+        """Of one layer's decision on the host: the network, and per row the cached input read, the kept one written."""
+        row = 2 * 4 * shape.hidden if self.caches_input else 0
+        return self.weight_bytes(shape) // shape.layers + rows * row
+
+    def flops(self, shape: DecoderShape, rows: int) -> int:
+        """Of one layer's decision on the host."""
+        per_row = CHANGE_FLOPS * shape.hidden if self.caches_input else 0
+        per_row += 2 * self.units * 2 * shape.hidden
+        if self.name == "tas":
+            per_row += 2 * shape.heads * shape.head_dim
+        if self.name == "bound":  # query by key and the squares of both
+            per_row += 6 * shape.heads * shape.head_dim
+        return rows * per_row
+
+    def to_json(self, shape: DecoderShape, rows: int) -> dict[str, Any]:
+        """Plain values, for a result."""
+        return {
+            "name": self.name,
+            "decided_on": "host" if self.on_host else "accelerator",
+            "units": self.units,
+            "cache_bytes": self.cache_bytes(shape, rows),
+            "weight_bytes": self.weight_bytes(shape),
+        }
+
+
+TAS = GateModel()
+"""The paper's gate on the accelerator's unit."""

@@ -1,0 +1,211 @@
+"""Gates that the host of an accelerator decides: HLS C simulation follows them, whichever it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_tool
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.cli.estimate import _of_artifact
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.estimate import estimate
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.gates import GATES
+from fastcar_compile.gates.weights import weight_bytes
+from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ops.offload import bound_accelerator
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+
+from .networks import networks
+
+FRAME, LENGTH, LAYERS, ROWS, STEPS = 8, 33, 2, 2, 24
+LEARNED = {"gate_weights": networks(64, 5, 3)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}]},
+    "input_delta": {"max_chain": 1},
+    "bound": {},
+    "learned": LEARNED,
+    "random": {"threshold": 0.5, "couple_cfg": True},
+}
+
+
+def tokens() -> np.ndarray:
+    """int64 [T, B, 1]; few symbols, so that places repeat between frames."""
+    return np.random.default_rng(3).integers(0, 3, (STEPS, ROWS, 1))
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """A random Llama for a board, w8a8, gate learned."""
+    check_tool("g++")
+    folder = tmp_path_factory.mktemp("learned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCAR_CACHE", str(folder / "cache"))
+        replay = fc.ReplayConfig(gate="learned", **LEARNED)
+        built = fc.compile(
+            llama(),
+            "zcu102",
+            tokens_per_frame=FRAME,
+            max_seq_len=LENGTH,
+            batch_size=ROWS,
+            replay=replay,
+            output=folder / "a",
+        )
+        built.session("hls-csim")  # builds the simulation into this cache
+    return built
+
+
+@pytest.fixture
+def cache(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCAR_CACHE", str(artifact.path.parent / "cache"))
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import torch
+import fastcar_compile as fc
+
+path, backend, thresholds, tokens, out = sys.argv[1:]
+session = fc.load(path).session(backend, record=True, threads=1)
+session.set_threshold(np.load(thresholds).tolist())
+logits = [session.step(torch.from_numpy(ids[:, 0])).numpy() for ids in np.load(tokens)]
+np.savez(out, logits=np.stack(logits), decisions=session.stats.decisions)
+"""
+
+
+def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    session.reset()
+    session.set_threshold(thresholds.tolist())
+    logits = [session.step(torch.from_numpy(ids[:, 0])).numpy() for ids in tokens()]
+    return np.stack(logits), session.stats.decisions
+
+
+@pytest.mark.usefixtures("cache")
+def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Path) -> None:
+    """In a fresh process too: the weights are among the artifact's own, and the file that they came from is not asked
+    for again."""
+    thresholds = middle(EagerBackend(artifact.graph, artifact.program.outputs, None, [], artifact.state, 0))
+    logits, decisions = decoded(artifact.session("cpu", record=True, threads=1), thresholds)
+    assert 0 < decisions[FRAME:].mean() < 1
+    names = {"thresholds": thresholds, "tokens": tokens()}
+    for name, array in names.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    files = [str(tmp_path / f"{name}.npy") for name in names]
+    out = tmp_path / "out.npz"
+    arguments = [sys.executable, "-c", SCRIPT, str(artifact.path), "hls-csim", *files, str(out)]
+    subprocess.run(arguments, check=True, timeout=300)
+    fresh = np.load(out)
+    np.testing.assert_array_equal(fresh["decisions"], decisions)
+    np.testing.assert_array_equal(fresh["logits"], logits)
+    for backend in ("eager", "onnxruntime"):
+        close, same = decoded(artifact.session(backend, record=True), thresholds)
+        np.testing.assert_array_equal(same, decisions, err_msg=backend)
+        np.testing.assert_allclose(close, logits, atol=1e-4, err_msg=backend)
+
+
+def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
+    text = artifact.explain(layer=0)
+    assert "gate learned: a trained network, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2" in text
+    assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 0.001 MiB" in text
+    assert "gate_cache_0: torch.float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
+    assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
+    assert artifact.manifest.sections["config"]["replay"]["gate_weights"] == LEARNED["gate_weights"].name
+
+
+@pytest.fixture(scope="module")
+def analysed() -> DecoderProgram:
+    program = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=8)
+    return run_pipeline(program, analysis_pipeline())
+
+
+def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None:
+    cache = 4 * LAYERS * FRAME * ROWS * 64
+    report = json.loads((artifact.path / "report.json").read_text())["gate"]
+    own = sum(t.nbytes for name, t in artifact.params.items() if name.startswith("gate_"))
+    assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5, 3])
+    html = (artifact.path / "report.html").read_text()
+    assert f"{cache / 2**20:.3f} MiB of gate cache, {own / 2**20:.3f} MiB of gate weights (5, 3 units)" in html
+    work, board, _ = _of_artifact(artifact.path, None)
+    predicted = estimate(replace(work, replay=0.5), board)
+    assert predicted.memory["gate_cache"] == cache
+    # The model takes every layer for one of the largest network.
+    gate = {"name": "learned", "decided_on": "host", "units": 5, "cache_bytes": cache}
+    assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
+
+
+def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerBackend, EagerBackend]:
+    """The graph of the board's host and the whole decode step, w8a8, both in eager PyTorch."""
+    backends = []
+    for host in (True, False):
+        program = copy.deepcopy(analysed)
+        config = CompileConfig(
+            target="zcu102",
+            tokens_per_frame=FRAME,
+            max_seq_len=LENGTH,
+            batch_size=ROWS,
+            quant="w8a8",
+            replay=fc.ReplayConfig(gate=name, **OPTIONS[name]),
+        )
+        run_pipeline(program, [*rewrite_pipeline(config, LAYERS), *(offload_pipeline() if host else [])])
+        backends.append(EagerBackend(program.graph_module, program.outputs, None, [], program.state, 0))
+    return backends[0], backends[1]
+
+
+def middle(backend: EagerBackend) -> np.ndarray:
+    """Per layer a threshold in the widest gap between the middle scores of the dense decoder."""
+    backend.reset()
+    closed = np.full(LAYERS, -np.inf, np.float32)
+    scores = np.stack([backend.decode(ids, t, t, closed).scores for t, ids in enumerate(tokens())])[FRAME:]
+    ordered = np.sort(scores.transpose(1, 0, 2).reshape(LAYERS, -1), axis=1)
+    inner = ordered[:, ordered.shape[1] // 3 : 3 * ordered.shape[1] // 4]
+    widest = np.diff(inner, axis=1).argmax(1)[:, None]
+    gap = [np.take_along_axis(inner, at, 1) for at in (widest, widest + 1)]
+    return ((gap[0] + gap[1]) / 2)[:, 0].astype(np.float32)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_simulation_computes_the_rows_that_the_host_s_gate_leaves(
+    artifact: fc.Artifact, analysed: DecoderProgram, name: str
+) -> None:
+    """The layers' MLPs in the simulation of the artifact, the rest of each gate's own host graph in eager PyTorch."""
+    assert set(OPTIONS) == {n for n in GATES if n not in ("always", "never")}
+    simulated = artifact.session("hls-csim")._backend
+    assert isinstance(simulated, HlsCsimBackend)
+    host, whole = host_and_whole(analysed, name)
+    thresholds = np.full(LAYERS, 0.5, np.float32) if name == "random" else middle(whole)
+    whole.reset()
+    rows = set()
+    for t, ids in enumerate(tokens()):
+        expected = whole.decode(ids, t, t, thresholds)
+        simulated._gate.start(t, thresholds)
+        with bound_accelerator(simulated._mlp):
+            found = host.decode(ids, t, t, thresholds)
+        np.testing.assert_array_equal(found.decisions, expected.decisions)
+        np.testing.assert_array_equal(found.scores, expected.scores)
+        np.testing.assert_array_equal(found.logits, expected.logits)
+        rows |= {tuple(layer) for layer in expected.decisions.tolist()}
+    assert {(True, True), (False, False)} <= rows
+    assert name == "random" or len(rows) > 2, "rows decide on their own"
+
+
+@pytest.mark.usefixtures("cache")
+def test_no_threshold_is_never(artifact: fc.Artifact) -> None:
+    session = artifact.session("hls-csim")
+    session.set_threshold(None)
+    assert session.thresholds.tolist() == [-float("inf")] * LAYERS
