@@ -87,6 +87,7 @@ class Ours(Engine):
             replay=replay,
             prefill_chunk=1,
             sparse_attention=fc.SparseAttention(window=job.window, sinks=SINKS) if job.window else None,
+            kv=job.kv,
             output=Path(job.folder) / "artifact",
         )
         traffic = count_traffic(artifact.program, job.batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from speed.engines import OURS
 from speed.sizes import DENSE, Job, Sizes
@@ -23,6 +24,29 @@ PEERS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 """Our precision -> (engine, precision) of the peers that it is measured with."""
+
+KV = {"float32": "float32", "bfloat16": "float16", "w8a8": "float16", "w4a8": "float16"}
+"""Our precision -> what its keys and values are cached as: float16 where nothing else is float32 either."""
+
+PEER_KV = {
+    ("pytorch eager", "float32"): "float32",
+    ("torch.compile", "float32"): "float32",
+    ("pytorch eager", "bfloat16"): "bfloat16",
+    ("torch.compile", "bfloat16"): "bfloat16",
+    ("onnxruntime", "float32"): "float32",
+    ("onnxruntime", "int8"): "float32",
+    ("onnxruntime", "int8 blocks"): "float32",
+    ("onnxruntime", "int4 block 32"): "float32",
+    ("onnxruntime", "int4 block 128"): "float32",
+    ("openvino", "int8"): "u8",
+    ("openvino", "int4"): "u8",
+    ("llama.cpp", "Q8_0"): "float16",
+    ("llama.cpp", "Q4_0"): "float16",
+}
+"""(engine, precision) -> its cache: the engine's default."""
+
+WIDE = "w4a8"
+"""Our precision that is also measured with float32 keys and values."""
 
 WINDOW = 256
 PAIRED = ("w8a8", "w4a8")
@@ -49,6 +73,8 @@ class Plan:
         """The group of one of our precisions: our engine and its peers."""
         base, ours = 2 * self.sizes.context, OURS
         jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
+        if self.extras and precision == WIDE:
+            jobs.append(self._job(precision, ours, precision, "-kv32", PAIR, max_seq_len=base, kv="float32"))
         if self.extras and precision in PAIRED:
             jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
         if self.extras and precision == "w8a8":
@@ -68,7 +94,8 @@ class Plan:
         return [replace(job, sizes=far) for job in (whole, window)]
 
     def _job(
-        self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: int
+        self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: Any
     ) -> Job:
+        more = {"kv": KV[name] if engine == OURS else PEER_KV[engine, name], **more}
         place = self.folder / group / f"{engine}-{name}{tag}".replace(" ", "-")
         return Job(engine, name, self.sizes, str(self.checkpoint), str(place), variants, **more)

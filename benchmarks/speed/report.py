@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from speed.engines import OURS
-from speed.plan import PEERS
+from speed.plan import KV, PEERS
 from speed.runner import Result
 from speed.sizes import DENSE, GROUP, Sizes
 
@@ -37,6 +37,7 @@ def _common(result: Result) -> Row:
         "context": job.sizes.context,
         "max_seq_len": job.max_seq_len or job.sizes.cache_length,
         "window": job.window,
+        "kv": job.kv,
     }
 
 
@@ -117,6 +118,8 @@ def _remark(row: Row) -> str:
         parts.append(f"context {row['context']} of {row['max_seq_len']}")
     if row["window"]:
         parts.append(f"window {row['window']}")
+    if row["kv"]:
+        parts.append(f"{row['kv']} KV")
     return "; ".join(parts)
 
 
@@ -127,7 +130,7 @@ def speedups(rows: list[Row]) -> list[str]:
 
 
 def _against_dense(ours: list[Row]) -> list[str]:
-    same = ("precision", "batch", "context")
+    same = ("precision", "batch", "context", "kv")
     lines = []
     for r in ours:
         alike = [d for d in ours if not d["replay"] and not d["window"] and all(d[k] == r[k] for k in same)]
@@ -135,6 +138,7 @@ def _against_dense(ours: list[Row]) -> list[str]:
             continue
         ratio = alike[0]["ms_per_token"] / r["ms_per_token"]
         options = [f"batch {r['batch']}"] * (r["batch"] > 1) + [f"window {r['window']}"] * (r["window"] > 0)
+        options += [f"{r['kv']} KV"] * (r["kv"] != KV[r["precision"]])
         options += [f"replay {r['replay_achieved']:.3f}"] * (r["replay"] > 0)
         options += [f"max_seq_len {r['max_seq_len']}"] * (r in alike)
         lines.append(f"{r['precision']}, context {r['context']}, {', '.join(options)}: {ratio:.2f}x its own dense step")

@@ -61,6 +61,7 @@ class Job:
         batch: rows decoded together; 2 is a coupled pair of classifier-free guidance.
         max_seq_len: positions of our cache; peers have `sizes.cache_length`.
         window: attended positions of our sparse attention besides the sinks; 0: all.
+        kv: what keys and values are cached as; a peer's own choice, named only.
     """
 
     engine: str
@@ -72,6 +73,7 @@ class Job:
     batch: int = 1
     max_seq_len: int = 0
     window: int = 0
+    kv: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe dict."""

@@ -268,7 +268,7 @@ private:
         feeds.insert_or_assign("thresholds", limits);
     }
 
-    // Without a prefill library: one decode forward that never replays, whose replay state is put back.
+    // Without a prefill library: decode forward number 0, which never replays and writes slot 0 only; that is put back.
     Tensors prompt_step(Tensors& feeds) {
         add_gate(feeds, 0, std::vector<float>(static_cast<size_t>(spec_.layers), INFINITY));
         std::map<std::string, std::vector<char>> kept;
@@ -276,7 +276,8 @@ private:
             if (state.replay) {
                 const tvm::ffi::Tensor& tensor = state_.at(state.name);
                 const char* bytes = data_of<char>(tensor);
-                kept.emplace(state.name, std::vector<char>(bytes, bytes + tvm::ffi::GetDataSize(tensor)));
+                const size_t slot = tvm::ffi::GetDataSize(tensor) / static_cast<size_t>(tensor.size(0));
+                kept.emplace(state.name, std::vector<char>(bytes, bytes + slot));
             }
         }
         const Tensors results = decode_(feeds);

@@ -128,7 +128,7 @@ def test_a_second_session_takes_no_memory_for_weights(tmp_path: Path) -> None:
 def test_an_arena_is_zero_aligned_lazy_and_zero_again() -> None:
     specs = [
         StateSpec("a", (3, 5), torch.float32, StateRole.KEY_CACHE, 0),
-        StateSpec("b", (7,), torch.int32, StateRole.CHAIN_COUNT, 0),
+        StateSpec("b", (7, 2), torch.int32, StateRole.CHAIN_COUNT, 0),
         StateSpec("big", (64 << 20,), torch.uint8, StateRole.VALUE_CACHE, 1),
     ]
     before = anonymous_kib()
@@ -145,11 +145,11 @@ def test_an_arena_is_zero_aligned_lazy_and_zero_again() -> None:
     assert all(int(t.sum()) == 0 for t in arena.tensors.values())
     assert [t.data_ptr() for t in arena.tensors.values()] == addresses
     arena.tensors["b"].fill_(5)
-    with arena.kept([StateRole.CHAIN_COUNT]):
+    with arena.kept([StateRole.CHAIN_COUNT], slot=3):
         arena.tensors["a"].fill_(2)
         arena.tensors["b"].fill_(6)
     assert arena.tensors["a"].unique().tolist() == [2]
-    assert arena.tensors["b"].unique().tolist() == [5]
+    assert arena.tensors["b"].tolist() == [[5, 5] if slot == 3 else [6, 6] for slot in range(7)]
 
 
 def test_the_default_is_every_usable_core(built: tuple[Path, dict[str, Any]]) -> None:

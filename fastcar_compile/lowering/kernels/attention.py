@@ -11,6 +11,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 from fastcar_compile.lowering.kernels.half import widened
+from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch
 
 Shape = tuple[int, int, int, int]
 KEYS = 4
@@ -31,6 +32,11 @@ LOWEST = -3.0e38
 def filled_rows(position: Any, row: Any, size: int) -> Any:
     """How many cache rows query row `row` of a call at `position` sees: the rows 0 .. this - 1 of `size`."""
     return T.min(T.Cast("int32", position) + row + 1, size)
+
+
+def following(row: Any, last: Any, size: int) -> Any:
+    """A row to ask for ahead of its use: one past the rows 0 .. last - 1 of a head is of the next head's."""
+    return T.if_then_else(row < last, row, row - last + size)
 
 
 def vector_lanes(d: int) -> int:
@@ -64,6 +70,8 @@ def attention(
     pieces = context_parts(b * hkv, b * hkv * s * d * 2)
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
+    size = 4 if dtype == "float32" else 2
+    ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
 
     @T.prim_func(private=True, s_tir=True)
     def attend(
@@ -105,6 +113,18 @@ def attention(
                             for r in T.unroll(KEYS):
                                 for v in T.vectorized(lanes):
                                     dot[r * lanes + v] = T.float32(0)
+                            if g == 0:
+                                for r in T.unroll(KEYS * lines):
+                                    T.evaluate(
+                                        prefetch(
+                                            keys[
+                                                bi,
+                                                h,
+                                                following(at + part * KEYS + r // lines + ahead, last, s),
+                                                r % lines * step,
+                                            ]
+                                        )
+                                    )
                             for r in T.unroll(KEYS):
                                 for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
@@ -132,6 +152,9 @@ def attention(
                         for c in T.vectorized(d):
                             acc[c] = sums[item * group + g, c] * stat[1]
                         for r in range(count):
+                            if g == 0:
+                                for u in T.unroll(lines):
+                                    T.evaluate(prefetch(values[bi, h, following(at + r + ahead, last, s), u * step]))
                             stat[2] += weights[r]
                             for c in T.vectorized(d):
                                 acc[c] += weights[r] * widened(values[bi, h, at + r, c], dtype, isa)

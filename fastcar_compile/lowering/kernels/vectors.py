@@ -64,8 +64,8 @@ def folded(load: Load, lanes: int) -> Expr:
 
 
 PREFETCH_BYTES = 1 << 15
-"""How far ahead weights are asked for. The second cache keeps more misses under way than the first, and a prefetcher
-gives up on rows that are read side by side within a page."""
+"""How far ahead weights, keys and values are asked for. The second cache keeps more misses under way than the first,
+and a prefetcher gives up on rows that are read side by side within a page."""
 
 LINE = 64
 """Bytes of a cache line."""

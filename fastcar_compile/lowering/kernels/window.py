@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -10,6 +12,7 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 from fastcar_compile.lowering.kernels.half import narrowed, widened
+from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch
 
 Shape = tuple[int, int, int, int]
 BLOCK = 16
@@ -74,7 +77,14 @@ def window_attention(
     group, ring = hq // hkv, s - sinks
     lanes = vector_lanes(d)
     padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
+
+    def met_by(row: Any) -> Any:
+        """Where in `both` the query of a row begins; without sinks there is one query, whatever the second one is."""
+        return T.if_then_else(row < sinks, d, 0) if sinks else 0
+
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
+    size = 4 if dtype == "float32" else 2
+    ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
 
     @T.prim_func(private=True, s_tir=True)
     def attend_to_window(
@@ -109,22 +119,30 @@ def window_attention(
                 first: T.let = T.max(p - (window - 1), sinks)
                 base: T.let = (first - sinks) % ring
                 seen: T.let = T.min(p + 1, sinks) + T.max(p + 1 - first, 0)
-                for c in T.vectorized(d):
-                    both[c] = q[bi, h, i, c]
-                    both[d + c] = sink_q[bi, h, i, c]
+                for c in T.unroll(d // lanes):
+                    for v in T.vectorized(lanes):
+                        both[c * lanes + v] = q[bi, h, i, c * lanes + v]
+                        both[d + c * lanes + v] = sink_q[bi, h, i, c * lanes + v]
                 stat[0] = T.float32(LOWEST)
                 for block in range((seen + KEYS - 1) // KEYS):
                     for r in T.unroll(KEYS):
                         j: T.let = T.min(block * KEYS + r, seen - 1)
                         row[r] = T.if_then_else(j < sinks, j, sinks + (base + j - sinks) % ring)
+                        if t == 1:  # the rows of a chunk read what its first one has fetched
+                            later: T.let = T.if_then_else(j + ahead < seen, j + ahead, (j + ahead) % seen)
+                            asked: T.let = T.if_then_else(later < sinks, later, sinks + (base + later - sinks) % ring)
+                            turn: T.let = T.if_then_else(j + ahead < seen, 0, s)  # the next head's rows
+                            for u in T.unroll(lines):
+                                T.evaluate(prefetch(keys[bi, h // group, asked + turn, u * step]))
+                                T.evaluate(prefetch(values[bi, h // group, row[r], u * step]))
                         for v in T.vectorized(lanes):
                             dot[r * lanes + v] = T.float32(0)
                     for c in T.unroll(d // lanes):
                         for r in T.unroll(KEYS):
                             for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += both[
-                                    T.if_then_else(row[r] < sinks, d, 0) + c * lanes + v
-                                ] * widened(keys[bi, h // group, row[r], c * lanes + v], dtype, isa)
+                                dot[r * lanes + v] += both[met_by(row[r]) + c * lanes + v] * widened(
+                                    keys[bi, h // group, row[r], c * lanes + v], dtype, isa
+                                )
                     for r in T.unroll(KEYS):
                         if lanes >= 16:
                             for v in T.vectorized(8):

@@ -135,9 +135,9 @@ class CpuBackend(Backend):
         self._state.clear()
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """Without a prefill graph, one decode forward whose replay state is put back."""
+        """Without a prefill graph, one decode forward, number 0, whose replay state is put back: that of slot 0."""
         if self._prefill is None:
-            with self._state.kept(r for r in StateRole if r not in _ATTENTION_ROLES):
+            with self._state.kept((r for r in StateRole if r not in _ATTENTION_ROLES), slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)
         self._chunk.set(inputs, position)
