@@ -19,10 +19,23 @@ from torch import Tensor
 from video import TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos
 
 import fastcar_compile as fc
+from fastcar_compile.evaluate import load_cases
+from fastcar_compile.gates import GateWeights
 
 GIVEN_FRAMES = 2
-THRESHOLDS = (None, -25.0, -14.0, None)
-"""A TAS threshold per layer. First and last layer of this decoder lose the picture when they replay by TAS."""
+HERE = Path(__file__).parent
+GATE, TARGET = "learned", 0.8
+"""Of the case that is shown: the gate, and the share of the forwards t >= F that its thresholds were calibrated for."""
+
+
+def replay_config(gate: str, target: float) -> fc.ReplayConfig:
+    """Of cases.json: the trained gate with its calibrated thresholds."""
+    cases = load_cases(HERE / "cases.json", GateWeights.load(HERE / "gates" / "learned.safetensors"))
+    found = {(c.gate, c.target): c.replay for c in cases if c.calibration == "calibrated"}
+    replay = found.get((gate, target))
+    if replay is None:
+        raise SystemExit(f"no thresholds for {gate} at {target:g}: choose from {sorted(found)}")
+    return replay
 
 
 def teacher_forced(session: fc.Session, tokens: Tensor) -> tuple[float, float]:
@@ -53,7 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--target", default="zcu102")
-    parser.add_argument("--threshold", type=float, help="one for every layer; default: one per layer, see THRESHOLDS")
+    parser.add_argument("--gate", default=GATE, help="of cases.json")
+    parser.add_argument("--target-replay", type=float, default=TARGET, help="that its thresholds were calibrated for")
     parser.add_argument("--video", type=int, default=0, help="index of the held-out video")
     options = parser.parse_args()
     console = Console()
@@ -65,7 +79,7 @@ def main() -> None:
             load_model(),
             target=options.target,
             quant="w8a8",
-            replay=fc.ReplayConfig(threshold=THRESHOLDS if options.threshold is None else options.threshold),
+            replay=replay_config(options.gate, options.target_replay),
             output=options.out / "artifact",
             progress=lambda stage: status.update(f"compiling: {stage}"),
         )
@@ -74,7 +88,7 @@ def main() -> None:
     for name in ("dense", "replay"):
         session = artifact.session(backend="cpu")
         if name == "dense":
-            session.set_threshold(float("inf"))
+            session.set_threshold(None)
         nll, speed = teacher_forced(session, tokens)
         stats = session.stats
         table.add_row(
