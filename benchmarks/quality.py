@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from quality_document import write_document
 from transformers import AutoModelForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, program_of, rules_of, search_of
+from fastcar_compile.calibrate.heads import choose_heads
+from fastcar_compile.calibrate.train import FIRST_PRICE
 from fastcar_compile.evaluate import Case, SinkWindow, Study, load_cases, save_cases
 from fastcar_compile.evaluate.cases import random_case
 from fastcar_compile.evaluate.pictures import draw
@@ -62,11 +66,13 @@ class Decoder:
     Attributes:
         windows: attention windows to compare with and without replay.
         training: per gate the rounds of its training.
+        from_heads: the training of `tas` goes on from heads that are chosen one by one.
     """
 
     name: str
     windows: tuple[SinkWindow, ...]
     training: dict[str, tuple[Round, ...]]
+    from_heads: bool = False
 
     @property
     def folder(self) -> Path:
@@ -119,8 +125,9 @@ DECODERS = (
         (SinkWindow(101, 16), SinkWindow(256, 16)),
         {
             "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)),
-            "tas": (Round(100, 0.5),),
+            "tas": (Round(120, 0.52),),
         },
+        from_heads=True,
     ),
 )
 
@@ -128,7 +135,7 @@ DECODERS = (
 def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
     """Write the example's trained gates; every round goes on from the one before."""
     for gate, rounds in decoder.training.items():
-        found = None
+        found = chosen_heads(decoder, say) if gate == "tas" and decoder.from_heads else None
         for number, one in enumerate(rounds):
             videos = decoder.videos(one.steps * BATCH, TRAINING_SEED + number)
             found = fc.train_gate(
@@ -145,6 +152,25 @@ def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
             )
         assert found is not None
         found.save(decoder.gate_file(gate))
+
+
+def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate:
+    """`tas` of heads chosen one by one, with thresholds for half of the replay."""
+    model, videos = decoder.model(), decoder.videos(PLANS["tas"].videos, CALIBRATION_SEED)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    program = program_of(model, len(videos))
+    evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="tas"), layers))
+    chosen = [dict(pairs) for pairs in choose_heads(evaluator, [heads] * layers, say)]
+    weights = torch.tensor([[pairs.get(head, 0.0) for head in range(heads)] for pairs in chosen])
+    weights /= weights.abs().sum(1, keepdim=True)
+    replay = fc.ReplayConfig(gate="tas", heads=[dict(enumerate(row.tolist())) for row in weights])
+    search, key = search_of(program, replay, videos, progress=say)
+    values = search.for_replay(0.5)
+    found = search.outcome(values)
+    nll = search.dense_nll * math.exp(found.damage)
+    thresholds = tuple(0.0 if value is None else value for value in values)
+    tensors = tuple({"heads": row} for row in weights)
+    return fc.TrainedGate("tas", tensors, thresholds, 0.5, found.replay, nll, search.dense_nll, FIRST_PRICE, key)
 
 
 def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Study:
