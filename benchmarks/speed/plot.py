@@ -61,5 +61,6 @@ def _draw(axis: Any, title: str, rows: list[Row]) -> None:
 
 def _label(row: Row) -> str:
     if row["engine"] == OURS:
-        return f"ours, replay {row['replay']:g}" if row["replay"] else "ours, dense"
+        cache = ", float32 KV" if row["kv"] == "float32" and row["precision"] == "w4a8" else ""
+        return (f"ours, replay {row['replay']:g}" if row["replay"] else "ours, dense") + cache
     return f"{row['engine']} {row['precision']}"
