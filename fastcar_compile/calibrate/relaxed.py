@@ -6,6 +6,7 @@ of a video together, and only the choice between fresh and cached outputs goes f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,10 @@ UNIFORM_EDGE = 1e-6
 """Random numbers keep this distance from 0 and 1, whose logistic quantiles are infinite."""
 
 
-class Scorer(nn.Module):
+class Scorer(nn.Module, ABC):
     """A gate of one layer that can be trained: it replays where its score is at most 0."""
 
+    @abstractmethod
     def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
         """What does not depend on decisions.
 
@@ -37,23 +39,22 @@ class Scorer(nn.Module):
         Returns:
             [N, n, F, …], whatever `score` takes.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
         """float32 [N, F], for one frame of what `prepare` returned, x and x at the last computed visit, [N, F, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Of the gate, by their names in its file, float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def threshold(self) -> float:
         """At which the gate with these weights decides as the scorer does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
         """The inverse of `weights` and `threshold`."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.weights import FORMAT, VERSION, GateWeights
+from fastcar_compile.gates.gate_file import MEND, read_gate_file, replace_file, write_gate_file
+from fastcar_compile.gates.weights import GateWeights
 
 SAVE_EVERY = 10
 """Steps between two states of an interrupted training."""
@@ -71,9 +71,9 @@ class TrainedGate:
         """Write a safetensors file with tensors `layer.{l}.{name}`; same gate, same bytes."""
         tensors = {f"layer.{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
         facts = {name: repr(getattr(self, name)) for name in _NUMBERS}
-        metadata = {"format": FORMAT, "version": VERSION, "gate": self.gate, "inputs": self.inputs, **facts}
+        metadata = {"gate": self.gate, "inputs": self.inputs, **facts}
         metadata["thresholds"] = json.dumps(self.thresholds)
-        _replace(Path(path), _ordered(save(tensors, metadata)))
+        write_gate_file(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -82,17 +82,7 @@ class TrainedGate:
         Raises:
             UserError: missing, malformed, or another format or version.
         """
-        mend = "give a file written by `fastcar train-gate`"
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"the gate cannot be read: {error}", where=str(path), mend=mend) from error
-        found = metadata.get("format"), metadata.get("version")
-        if found != (FORMAT, VERSION):
-            what = f"format {found[0]} version {found[1]} is not {FORMAT} version {VERSION}"
-            raise UserError(what, where=str(path), mend=mend)
+        metadata, tensors = read_gate_file(path)
         layers: dict[int, dict[str, Tensor]] = {}
         try:
             for name, tensor in tensors.items():
@@ -103,26 +93,10 @@ class TrainedGate:
             ordered = tuple(layers[i] for i in range(len(layers)))
             return cls(metadata["gate"], ordered, thresholds, inputs=metadata["inputs"], **numbers)
         except (ValueError, KeyError) as error:
-            raise UserError(f"the gate is malformed: {error!r}", where=str(path), mend=mend) from error
+            raise UserError(f"the gate is malformed: {error!r}", where=str(path), mend=MEND) from error
 
 
 _NUMBERS = ("target", "replay", "nll", "nll_dense", "price")
-
-
-def _ordered(data: bytes) -> bytes:
-    """safetensors orders metadata by chance: its header is written again with sorted keys."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[8 + size :]
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """A kill while writing leaves the file before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
 
 
 class TrainingState:
@@ -160,4 +134,4 @@ class TrainingState:
         tensors = {f"s/{name}": t.detach().clone().contiguous() for name, t in scorers.state_dict().items()}
         for index, values in optimizer.state_dict()["state"].items():
             tensors |= {f"o/{index}/{part}": t.clone() for part, t in values.items()}
-        _replace(self._path, save(tensors, {"key": self._key, "log": json.dumps(log)}))
+        replace_file(self._path, save(tensors, {"key": self._key, "log": json.dumps(log)}))

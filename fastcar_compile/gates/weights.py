@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.errors import CompileError
+from fastcar_compile.gates.gate_file import MEND, read_gate_file, write_gate_file
 
-FORMAT, VERSION = "fastcar-gate", "1"
 PARAMETERS = ("w1", "b1", "w2", "b2")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"layer\.(0|[1-9][0-9]*)\.([a-z0-9]+)")
@@ -80,7 +78,7 @@ class GateWeights:
         if not layers:
             problems.append("there is no layer")
         if problems:
-            raise CompileError.collect([CompileError(p, where=where, mend=_MEND) for p in problems])
+            raise CompileError.collect([CompileError(p, where=where, mend=MEND) for p in problems])
         made = {layer: _layer(params) for layer, params in sorted(layers.items())}
         return cls(_digest(made), made)
 
@@ -91,21 +89,13 @@ class GateWeights:
         Raises:
             UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
         """
-        try:
-            with safe_open(str(path), "pt") as file:
-                metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), mend=_MEND) from error
-        found = metadata.get("format"), metadata.get("version")
-        if found != (FORMAT, VERSION):
-            what = f"the file has format {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION!r}"
-            raise CompileError(what, where=str(path), mend=_MEND)
+        _, tensors = read_gate_file(path)
         layers: dict[int, dict[str, Tensor]] = {}
         unknown = []
         for name, tensor in sorted(tensors.items()):
             match = _NAME.fullmatch(name)
             if match is None:
-                unknown.append(CompileError(f"unknown tensor {name!r}", where=str(path), mend=_MEND))
+                unknown.append(CompileError(f"unknown tensor {name!r}", where=str(path), mend=MEND))
             else:
                 layers.setdefault(int(match[1]), {})[match[2]] = tensor
         try:
@@ -119,18 +109,8 @@ class GateWeights:
     def save(self, path: str | Path) -> None:
         """Write the file, all values in float32; same weights, same bytes."""
         self.require()
-        header: dict[str, object] = {"__metadata__": {"format": FORMAT, "version": VERSION}}
-        data = b""
-        for layer, weights in self.layers.items():
-            for name, tensor in weights.params().items():
-                values = tensor.float().contiguous().numpy().astype("<f4").tobytes()
-                place = [len(data), len(data) + len(values)]
-                header[f"layer.{layer}.{name}"] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": place}
-                data += values
-        # The library's own writer puts the metadata in an order that changes from run to run.
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        Path(path).write_bytes(len(text).to_bytes(8, "little") + text + data)
+        named = {layer: weights.params().items() for layer, weights in self.layers.items()}
+        write_gate_file(path, {f"layer.{i}.{n}": t.float().contiguous() for i, ts in named.items() for n, t in ts}, {})
 
     def check(self, hidden: Sequence[int]) -> None:
         """Raises CompileError, with all that is wrong, unless there is a network for every layer's hidden size."""
@@ -166,12 +146,6 @@ class GateWeights:
             what = f"the gate's weights have no layer {layer}; they have {_ranges(self.layers)}"
             raise CompileError(what, where="gate_weights", mend="train the gate on this decoder")
         return self.layers[layer]
-
-
-_MEND = (
-    f"give a safetensors file with metadata format {FORMAT!r}, version {VERSION!r}, and for every layer l "
-    "layer.l.w1 [units, 2 H], layer.l.b1 [units], layer.l.w2 [units], layer.l.b2 [1] (docs/gates.md)"
-)
 
 
 def gate_parameter(name: str, layer: int) -> str:

@@ -219,10 +219,10 @@ def test_a_gate_of_another_kind_is_no_start(decoder: LlamaForCausalLM, some: np.
 
 def test_files_that_are_no_gate(tmp_path: Path, decoder: LlamaForCausalLM) -> None:
     other = tmp_path / "other.safetensors"
-    with pytest.raises(UserError, match="the gate cannot be read: "):
+    with pytest.raises(UserError, match="the gate's weights cannot be read: "):
         fc.TrainedGate.load(other)
     save_file({"a": torch.zeros(1)}, other)
-    with pytest.raises(UserError, match="format None version None is not fastcar-gate version 1"):
+    with pytest.raises(UserError, match="format None version None, expected 'fastcar-gate' version '1'"):
         fc.TrainedGate.load(other)
     save_file({"a": torch.zeros(1)}, other, {"format": "fastcar-gate", "version": "1"})
     with pytest.raises(UserError, match="the gate is malformed: ValueError"):
