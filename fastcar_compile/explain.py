@@ -121,7 +121,8 @@ def _replay_lines(config: DecoderConfig, site: LayerSite) -> list[str]:
     read = f"query {site.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{site.layer})" if gate.caches_input else ""
     return [
-        f"  inserted gate {gate.name}: {gate.describe()}; {read}replaying at a score {gate.comparison.value} {site.threshold:g}{kept}; "
+        f"  inserted gate {gate.name}: {gate.describe()}; {read}"
+        f"replaying at a score {gate.comparison.value} {site.threshold:g}{kept}; "
         f"cond around {around} (replay_branch_{site.layer} | compute_branch_{site.layer})",
         f"  why      a row whose score passes keeps the MLP output of {stride} forwards ago; "
         "the MLP is skipped when every row does",
