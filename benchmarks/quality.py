@@ -1,8 +1,8 @@
 """What replay costs in quality on the shipped decoders: docs/quality.md and its pictures.
 
-`--train` trains the gates of examples/*/gates anew, `--calibrate` chooses the thresholds of examples/*/cases.json anew
-(both long); `--docs` measures those that are shipped on held-out videos. All go on from build/quality where they were
-interrupted.
+`--train` trains the gates of examples/*/gates anew, `--calibrate` chooses the thresholds of examples/*/cases.json anew,
+`--hindsight` looks for decisions that no gate could better (all three long); `--docs` measures the shipped gates on
+held-out videos. Training and measurements go on from build/quality where they were interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quality_hindsight
 import torch
 from quality_document import write_document
 from transformers import AutoModelForCausalLM
@@ -36,6 +37,7 @@ HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 
 HELD_OUT, BATCH = 16, 4
 RATIOS = (0.5, 0.8, 0.85)
+HINDSIGHT_RATIOS = (0.8, 0.85)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
 
 
@@ -102,6 +104,11 @@ class Decoder:
     def gate_file(self, gate: str) -> Path:
         """Of a trained gate."""
         return self.folder / "gates" / f"{gate}.safetensors"
+
+    @property
+    def hindsight_file(self) -> Path:
+        """What the best decisions reach."""
+        return self.folder / "hindsight.json"
 
     def weights(self) -> GateWeights:
         """Of gate `learned`."""
@@ -197,6 +204,14 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
     save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in RATIOS)], file)
 
 
+def look_back(decoder: Decoder, say: Callable[[str], None]) -> None:
+    """Write the example's hindsight.json: the best decisions on some of the held-out videos."""
+    gate = fc.TrainedGate.load(decoder.gate_file("learned"))
+    videos = decoder.videos(quality_hindsight.HINDSIGHT_VIDEOS, HELD_OUT_SEED)
+    found = [quality_hindsight.hindsight(decoder.model(), gate, videos, ratio, say) for ratio in HINDSIGHT_RATIOS]
+    quality_hindsight.save(found, decoder.hindsight_file)
+
+
 def cases_of(decoder: Decoder) -> list[Case]:
     """The shipped ones; the dense decoder and WITH_WINDOW also in every window."""
     cases = load_cases(decoder.folder / "cases.json", decoder.weights())
@@ -206,12 +221,13 @@ def cases_of(decoder: Decoder) -> list[Case]:
     return cases + [case.with_attention(window) for window in decoder.windows for case in chosen]
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true", help="train the gates anew; then calibrate them")
     parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
     parser.add_argument("--gates", default=",".join(PLANS), help="to calibrate, separated by commas; default: all")
+    parser.add_argument("--hindsight", action="store_true", help="look for the best decisions anew")
     parser.add_argument("--docs", action="store_true", help="write docs/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
@@ -221,6 +237,12 @@ def main() -> None:
         parser.error("--docs writes about all decoders: leave --decoder away")
     if unknown := set(options.gates.split(",")) - set(PLANS):
         parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(PLANS)}")
+    return options
+
+
+def main() -> None:
+    """What the command line asks for."""
+    options = parsed()
     torch.set_num_threads(options.threads)
     found = {}
     for decoder in DECODERS:
@@ -233,12 +255,15 @@ def main() -> None:
             train(decoder, folder, say)
         if options.calibrate:
             calibrate(decoder, folder, say, options.gates.split(","))
-        if options.docs or not (options.train or options.calibrate):
+        if options.hindsight:
+            look_back(decoder, say)
+        if options.docs or not (options.train or options.calibrate or options.hindsight):
             found[decoder.name] = measure(decoder, folder, say, options.docs)
     if found:
         (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
-        write_document(ROOT / "docs" / "quality.md", found)
+        bounds = {d.name: quality_hindsight.load(d.hindsight_file) for d in DECODERS}
+        write_document(ROOT / "docs" / "quality.md", found, bounds)
 
 
 def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quality_hindsight import HINDSIGHT_VIDEOS, Found
+
 from fastcar_compile.evaluate.pictures import SHOWN_RATIO
 
 Row = Mapping[str, Any]
@@ -40,12 +42,22 @@ The shipped gates are `examples/*/gates`, trained by `python benchmarks/quality.
 """
 
 
-def write_document(path: Path, found: Mapping[str, Rows]) -> None:
+def write_document(path: Path, found: Mapping[str, Rows], bounds: Mapping[str, Sequence[Found]]) -> None:
     """The whole page; pictures lie in images/quality/<decoder>/ beside it."""
     lines = [_HEAD]
     for name, rows in found.items():
         lines += [*_decoder(name, rows)]
-    lines += ["## Goals", "", *_goals(found), "", "## Calibrated against uniform and random", "", *_verdicts(found)]
+    lines += [
+        "## Goals",
+        "",
+        *_goals(found),
+        "",
+        *_hindsight(bounds),
+        "",
+        "## Calibrated against uniform and random",
+        "",
+        *_verdicts(found),
+    ]
     lines += ["", "## Replay and sink-window", "", *_windows(found), ""]
     path.write_text("\n".join(lines), "utf-8")
 
@@ -115,6 +127,26 @@ def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
                 "reached" if reached else "**not reached**",
             )
             yield "| " + " | ".join(cells) + " |"
+
+
+def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+    """Which of the goals is beyond what decisions in hindsight reach."""
+    yield "## How far any gate could come"
+    yield ""
+    yield f"Decisions of every token and layer, optimised one by one on {HINDSIGHT_VIDEOS} of the held-out videos"
+    yield "themselves (`python benchmarks/quality.py --hindsight`). A gate does not know the videos, so it can hardly do"
+    yield "better than this, though what is found is a local optimum and no proof."
+    yield ""
+    yield "| decoder | replay asked for | replay | by layer | NLL in hindsight | NLL allowed |"
+    yield "|---|---|---|---|---|---|"
+    allowed = {target: limit for gate, target, limit in GOALS if gate == "learned"}
+    for name, results in bounds.items():
+        for one in results:
+            layers = " / ".join(f"{100 * share:.0f}" for share in one.layers)
+            limit, ratio = allowed[one.target], one.nll / one.nll_dense
+            verdict = f"{limit:g}x" if ratio <= limit else f"{limit:g}x: **out of reach**"
+            shares = f"{100 * one.target:g} % | {100 * one.replay:.1f} % | {layers} %"
+            yield f"| {name} | {shares} | {ratio:.2f}x | {verdict} |"
 
 
 def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:

@@ -1,0 +1,143 @@
+"""How much replay a decoder bears at best: decisions that are optimised one by one on the videos that judge them.
+
+No gate can do that, as it does not know the videos: what is found here is near a bound for all of them. It is a local
+optimum, found as `fastcar_compile.train_gate` finds a gate, with a score of its own for every token and layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
+from fastcar_compile.calibrate.scorers import LearnedScorer
+
+HINDSIGHT_VIDEOS = 4
+STEPS, RATE, SAY_EVERY = 300, 0.1, 20
+NOISE, NOISE_ENDS = 0.3, 0.8
+"""On scores at first; share of the steps at which it has faded."""
+
+SOFTNESS, SOFTNESS_FALLS = 0.5, 0.2
+"""Of decisions at first, and what of it is left at the end."""
+
+EDGE = 3.0
+"""First scores lie between this and its negative, so that every decision can still turn."""
+
+PRICE, PRICE_GAIN, SHORTFALL_GAIN = 2.0, 0.3, 10.0
+"""As in `fastcar_compile.calibrate.train`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hard decisions that reached the target: their share of t >= F per layer, and NLL in nats per token."""
+
+    target: float
+    replay: float
+    layers: tuple[float, ...]
+    nll: float
+    nll_dense: float
+
+
+class Hindsight(Scorer):
+    """One score per token, which begins as that of a trained gate on the dense decoder."""
+
+    def __init__(self, gate: LearnedScorer, sample: Sample) -> None:
+        super().__init__()
+        with torch.no_grad():
+            before = torch.cat([sample.x[:, :1], sample.x[:, :-1]], 1)
+            scores = gate.score(gate.prepare(sample.query, sample.earlier, sample.x), sample.x, before)
+        self.scores = nn.Parameter(scores.clamp(-EDGE, EDGE))
+
+    def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
+        """The scores."""
+        return self.scores
+
+    def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
+        """Those of one frame."""
+        return prepared
+
+    def weights(self) -> dict[str, Tensor]:
+        """They fit these videos only: there is no gate to be had."""
+        return {}
+
+    def threshold(self) -> float:
+        """As for every scorer."""
+        return 0.0
+
+    def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
+        """Nothing to take over."""
+
+
+def hindsight(
+    model: nn.Module, gate: fc.TrainedGate, videos: np.ndarray, target: float, say: Callable[[str], None]
+) -> Found:
+    """The best decisions at the target on these videos, int64 [N, T], from those of a gate `learned`."""
+    tokens = torch.from_numpy(np.ascontiguousarray(videos))
+    fed = tokens[:, :-1]
+    decoder = RelaxedDecoder(model, len(tokens), fed.shape[1], model.config.tokens_per_frame)  # type: ignore[union-attr,arg-type]
+    scorers: list[Scorer] = [Hindsight(_scorer(gate, layer, s), s) for layer, s in enumerate(decoder.samples(fed))]
+    first = decoder.prompt - 1 + decoder.frame
+    dense = torch.log_softmax(decoder.dense(fed)[:, first:], -1)
+    targets = tokens[:, first + 1 :, None]
+    nll_dense = float(-dense.gather(-1, targets).mean())
+    optimizer = torch.optim.Adam([p for s in scorers for p in s.parameters()], lr=RATE)
+    random, price, best = torch.Generator().manual_seed(0), PRICE, None
+    for number in range(STEPS):
+        progress = number / STEPS
+        noise = NOISE * max(0.0, 1 - progress / NOISE_ENDS)
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * progress))
+        logits, shares = decoder.replayed(fed, scorers, Relaxation(noise, random, SOFTNESS * SOFTNESS_FALLS**progress))
+        now = torch.log_softmax(logits[:, first:], -1)
+        divergence = (dense.exp() * (dense - now)).sum(-1).mean()
+        short = target - shares.mean()
+        loss = divergence / nll_dense + max(0.0, price + SHORTFALL_GAIN * float(short.detach())) * short
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        price = max(0.0, price + PRICE_GAIN * float(short.detach()))
+        if number % SAY_EVERY and number + 1 < STEPS:
+            continue
+        found = _hard(decoder, fed, targets, scorers, target, nll_dense)
+        reached = f"replay {found.replay:.1%}, NLL {found.nll / nll_dense:.3f} of dense"
+        say(f"hindsight, step {number + 1} of {STEPS}: {reached}")
+        if found.replay >= target and (best is None or found.nll < best.nll):
+            best = found
+    if best is None:
+        raise RuntimeError(f"no decisions in hindsight reached {target:g}: take more steps")
+    return best
+
+
+def _scorer(gate: fc.TrainedGate, layer: int, sample: Sample) -> LearnedScorer:
+    weights = gate.layers[layer]
+    scorer = LearnedScorer(sample, len(weights["b1"]), torch.Generator().manual_seed(0))
+    scorer.assign(dict(weights), gate.thresholds[layer])
+    return scorer
+
+
+@torch.no_grad()
+def _hard(
+    decoder: RelaxedDecoder, fed: Tensor, targets: Tensor, scorers: list[Scorer], target: float, nll_dense: float
+) -> Found:
+    first = decoder.prompt - 1 + decoder.frame
+    logits, shares = decoder.replayed(fed, scorers)
+    nll = float(-torch.log_softmax(logits[:, first:], -1).gather(-1, targets).mean())
+    return Found(target, float(shares.mean()), tuple(shares.tolist()), nll, nll_dense)
+
+
+def save(found: list[Found], path: Path) -> None:
+    """As JSON."""
+    path.write_text(json.dumps([asdict(f) for f in found], indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+def load(path: Path) -> list[Found]:
+    """The inverse of `save`."""
+    return [Found(**(f | {"layers": tuple(f["layers"])})) for f in json.loads(path.read_text("utf-8"))]
