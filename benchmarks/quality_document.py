@@ -134,7 +134,7 @@ def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
     yield "## How far any gate could come"
     yield ""
     yield f"Decisions of every token and layer, optimised one by one on {HINDSIGHT_VIDEOS} of the held-out videos"
-    yield "themselves (`python benchmarks/quality.py --hindsight`). A gate does not know the videos, so it can hardly do"
+    yield "themselves (`python benchmarks/quality.py --hindsight`). A gate does not know the videos: it can hardly do"
     yield "better than this, though what is found is a local optimum and no proof."
     yield ""
     yield "| decoder | replay asked for | replay | by layer | NLL in hindsight | NLL allowed |"
