@@ -41,15 +41,8 @@ HINDSIGHT_RATIOS = (0.8, 0.85)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How thresholds of a gate are chosen: on how many videos, and for how much more replay than is asked for."""
-
-    videos: int
-    margin: float = 0.0
-
-
-PLANS = {"input_delta": Plan(16), "bound": Plan(16), "tas": Plan(16), "learned": Plan(16, 0.02)}
+MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.01, "learned": 0.02}
+"""Per gate how much more replay than is asked for its thresholds are chosen for: other videos may replay less."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +60,14 @@ class Decoder:
 
     Attributes:
         windows: attention windows to compare with and without replay.
+        calibration_videos: how many thresholds are chosen on.
         training: per gate the rounds of its training.
         from_heads: the training of `tas` goes on from heads that are chosen one by one.
     """
 
     name: str
     windows: tuple[SinkWindow, ...]
+    calibration_videos: int
     training: dict[str, tuple[Round, ...]]
     from_heads: bool = False
 
@@ -125,11 +120,13 @@ DECODERS = (
     Decoder(
         "moving_shapes",
         (SinkWindow(256, 16), SinkWindow(640, 16)),
+        16,
         {"learned": (Round(110, 0.82), Round(80, 0.83), Round(40, 0.82, 0.15)), "tas": (Round(80, 0.52),)},
     ),
     Decoder(
         "bouncing_digits",
         (SinkWindow(101, 16), SinkWindow(256, 16)),
+        32,
         {
             "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)),
             "tas": (Round(120, 0.52),),
@@ -163,7 +160,7 @@ def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
 
 def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate:
     """`tas` of heads chosen one by one, with thresholds for half of the replay."""
-    model, videos = decoder.model(), decoder.videos(PLANS["tas"].videos, CALIBRATION_SEED)
+    model, videos = decoder.model(), decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     program = program_of(model, len(videos))
     evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="tas"), layers))
@@ -192,13 +189,12 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
     file, study = decoder.folder / "cases.json", study_of(decoder, folder, say)
     cases: list[Case] = []
     for gate in gates:
-        plan = PLANS[gate]
-        videos = decoder.videos(plan.videos, CALIBRATION_SEED)
-        asked = [round(ratio + plan.margin, 3) for ratio in RATIOS]
+        videos = decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
+        asked = [round(ratio + MARGINS[gate], 3) for ratio in RATIOS]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
         cases += [replace(case, target=RATIOS[asked.index(case.target)]) for case in found]
-    cases += [c for c in load_cases(file, decoder.weights()) if c.gate in set(PLANS) - set(gates)]
-    order = list(PLANS)
+    cases += [c for c in load_cases(file, decoder.weights()) if c.gate in set(MARGINS) - set(gates)]
+    order = list(MARGINS)
     cases.sort(key=lambda case: (order.index(case.gate), case.target, case.calibration))
     layers = decoder.model().config.num_hidden_layers
     save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in RATIOS)], file)
@@ -226,7 +222,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true", help="train the gates anew; then calibrate them")
     parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
-    parser.add_argument("--gates", default=",".join(PLANS), help="to calibrate, separated by commas; default: all")
+    parser.add_argument("--gates", default=",".join(MARGINS), help="to calibrate, separated by commas; default: all")
     parser.add_argument("--hindsight", action="store_true", help="look for the best decisions anew")
     parser.add_argument("--docs", action="store_true", help="write docs/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
@@ -235,8 +231,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.docs and options.decoder:
         parser.error("--docs writes about all decoders: leave --decoder away")
-    if unknown := set(options.gates.split(",")) - set(PLANS):
-        parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(PLANS)}")
+    if unknown := set(options.gates.split(",")) - set(MARGINS):
+        parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(MARGINS)}")
     return options
 
 
