@@ -240,7 +240,8 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
         fabric_attention=workload.offload == "all",
         controller_seconds=unit_seconds if gated and not on_host else 0.0,
         gate=workload.gate if gated and on_host else None,
-        kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits, workload.kv_block) // workload.shape.layers,
+        kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits, workload.kv_block)
+        // workload.shape.layers,
     )
 
 

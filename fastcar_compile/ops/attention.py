@@ -15,6 +15,7 @@ TAS_FRACTION_BITS = 24
 TAS_LIMIT = 1 << 46
 """One product counts as at most this many of them (2^22 = 4.2 million): 65,536 products fit int64."""
 
+
 def score_factor(scale: float, heads: int) -> float:
     """What the integer sum over all query heads is multiplied with: scale / heads / 2^24, rounded to float32."""
     return float(np.float32(scale / heads / (1 << TAS_FRACTION_BITS)))

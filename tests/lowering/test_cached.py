@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from fastcar_compile.ops.cached import BLOCK, INT8_MAX, LEAST_EXPONENT, head_dim
 
 from .kernel_runs import few, run
 
+COUNT = 512
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())
 fastcar = torch.ops.fastcar
 
@@ -81,14 +83,78 @@ def test_the_size_of_a_row(dim: int) -> None:
 
 
 @dataclass(frozen=True)
-class RowCase:
-    """A call of `cache_write` that fills an int8 cache."""
+class CachedCase:
+    """A kernel and its arguments, the output last and as the reference gives it."""
 
     name: str
-    dim: int
-    count: int = 512
+    make: Callable[[InstructionSet], PrimFunc]
+    arguments: Callable[[], list[np.ndarray]]
 
-    def arguments(self) -> list[np.ndarray]:
-        """Of the kernel, the output last and as the reference gives it."""
-        rows = many_rows(self.count, self.dim)[None, None]
+    def kernel(self, isa: InstructionSet) -> PrimFunc:
+        """For an instruction set, under the case's name."""
+        kernel = self.make(isa).with_attr("global_symbol", self.name)
+        assert isinstance(kernel, PrimFunc)
+        return kernel
+
+
+def _writing(dim: int) -> CachedCase:
+    def make(isa: InstructionSet) -> PrimFunc:
+        """The cache as the last argument."""
+        kernel = cache_write((1, 1, COUNT, dim), COUNT, "int8", isa)
+        cache, *others = kernel.params
+        return PrimFunc([*others, cache], kernel.body, kernel.ret_type, kernel.attrs)
+
+    def arguments() -> list[np.ndarray]:
+        rows = many_rows(COUNT, dim)[None, None]
         return [rows.numpy(), np.zeros(1, np.int64), stored(rows, torch.int8).numpy()]
+
+    return CachedCase(f"float32_to_int8_rows_of_{dim}", make, arguments)
+
+
+def _scoring(dim: int) -> CachedCase:
+    """Every row is the key of a batch row; those whose products are too large, or NaN, among them."""
+    query, keys = (COUNT, 2, 1, dim), (COUNT, 1, 1, dim)
+
+    def arguments() -> list[np.ndarray]:
+        generator = torch.Generator().manual_seed(0)
+        cache = stored(many_rows(COUNT, dim)[:, None, None], torch.int8)
+        tensors = (torch.randn(query, generator=generator), cache, torch.tensor([0]))
+        return [t.numpy() for t in (*tensors, fastcar.tas(*tensors, 3, 0.25))]
+
+    return CachedCase(f"score_of_int8_keys_of_{dim}", lambda isa: tas(query, keys, 3, 0.25, "int8", isa), arguments)
+
+
+CASES = (*map(_writing, (6, 20, 64, 80)), *map(_scoring, (20, 64)))
+
+
+@pytest.mark.parametrize("isa", HERE, ids=lambda isa: isa.name)
+def test_kernels_are_exact(isa: InstructionSet) -> None:
+    library = tvm.compile(tvm.IRModule({case.name: case.kernel(isa) for case in CASES}), target=host_target(isa))
+    for case in CASES:
+        *inputs, expected = case.arguments()
+        result = tvm.runtime.tensor(np.full_like(expected, -1))
+        library[case.name](*map(tvm.runtime.tensor, inputs), result)
+        assert np.array_equal(result.numpy(), expected), case.name
+
+
+@few
+@given(st.integers(0, 9), st.integers(1, 4), st.sampled_from([1, 6, 33, 48, 128]), st.integers(0, 99))
+def test_appended_rows(position: int, rows: int, dim: int, seed: int) -> None:
+    """Into a full cache and into a ring; rows beyond the end of the first are dropped."""
+    torch.manual_seed(seed)
+    cache, value = stored(torch.randn(2, 3, 7, dim), torch.int8), torch.randn(2, 3, rows, dim)
+    at = torch.tensor([position])
+    written = run(cache_write((2, 3, 7, dim), rows, "int8"), cache, value, at)[0]
+    assert torch.equal(written, fastcar.cache_write(cache, value, at))
+    written = run(ring_write((2, 3, 7, dim), rows, 2, "int8"), cache, value, at)[0]
+    assert torch.equal(written, fastcar.ring_write(cache, value, at, 2))
+
+
+def test_a_key_with_a_nan_never_lets_its_row_replay() -> None:
+    key = torch.ones(1, 1, 1, 64)
+    key[..., 40] = torch.nan
+    query, at = torch.ones(1, 1, 1, 64), torch.tensor([0])
+    score = fastcar.tas(query, stored(key, torch.int8), at, 3, 1.0)
+    assert score == 32 - 32 * 2.0**22
+    kernel = tas((1, 1, 1, 64), (1, 1, 1, 64), 3, 1.0, "int8")
+    assert torch.equal(run(kernel, query, stored(key, torch.int8), at, torch.zeros(1))[-1], score)

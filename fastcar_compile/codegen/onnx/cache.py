@@ -29,6 +29,10 @@ def _constant(value: Any, dtype: type = np.float32) -> Value:
     return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, dtype)))
 
 
+def _whole(*values: int) -> Value:
+    return _constant(values, np.int64)
+
+
 def stored(value: Value, cache: Value) -> Value:
     """What the cache keeps of float32 rows; Cast to float16 and Round round half to even."""
     if _is(cache, onnx.TensorProto.FLOAT16):
@@ -43,10 +47,10 @@ def read(rows: Value, cache: Value, dim: int) -> Value:
         return op.Cast(rows, to=onnx.TensorProto.FLOAT)
     if not _is(cache, onnx.TensorProto.INT8):
         return rows
-    last, end = _constant([-1], np.int64), _constant([dim], np.int64)
-    mantissas = op.Cast(op.Slice(rows, _constant([0], np.int64), end, last), to=onnx.TensorProto.FLOAT)
-    exponents = op.Slice(rows, end, _constant([dim + len(_blocks_of(dim))], np.int64), last)
-    places = op.Add(op.Cast(exponents, to=onnx.TensorProto.INT64), _constant(128, np.int64))
+    last, end = _whole(-1), _whole(dim)
+    mantissas = op.Cast(op.Slice(rows, _whole(0), end, last), to=onnx.TensorProto.FLOAT)
+    exponents = op.Slice(rows, end, _whole(dim + len(_blocks_of(dim))), last)
+    places = op.Add(op.Cast(exponents, to=onnx.TensorProto.INT64), _whole(128))
     scales = op.Gather(_constant(_SCALES), places, axis=0)
     return op.Mul(mantissas, op.Gather(scales, _constant(np.arange(dim) // BLOCK, np.int64), axis=-1))
 
@@ -60,18 +64,16 @@ def _blocks(value: Value) -> Value:
     *outer, dim = (int(d) for d in value.shape)
     count = len(_blocks_of(dim))
     limited = op.Clip(value, _constant(-INT8_MAX), _constant(INT8_MAX))
-    spare = _constant([*(0 for _ in outer), 0, *(0 for _ in outer), count * BLOCK - dim], np.int64)
-    blocks = op.Reshape(op.Pad(limited, spare), _constant([*outer, count, BLOCK], np.int64))
-    unknown = op.Cast(op.ReduceMax(op.Cast(op.IsNaN(blocks), to=onnx.TensorProto.INT32), _constant([-1], np.int64)), to=onnx.TensorProto.BOOL)
-    known = op.Where(op.IsNaN(blocks), _constant(0.0), blocks)
-    top = op.ReduceMax(op.Abs(known), _constant([-1], np.int64))
-    bounds = np.ldexp(127.5, _EXPONENTS[:-1])
-    places = op.ReduceSum(
-        op.Cast(op.GreaterOrEqual(top, _constant(bounds)), to=onnx.TensorProto.INT64), _constant([-1], np.int64)
-    )
+    spare = _whole(*([0] * (2 * len(outer) + 1)), count * BLOCK - dim)
+    blocks = op.Reshape(op.Pad(limited, spare), _whole(*outer, count, BLOCK))
+    missing = op.IsNaN(blocks)
+    unknown = op.Greater(op.ReduceMax(op.Cast(missing, to=onnx.TensorProto.FLOAT), _whole(-1)), _constant(0.0))
+    known = op.Where(missing, _constant(0.0), blocks)
+    too_small = op.GreaterOrEqual(op.ReduceMax(op.Abs(known), _whole(-1)), _constant(np.ldexp(127.5, _EXPONENTS[:-1])))
+    places = op.ReduceSum(op.Cast(too_small, to=onnx.TensorProto.INT64), _whole(-1))
     inverse = op.Gather(_constant(np.ldexp(1.0, -_EXPONENTS)), places, axis=0)
     mantissas = op.Where(unknown, _constant(0.0), op.Round(op.Mul(known, inverse)))
-    exponents = op.Where(unknown, _constant(NOT_A_NUMBER, np.int64), op.Add(places, _constant(LEAST_EXPONENT, np.int64)))
-    flat = op.Reshape(op.Cast(mantissas, to=onnx.TensorProto.INT8), _constant([*outer, count * BLOCK], np.int64))
-    row = op.Slice(flat, _constant([0], np.int64), _constant([dim], np.int64), _constant([-1], np.int64))
-    return op.Concat(row, op.Squeeze(op.Cast(exponents, to=onnx.TensorProto.INT8), _constant([-1], np.int64)), axis=-1)
+    flat = op.Reshape(op.Cast(mantissas, to=onnx.TensorProto.INT8), _whole(*outer, count * BLOCK))
+    counted = op.Add(places, _whole(LEAST_EXPONENT))
+    exponents = op.Cast(op.Where(unknown, _whole(NOT_A_NUMBER), counted), to=onnx.TensorProto.INT8)
+    return op.Concat(op.Slice(flat, _whole(0), _whole(dim), _whole(-1)), op.Squeeze(exponents, _whole(-1)), axis=-1)

@@ -54,7 +54,12 @@ def attention_chunk(
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:kept_size], values[0:b, 0:hkv, 0:s, 0:kept_size], position[0:1])
+                T.reads(
+                    q[0:b, 0:hq, 0:t, 0:d],
+                    keys[0:b, 0:hkv, 0:s, 0:kept_size],
+                    values[0:b, 0:hkv, 0:s, 0:kept_size],
+                    position[0:1],
+                )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
                 turned = T.alloc_buffer((d, BLOCK), "float32")
                 tops = T.alloc_buffer((rows,), "float32")

@@ -65,7 +65,9 @@ def _append(cache: Shape, rows: int, row_of: Callable[[Any], Any], dtype: str, i
     return append
 
 
-def _append_blocks(cache: Shape, rows: int, row_of: Callable[[Any], Any], _dtype: str, _isa: InstructionSet) -> PrimFunc:
+def _append_blocks(
+    cache: Shape, rows: int, row_of: Callable[[Any], Any], _dtype: str, _isa: InstructionSet
+) -> PrimFunc:
     """int8: the exponent of every block from the bits of its largest magnitude, then the block's mantissas."""
     b, h, s, d = cache
     width, lanes, block = row_size(d, "int8"), vector_lanes(d), cached.BLOCK

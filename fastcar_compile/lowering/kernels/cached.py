@@ -24,9 +24,7 @@ def row_bytes(dim: int, dtype: str) -> int:
     return row_size(dim, dtype) * _BYTES[dtype]
 
 
-def element(
-    rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet
-) -> Any:
+def element(rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet) -> Any:
     """Element start + offset of the row at `index`, as float32; `start` and it lie in one block of 32.
 
     A vector's lane is in `offset`, so that its lanes share one exponent.
