@@ -119,11 +119,15 @@ class Workload:
         ]
         return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
 
+    def kv_bytes(self, positions: int) -> int:
+        """Bytes of this many cached positions, all layers and rows."""
+        return self.shape.kv_bytes(positions, self.batch, self.kv_bits, self.kv_block)
+
     def footprint(self) -> Footprint:
         """Memory that it needs on the board."""
         return Footprint(
             self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
-            self.shape.kv_bytes(self.kv_rows or self.attended, self.batch, self.kv_bits, self.kv_block),
+            self.kv_bytes(self.kv_rows or self.attended),
             self.shape.mlp_cache_bytes(self.batch),
             self.gate.cache_bytes(self.shape, self.batch),
         )
@@ -240,8 +244,7 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
         fabric_attention=workload.offload == "all",
         controller_seconds=unit_seconds if gated and not on_host else 0.0,
         gate=workload.gate if gated and on_host else None,
-        kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits, workload.kv_block)
-        // workload.shape.layers,
+        kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
     )
 
 

@@ -33,7 +33,7 @@ class SinkWindow:
         return f"window {self.window}, sinks {self.sinks}"
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
-        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D] of any type, position int64 [1] -> float32 [B, Hq, T, D]."""
+        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D] of any type, position int64 [1]: float32 [B, Hq, T, D]."""
         start, steps = int(position), query.shape[2]
         rows = torch.arange(start, start + steps)[:, None]
         columns = torch.arange(min(start + steps, keys.shape[2]))

@@ -24,7 +24,7 @@ NOT_A_NUMBER = -128
 """The exponent of a block that holds a NaN; its mantissas are 0. As a scale it is the bits of minus infinity."""
 
 ROUNDS_UP = 1 << 16
-"""Added to the bits of a float32, it carries into the exponent where 127 / 64 is the nearest to the mantissa no more."""
+"""Added to the bits of a float32, it carries into the exponent where the mantissa, 1 to 2, is 127.5 / 64 or more."""
 
 EXCESS = BIAS + 6
 """Of a float32's exponent field over the scale's: a mantissa has 7 bits before the point."""

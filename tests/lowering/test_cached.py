@@ -58,7 +58,8 @@ def exact(rows: Tensor) -> Tensor:
 def test_the_reference_is_what_the_docs_say(dim: int) -> None:
     rows = many_rows(512, dim)
     kept = stored(rows, torch.int8)
-    assert kept.shape == (512, row_size(dim, torch.int8)) and kept.dtype == torch.int8
+    assert kept.shape == (512, row_size(dim, torch.int8))
+    assert kept.dtype == torch.int8
     assert kept[:, :dim].min() >= -127
     torch.testing.assert_close(loaded(kept, dim).double(), exact(rows), rtol=0, atol=0, equal_nan=True)
     again = stored(loaded(kept, dim), torch.int8)

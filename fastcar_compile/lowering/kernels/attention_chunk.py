@@ -34,7 +34,7 @@ def attention_chunk(
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group, kept_size = hq // hkv, row_size(d, dtype)
+    group, size = hq // hkv, row_size(d, dtype)
     tile = tile_rows(t)
     width = next(v for v in (32, 16, 8, 4, 2, 1) if d % v == 0)
     pieces = context_parts(b * hkv, b * hq * t * s * d // 2)
@@ -46,8 +46,8 @@ def attention_chunk(
     @T.prim_func(private=True, s_tir=True)
     def attend_chunk(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, kept_size), dtype),
-        values: T.Buffer((b, hkv, s, kept_size), dtype),
+        keys: T.Buffer((b, hkv, s, size), dtype),
+        values: T.Buffer((b, hkv, s, size), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
@@ -56,8 +56,8 @@ def attention_chunk(
             with T.sblock("rows"):
                 T.reads(
                     q[0:b, 0:hq, 0:t, 0:d],
-                    keys[0:b, 0:hkv, 0:s, 0:kept_size],
-                    values[0:b, 0:hkv, 0:s, 0:kept_size],
+                    keys[0:b, 0:hkv, 0:s, 0:size],
+                    values[0:b, 0:hkv, 0:s, 0:size],
                     position[0:1],
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])

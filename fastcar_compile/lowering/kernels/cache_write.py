@@ -29,7 +29,7 @@ def cache_write(cache: Shape, rows: int, dtype: str = "float32", isa: Instructio
 
     Rows beyond S are dropped. D is a head's dimension, whatever the size of a cached row.
     """
-    return (_append_blocks if dtype == "int8" else _append)(cache, rows, lambda position: position, dtype, isa)
+    return _append(cache, rows, lambda position: position, dtype, isa)
 
 
 def ring_write(cache: Shape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
@@ -38,11 +38,13 @@ def ring_write(cache: Shape, rows: int, sinks: int, dtype: str = "float32", isa:
     def row_of(position: Any) -> Any:
         return T.if_then_else(position < sinks, position, sinks + (position - sinks) % (cache[2] - sinks))
 
-    return (_append_blocks if dtype == "int8" else _append)(cache, rows, row_of, dtype, isa)
+    return _append(cache, rows, row_of, dtype, isa)
 
 
 def _append(cache: Shape, rows: int, row_of: Callable[[Any], Any], dtype: str, isa: InstructionSet) -> PrimFunc:
-    """Values one by one; `row_of` gives the cache's row of a position."""
+    """`row_of` gives the cache's row of a position."""
+    if dtype == "int8":
+        return _append_blocks(cache, rows, row_of)
     b, h, s, d = cache
 
     @T.prim_func(private=True, s_tir=True)
@@ -65,9 +67,7 @@ def _append(cache: Shape, rows: int, row_of: Callable[[Any], Any], dtype: str, i
     return append
 
 
-def _append_blocks(
-    cache: Shape, rows: int, row_of: Callable[[Any], Any], _dtype: str, _isa: InstructionSet
-) -> PrimFunc:
+def _append_blocks(cache: Shape, rows: int, row_of: Callable[[Any], Any]) -> PrimFunc:
     """int8: the exponent of every block from the bits of its largest magnitude, then the block's mantissas."""
     b, h, s, d = cache
     width, lanes, block = row_size(d, "int8"), vector_lanes(d), cached.BLOCK
