@@ -20,8 +20,8 @@ _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 def share_rows(module: tvm.IRModule, _context: Any) -> tvm.IRModule:
     """A module pass: linears that multiply the same rows by parameters become one call of one kernel.
 
-    Their weights stay where they are: the kernel takes all of them. Equal calls have been merged before, so that linears
-    of one input have the very same rows. The single kernels are left in the module.
+    Their weights stay where they are: the kernel takes all of them. Equal calls must have been merged before, so that
+    linears of one input have the very same rows. The single kernels are left in the module.
     """
     for variable, function in module.functions_items():
         if isinstance(function, relax.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import tvm
@@ -58,14 +58,19 @@ LINEARS: dict[str, Linear] = {
 }
 
 
+@cache
+def _single(kind: str, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Kept, because parsing a kernel takes longer than compiling it."""
+    return LINEARS[kind].kernel(m, n, k, isa=isa)
+
+
 def linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Linears of `kind` with the same m rows of k, one of n outputs for each of `ns`, in one kernel.
 
     The rows, then the weights (and their scales) of each, then the results [m, n].
     """
-    linear_kind = LINEARS[kind]
-    kernels = [linear_kind.kernel(m, n, k, isa=isa) for n in ns]
-    together = side_by_side(kernels, linear_kind.shared)
+    kernels = [_single(kind, m, n, k, isa=isa) for n in ns]
+    together = side_by_side(kernels, LINEARS[kind].shared)
     together.__name__ = f"{kernels[0].__name__}_x{len(ns)}"
     return together
 
@@ -80,7 +85,7 @@ KERNELS: dict[str, Callable[..., PrimFunc]] = {
     "tas": tas,
     "tas_heads": tas_heads,
     "window_attention": window_attention,
-    **{kind: linear_kind.kernel for kind, linear_kind in LINEARS.items()},
+    **{kind: partial(_single, kind) for kind in LINEARS},
 }
 """Name -> `kernel(*options, isa=...)`; options are numbers, texts and tuples of these. A kernel takes the same
 arguments for every instruction set."""

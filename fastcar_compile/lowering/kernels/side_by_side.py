@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
-from tvm.s_tir import SBlock, SBlockRealize
+from tvm.s_tir import SBlock, SBlockRealize, renew_defs
 from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.errors import InternalError
@@ -19,7 +19,7 @@ def side_by_side(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     kernel after the other, then what they do after it. A kernel without such a loop runs before it as a whole.
 
     Args:
-        kernels: each with one block as its body, its result its last argument; no two are the same object.
+        kernels: each with one block as its body, its result its last argument; one may be there several times.
         shared: how many of the first arguments are the same for all.
 
     Returns:
@@ -28,6 +28,7 @@ def side_by_side(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     Raises:
         InternalError: a kernel has two parallel loops.
     """
+    kernels = [renew_defs(kernel) for kernel in kernels]  # every variable is defined once
     common = list(kernels[0].params[:shared])
     again = [
         DeclBuffer(other, data=buffer.data)
@@ -37,30 +38,29 @@ def side_by_side(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     blocks = [kernel.body.block for kernel in kernels]
     before, loops, after = zip(*(_split(block.body) for block in blocks), strict=True)
     body = SeqStmt([*again, *chain(*before), *_one_loop([loop for loop in loops if loop is not None]), *chain(*after)])
-    block = SBlock([], _all(b.reads for b in blocks), _all(b.writes for b in blocks), "side_by_side", body)
+    copies = {one.buffer for one in again}
+    reads = [region for b in blocks for region in b.reads if region.source not in copies]
+    block = SBlock([], reads, [region for b in blocks for region in b.writes], "side_by_side", body)
     own = chain.from_iterable(kernel.params[shared:-1] for kernel in kernels)
     params = [*common, *own, *(kernel.params[-1] for kernel in kernels)]
-    merged = PrimFunc(params, SBlockRealize([], True, block), attrs=kernels[0].attrs)
-    return merged.with_attr("op_pattern", OPAQUE)
-
-
-def _all(regions: Iterable[Sequence[object]]) -> list[object]:
-    return list(chain.from_iterable(regions))
+    merged = PrimFunc(params, SBlockRealize([], True, block), attrs=kernels[0].attrs).with_attr("op_pattern", OPAQUE)
+    assert isinstance(merged, PrimFunc)
+    return merged
 
 
 def _split(body: Stmt) -> tuple[list[Stmt], For | None, list[Stmt]]:
     """The statements before the parallel loop, the loop, and those after it."""
     statements = list(body.seq) if isinstance(body, SeqStmt) else [body]
-    found = [i for i, s in enumerate(statements) if isinstance(s, For) and s.kind == ForKind.PARALLEL]
-    if len(found) > 1:
-        raise InternalError(f"a kernel with {len(found)} parallel loops cannot run side by side with another")
-    if not found:
+    loops = [(i, s) for i, s in enumerate(statements) if isinstance(s, For) and s.kind == ForKind.PARALLEL]
+    if len(loops) > 1:
+        raise InternalError(f"a kernel with {len(loops)} parallel loops cannot run side by side with another")
+    if not loops:
         return statements, None, []
-    (at,) = found
-    return statements[:at], statements[at], statements[at + 1 :]
+    at, loop = loops[0]
+    return statements[:at], loop, statements[at + 1 :]
 
 
-def _one_loop(loops: Sequence[For]) -> list[Stmt]:
+def _one_loop(loops: Sequence[For]) -> list[For]:
     """The iterations of these loops, all of which begin at 0, as one parallel loop; none of no loops."""
     if not loops:
         return []
