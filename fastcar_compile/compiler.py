@@ -64,8 +64,8 @@ def compile(
         prefill_chunk: tokens per prefill call.
         offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
-        kv: what keys and values are cached as: "float32", or "float16": half the bytes, values rounded half to even and
-            at most ±65504.
+        kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
+            at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent.
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.lowering.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that its CPU
             runs.

@@ -274,7 +274,8 @@ class CompileConfig(_Config):
         prefill_chunk: tokens per call of the prefill graph.
         offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
         sparse_attention: None: attention to all positions.
-        kv: what keys and values are cached as: "float32", or "float16" (rounded half to even, at most ±65504).
+        kv: what keys and values are cached as: "float32", "float16" (rounded half to even, at most ±65504), or "int8"
+            (with an exponent per 32 values of a head).
 
     Raises:
         CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
@@ -289,7 +290,7 @@ class CompileConfig(_Config):
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"
     sparse_attention: SparseAttention | None = None
-    kv: Literal["float32", "float16"] = "float32"
+    kv: Literal["float32", "float16", "int8"] = "float32"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -118,9 +118,10 @@ def _replay_lines(config: DecoderConfig, site: LayerSite) -> list[str]:
     stride = config.tokens_per_frame
     gate = gate_named(site.gate or "tas", site.heads)
     around = "MLP (the gate reads the norm before it)" if gate.caches_input else "norm and MLP"
+    read = f"query {site.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{site.layer})" if gate.caches_input else ""
     return [
-        f"  inserted gate {gate.name}: {gate.describe()}; query {site.query}, {stride} positions back, "
+        f"  inserted gate {gate.name}: {gate.describe()}; {read}"
         f"replaying at a score {gate.comparison.value} {site.threshold:g}{kept}; "
         f"cond around {around} (replay_branch_{site.layer} | compute_branch_{site.layer})",
         f"  why      a row whose score passes keeps the MLP output of {stride} forwards ago; "

@@ -25,8 +25,8 @@ PEERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Our precision -> (engine, precision) of the peers that it is measured with."""
 
-KV = {"float32": "float32", "bfloat16": "float16", "w8a8": "float16", "w4a8": "float16"}
-"""Our precision -> what its keys and values are cached as: float16 where nothing else is float32 either."""
+KV = {"float32": "float32", "bfloat16": "float16", "w8a8": "int8", "w4a8": "int8"}
+"""Our precision -> what its keys and values are cached as: no wider than its weights, or for int4 weights int8."""
 
 PEER_KV = {
     ("pytorch eager", "float32"): "float32",
@@ -46,7 +46,7 @@ PEER_KV = {
 """(engine, precision) -> its cache: the engine's default."""
 
 WIDE = "w4a8"
-"""Our precision that is also measured with float32 keys and values."""
+"""Our precision that is also measured with float16 keys and values."""
 
 WINDOW = 256
 PAIRED = ("w8a8", "w4a8")
@@ -74,7 +74,7 @@ class Plan:
         base, ours = 2 * self.sizes.context, OURS
         jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
         if self.extras and precision == WIDE:
-            jobs.append(self._job(precision, ours, precision, "-kv32", PAIR, max_seq_len=base, kv="float32"))
+            jobs.append(self._job(precision, ours, precision, "-kv16", PAIR, max_seq_len=base, kv="float16"))
         if self.extras and precision in PAIRED:
             jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
         if self.extras and precision == "w8a8":

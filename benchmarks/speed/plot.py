@@ -7,7 +7,7 @@ from typing import Any
 
 from fastcar_compile.estimate.plot import pyplot
 from speed.engines import OURS
-from speed.plan import PEERS
+from speed.plan import KV, PEERS
 from speed.report import Row
 
 COLOURS = {
@@ -61,6 +61,6 @@ def _draw(axis: Any, title: str, rows: list[Row]) -> None:
 
 def _label(row: Row) -> str:
     if row["engine"] == OURS:
-        cache = ", float32 KV" if row["kv"] == "float32" and row["precision"] == "w4a8" else ""
+        cache = f", {row['kv']} KV" if row["kv"] != KV[row["precision"]] else ""
         return (f"ours, replay {row['replay']:g}" if row["replay"] else "ours, dense") + cache
     return f"{row['engine']} {row['precision']}"

@@ -16,25 +16,29 @@ from fastcar_compile.calibrate.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibrate.evaluator import Evaluator
 from fastcar_compile.gates import Comparison, Gate
 
-QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96)
+QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
 """Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
 
-SPREADS = (0.1,)
+SPREADS = (0.1, 0.05, 0.025)
 """Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
 
-ONE_SCALE_SPREADS = (0.06,)
-"""The same where calibration begins with one threshold for every layer, which is near its best."""
+ROUNDS = 2
+"""At most, with one spread, as long as they help."""
 
 STEPS = (0.06, 0.03)
 """By which single layers grow while a budget of damage allows it, as shares of a layer's scores."""
 
-UNIFORM_TOLERANCE = 0.003
-"""How near the joint ratio of one quantile for every layer comes to its target."""
+EXCESS = 0.004
+"""A joint ratio meets its target where it is at least the target and at most this beyond. Choices are compared so."""
+
+TRIES = 8
+"""Of a common shift, for the ratio to be met; many equal scores may keep it from that."""
 
 HOPELESS = math.log(6.0)
 """A layer's curve is not followed beyond this damage (six times the NLL)."""
 
 Values = tuple[float | None, ...]
+At = Callable[[int, float], float | None]
 Say = Callable[[str], None]
 
 
@@ -124,47 +128,75 @@ class Search:
                 break
         return points
 
-    def near(self, layer: int, base: Values, spread: float) -> list[Point]:
-        """Damage of thresholds around this layer's own in `base`, relative to `base`."""
+    def near(self, layer: int, base: Values, spread: float, ends: bool = False) -> list[Point]:
+        """Damage of thresholds around this layer's own in `base`, relative to `base`; with `ends` also of the layer
+        closed and always replaying."""
         share, before = self.share(layer, base[layer]), self.outcome(base)
         points = [Point(base[layer], before.ratios[layer], 0.0)]
-        for steps in (-1, 1) if self._able[layer] else ():
-            value = self.at(layer, min(share + steps * spread, 1.0))
+        shares = [max(share - spread, 0.0), min(share + spread, 1.0), *((0.0, 1.0) if ends else ())]
+        values = [self.at(layer, s) for s in shares] if self._able[layer] else []
+        for value in dict.fromkeys(values):
             if value != base[layer]:
                 found = self.outcome(_with(base, layer, value))
                 points.append(Point(value, found.ratios[layer], found.damage - before.damage))
         return points
 
     def uniform(self, target: float) -> Values:
-        """One quantile for every layer, whose joint replay ratio is the target within UNIFORM_TOLERANCE."""
-        return self._bisect(target, self.at)
+        """One quantile for every layer, that meets the target."""
+        return self._meet(target, target, lambda share: self._all(share, self.at))
 
     def level(self, target: float) -> Values:
         """One threshold for every layer: the best one where layers were trained together. Like `uniform` otherwise."""
         able = [scores for scores, can in zip(self._scores, self._able, strict=True) if can]
         pooled = torch.sort(torch.cat(able), descending=self._comparison is Comparison.AT_LEAST).values
-        return self._bisect(target, lambda _layer, share: _at(pooled, share, self._comparison))
+        at: At = lambda _layer, share: _at(pooled, share, self._comparison)  # noqa: E731
+        return self._meet(target, target, lambda share: self._all(share, at))
 
-    def _bisect(self, target: float, at: Callable[[int, float], float | None]) -> Values:
-        share, low, high, values = target, 0.0, 1.0, self.closed
-        for _ in range(8):
-            values = tuple(at(i, share) if able else None for i, able in enumerate(self._able))
-            ratio = self.outcome(values).replay
-            if abs(ratio - target) <= UNIFORM_TOLERANCE:
+    def shifted(self, values: Values, target: float) -> Values:
+        """All shares shifted alike until they meet the target; a layer that never or always replays stays."""
+        shares = [self.share(layer, value) for layer, value in enumerate(values)]
+
+        def by(shift: float) -> Values:
+            moved = (min(max(share + shift, 0.0), 1.0) if 0 < share < 1 else share for share in shares)
+            return tuple(
+                value if new == old else self.at(i, new)
+                for i, (value, old, new) in enumerate(zip(values, shares, moved, strict=True))
+            )
+
+        return self._meet(target, 0.0, by, low=-1.0)
+
+    def _all(self, share: float, at: At) -> Values:
+        return tuple(at(i, share) if able else None for i, able in enumerate(self._able))
+
+    def _meet(
+        self, target: float, first: float, values_at: Callable[[float], Values], low: float = 0.0, high: float = 1.0
+    ) -> Values:
+        """Of values that grow with an argument the least that reach the target, or else the most that were tried."""
+        guess, best = first, values_at(first)
+        for _ in range(TRIES):
+            values = values_at(guess)
+            ratio, before = self.outcome(values).replay, self.outcome(best).replay
+            if (ratio < target, abs(ratio - target)) <= (before < target, abs(before - target)):
+                best = values
+            if 0 <= ratio - target <= EXCESS or low >= high:
                 break
-            low, high = (share, high) if ratio < target else (low, share)
-            guess = share + target - ratio
-            share = guess if low < guess < high else (low + high) / 2
-        return values
+            low, high = (guess, high) if ratio < target else (low, guess)
+            step = guess + target + EXCESS / 2 - ratio
+            guess = step if low < step < high else (low + high) / 2
+        return best
 
     def for_replay(self, target: float) -> Values:
         """Thresholds of at least this replay ratio, of small damage."""
-        best = self._first(target)
-        plain = self.uniform(target)
+        best, plain = self._first(target), self.uniform(target)
         best = plain if self._better(plain, best, target) else best
-        for spread in ONE_SCALE_SPREADS if self._one_scale else SPREADS:
-            chosen = self._reach([self.near(layer, best, spread) for layer in range(len(best))], target, target)
-            best = chosen if self._better(chosen, best, target) else best
+        for spread in SPREADS:
+            for number in range(ROUNDS):
+                ends = spread == SPREADS[0] and number == 0
+                curves = [self.near(layer, best, spread, ends) for layer in range(len(best))]
+                chosen = self._reach(curves, target, min(target, _most(curves)))
+                if not self._better(chosen, best, target):
+                    break
+                best = chosen
         return best
 
     def _first(self, target: float) -> Values:
@@ -173,11 +205,11 @@ class Search:
         Curves are not followed into what is hopeless: beyond their reach one quantile for every layer is the beginning.
         """
         if self._one_scale:
-            return self.level(min(target + UNIFORM_TOLERANCE, 1.0))
+            return self.level(target)
         curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
         reach = _most(curves)
         if reach < target <= sum(self._able) / len(self._able):
-            return self.uniform(min(target + UNIFORM_TOLERANCE, 1.0))
+            return self.uniform(target)
         return self._reach(curves, target, target)
 
     def for_damage(self, max_damage: float) -> Values:
@@ -193,15 +225,10 @@ class Search:
             budget *= 0.6
         return self._grow(best, max_damage)
 
-    def _reach(self, curves: list[list[Point]], target: float, tried: float) -> Values:
-        """Ratios shift a little when layers replay together: aim higher until the joint ratio meets the target."""
-        for _ in range(6):
-            values = tuple(p.threshold for p in allocate(curves, tried))
-            short = target - self.outcome(values).replay
-            if short <= 0:
-                return values
-            tried = min(tried + short + 0.002, _most(curves))
-        return values
+    def _reach(self, curves: list[list[Point]], target: float, sought: float) -> Values:
+        """Ratios shift a little when layers replay together, so the joint ratio is met afterwards."""
+        chosen = tuple(p.threshold for p in allocate(curves, sought))
+        return self.shifted(chosen, target)
 
     def _better(self, values: Values, than: Values, target: float) -> bool:
         new, old = self.outcome(values), self.outcome(than)

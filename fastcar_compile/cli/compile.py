@@ -56,7 +56,7 @@ def compile_command(
     window_positions: Annotated[
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
-    kv: Annotated[str, typer.Option(help="What keys and values are cached as: float32, or float16.")] = "float32",
+    kv: Annotated[str, typer.Option(help="What keys and values are cached as: float32, float16 or int8.")] = "float32",
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",

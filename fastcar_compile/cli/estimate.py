@@ -26,12 +26,13 @@ from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import load_shape, shape_of_sections
 from fastcar_compile.estimate.system import Estimate, Workload, estimate
 from fastcar_compile.estimate.trace import load_trace
+from fastcar_compile.ops.cached import BLOCK
 from fastcar_compile.targets import Target, load_target
 
 SHAPE_CONTEXT = 512
 ENGINE_QUANTS = ("w8a8", "w4a8")
 SHAPE_QUANT, SHAPE_OFFLOAD, SHAPE_KV_BITS = "w8a8", "all", 8
-ARTIFACT_KV_BITS = {"float32": 32, "float16": 16}
+ARTIFACT_KV_BITS = {"float32": 32, "float16": 16, "int8": 8}
 
 OFFLOADS = ("mlp", "linears", "all")
 
@@ -104,6 +105,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
         kv_bits=ARTIFACT_KV_BITS[config.get("kv", "float32")],
+        kv_block=BLOCK if config.get("kv", "float32") == "int8" else 0,
         sink_window=None if ring is None else (ring["sinks"], ring["window"]),
         kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
         gate=GateModel.of_sections(config, sections["sites"]),

@@ -90,9 +90,10 @@ class DecoderShape(BaseModel):
         block = sum(x.weight_bytes(quant) for x in (*self.attention_linears, *self.mlp_linears))
         return self.layers * block + (self.head.weight_bytes(quant) if self.head else 0)
 
-    def kv_bytes(self, positions: int, rows: int, bits: int) -> int:
-        """Bytes of the key and value cache."""
-        return self.layers * rows * positions * 2 * self.kv_heads * self.head_dim * bits // 8
+    def kv_bytes(self, positions: int, rows: int, bits: int, block: int = 0) -> int:
+        """Bytes of the key and value cache; `block` elements of a head share an exponent of one byte, 0: none do."""
+        exponents = ceil(self.head_dim / block) if block else 0
+        return self.layers * rows * positions * 2 * self.kv_heads * (self.head_dim * bits // 8 + exponents)
 
     def mlp_cache_bytes(self, rows: int) -> int:
         """Bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row (design section 2)."""

@@ -39,6 +39,7 @@ class Workload:
         offload: what the fabric computes: the MLPs; every linear; or, "all", attention over an int8 cache as well, as
             published accelerators do. No attention kernel is emitted by this compiler.
         kv_bits: bits of one cached key or value element.
+        kv_block: elements that share an exponent of one byte beside those; 0: none do.
         replay: share of (forward, layer, row) that replays, all forwards counted.
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
         kv_rows: rows of a key or value cache; None: as many as attention reads.
@@ -52,6 +53,7 @@ class Workload:
     batch: int = 1
     offload: Offload = "all"
     kv_bits: int = 8
+    kv_block: int = 0
     replay: float = 0.0
     sink_window: tuple[int, int] | None = None
     kv_rows: int | None = None
@@ -117,11 +119,15 @@ class Workload:
         ]
         return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
 
+    def kv_bytes(self, positions: int) -> int:
+        """Bytes of this many cached positions, all layers and rows."""
+        return self.shape.kv_bytes(positions, self.batch, self.kv_bits, self.kv_block)
+
     def footprint(self) -> Footprint:
         """Memory that it needs on the board."""
         return Footprint(
             self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
-            self.shape.kv_bytes(self.kv_rows or self.attended, self.batch, self.kv_bits),
+            self.kv_bytes(self.kv_rows or self.attended),
             self.shape.mlp_cache_bytes(self.batch),
             self.gate.cache_bytes(self.shape, self.batch),
         )
@@ -238,7 +244,7 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
         fabric_attention=workload.offload == "all",
         controller_seconds=unit_seconds if gated and not on_host else 0.0,
         gate=workload.gate if gated and on_host else None,
-        kv_bytes=workload.shape.kv_bytes(1, workload.batch, workload.kv_bits) // workload.shape.layers,
+        kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.ops.cached import loaded
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SinkWindow:
         return f"window {self.window}, sinks {self.sinks}"
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
-        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D], position int64 [1] -> float32 [B, Hq, T, D]."""
+        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D] of any type, position int64 [1]: float32 [B, Hq, T, D]."""
         start, steps = int(position), query.shape[2]
         rows = torch.arange(start, start + steps)[:, None]
         columns = torch.arange(min(start + steps, keys.shape[2]))
@@ -40,6 +41,7 @@ class SinkWindow:
         columns = columns[(columns < self.sinks) | (columns > start - self.window)]
         seen = (columns <= rows) & ((columns < self.sinks) | (columns > rows - self.window))
         grouped = query.shape[1] != keys.shape[1]
+        seen_rows = (loaded(cache[:, :, columns], query.shape[3]) for cache in (keys, values))
         return torch.nn.functional.scaled_dot_product_attention(
-            query, keys[:, :, columns], values[:, :, columns], attn_mask=seen, scale=scale, enable_gqa=grouped
+            query, *seen_rows, attn_mask=seen, scale=scale, enable_gqa=grouped
         )

@@ -75,6 +75,7 @@ class Gate(ABC):
     Attributes:
         name: in the registry, in ReplayConfig and on the command line.
         comparison: how the score meets the threshold.
+        reads_query: the score compares the query with the key one frame earlier.
         caches_input: the MLP's input of the last computed visit of every slot is kept, float32 [F, B, H] per layer.
         default_threshold: where the caller gives none.
         one_scale: scores of all layers mean the same: calibration begins with one threshold for every layer.
@@ -85,6 +86,7 @@ class Gate(ABC):
 
     name: ClassVar[str]
     comparison: ClassVar[Comparison]
+    reads_query: ClassVar[bool] = False
     caches_input: ClassVar[bool] = False
     takes_heads: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False

@@ -49,6 +49,7 @@ class BoundGate(Gate):
 
     name = "bound"
     comparison = Comparison.AT_MOST
+    reads_query = True
     caches_input = True
     default_threshold = 0.2
 

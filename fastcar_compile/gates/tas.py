@@ -17,6 +17,7 @@ class TasGate(Gate):
 
     name = "tas"
     comparison = Comparison.AT_LEAST
+    reads_query = True
     takes_heads = True
     default_threshold = 2.0
 

@@ -167,10 +167,16 @@ def _tas(node: fx.Node, importer: Any) -> relax.Var:
     return e.kernel(kernel, e.args[:3], _shape(node), "float32")
 
 
+def _appended(node: fx.Node) -> tuple[tuple[int, ...], int]:
+    """Shape [B, Hkv, S, D] of the cache that is written, D that of a head, and the rows that it gets."""
+    value = _shape(node.args[1])  # type: ignore[arg-type]
+    return (*_shape(node)[:3], value[3]), value[2]
+
+
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    rows = _shape(node.args[1])[2]  # type: ignore[arg-type]
-    return e.in_place(portable("cache_write", _shape(node), rows, _dtype(node)), e.args)
+    cache, rows = _appended(node)
+    return e.in_place(portable("cache_write", cache, rows, _dtype(node)), e.args)
 
 
 def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
@@ -186,8 +192,8 @@ def _limit(node: fx.Node, importer: Any) -> relax.Var:
 
 def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
     e = _Emitter(node, importer)
-    rows, sinks = _shape(node.args[1])[2], int(node.args[3])  # type: ignore[arg-type]
-    kernel = portable("ring_write", _shape(node), rows, sinks, _dtype(node))
+    cache, rows = _appended(node)
+    kernel = portable("ring_write", cache, rows, int(node.args[3]), _dtype(node))  # type: ignore[arg-type]
     return e.in_place(kernel, e.args[:3])
 
 

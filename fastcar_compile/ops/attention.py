@@ -7,23 +7,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.ops.cached import loaded, stored
+
 TAS_FRACTION_BITS = 24
 """Products of a Temporal Attention Score are summed as integers of 2^-24."""
 
 TAS_LIMIT = 1 << 46
 """One product counts as at most this many of them (2^22 = 4.2 million): 65,536 products fit int64."""
-
-
-FLOAT16_MAX = 65504.0
-"""What a float16 cache keeps of anything larger, infinities too."""
-
-
-def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A key or value float32 [...] as its cache keeps it: as it is, or as the nearest float16, half to even.
-
-    Beyond ±65504 it is ±65504; a NaN stays one. Every reader turns it back to float32, which is exact.
-    """
-    return value.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(dtype) if dtype == torch.float16 else value
 
 
 def score_factor(scale: float, heads: int) -> float:
@@ -35,7 +25,7 @@ def score_factor(scale: float, heads: int) -> float:
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     """Cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at sequence rows position .. position + T - 1.
 
-    The cache is float32, or float16 with values as `stored` has them. Rows at or beyond S are dropped, so a padded
+    The cache is float32, float16 or int8, with rows as `stored` has them. Rows at or beyond S are dropped, so a padded
     prefill chunk may reach past the end of the cache.
     """
     start = int(position)
@@ -56,7 +46,7 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
-        key_cache, value_cache: float32 or float16 [B, Hkv, S, D], with rows up to position + T - 1 written.
+        key_cache, value_cache: [B, Hkv, S, D] as `stored` has them, with rows up to position + T - 1 written.
         position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i.
         scale: factor on the logits.
 
@@ -69,8 +59,8 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
     rows = torch.arange(start, start + steps, device=query.device)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
-        key_cache[:, :, :filled].to(query.dtype),
-        value_cache[:, :, :filled].to(query.dtype),
+        loaded(key_cache[:, :, :filled], query.shape[3]),
+        loaded(value_cache[:, :, :filled], query.shape[3]),
         attn_mask=(columns[None, :] <= rows[:, None]) if steps > 1 else None,
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
@@ -93,7 +83,7 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
 
     Args:
         query: float32 [B, Hq, 1, D], as attention uses it; Hq * D is at most 65,536.
-        key_cache: float32 or float16 [B, Hkv, S, D].
+        key_cache: [B, Hkv, S, D] as `stored` has it.
         position: int64 [1], sequence position of the query.
         stride: tokens per frame; the key read is at position - stride, clamped to 0.
         scale: the attention's own factor.
@@ -103,7 +93,7 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     """
     batch, heads, _, dim = query.shape
     kv_heads = key_cache.shape[1]
-    key = key_cache[:, :, max(int(position) - stride, 0)].double()
+    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim).double()
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim).double()
     products = grouped * key[:, :, None] * (1 << TAS_FRACTION_BITS)  # exact: 24 by 24 bits fit the 53 of a float64
     rounded = torch.round(products).clamp(-TAS_LIMIT, TAS_LIMIT)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.ops.cached import loaded
+
 TINY = 1e-20
 """Below every sum that matters; keeps a zero vector from dividing by zero."""
 
@@ -34,7 +36,7 @@ def tas_heads(
     """Temporal Attention Score as a weighted sum over some query heads.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: float32 or float16 [B, Hkv, S, D]. position: int64 [1].
+        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` has it. position: int64 [1].
         stride, scale: as for `tas`.
         heads: query heads. weights: one per entry of heads.
 
@@ -61,7 +63,7 @@ def _(
 
 def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
     """Key one frame earlier of every query head, [B, Hq, D]."""
-    key = key_cache[:, :, max(int(position) - stride, 0)].to(query.dtype)
+    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], query.shape[3])
     return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
 
 
@@ -86,7 +88,7 @@ def output_bound(
 
     Args:
         x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
-        key_cache: float32 or float16 [B, Hkv, S, D].
+        key_cache: [B, Hkv, S, D] as `stored` has it.
 
     Returns:
         float32 [B].

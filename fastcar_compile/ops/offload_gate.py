@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ops.cached import loaded
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def decide(
             "an offloaded gate was reached, but no accelerator is bound",
             mend="run the host graph through session(backend='hls-csim')",
         )
-    key = key_cache[:, :, max(position - stride, 0)].to(query.dtype)
+    key = loaded(key_cache[:, :, max(position - stride, 0)], query.shape[3])
     return unit(layer, query[:, :, 0], key, chain, step)
 
 
@@ -75,7 +76,7 @@ def offloaded_gate(
     """TAS and gate of one layer, decided by the accelerator; threshold, chain limit and coupling are in its table.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: float32 or float16 [B, Hkv, S, D].
+        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` has it.
         chain: int32 [B], the counts of this slot.
         position: int64 [1], sequence position of the query. step: int64 [1], decode forward number t.
         stride: tokens per frame F. layer: index of the decoder layer.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fastcar_compile.ops.attention import stored
+from fastcar_compile.ops.cached import loaded, stored
 
 
 def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
@@ -44,7 +44,7 @@ def _(positions: Tensor, most: int) -> Tensor:
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written at positions position .. position + T - 1.
 
-    T is at most R, so that no row is written twice. A float16 cache holds values as `stored` has them.
+    T is at most R, so that no row is written twice. The cache holds rows as `stored` has them.
     """
     positions = int(position) + torch.arange(value.shape[2], device=cache.device)
     out = cache.clone()
@@ -72,8 +72,8 @@ def window_attention(
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
-        key_cache, value_cache: float32 or float16 [B, Hkv, sinks + R, D], ring caches with rows up to position + T - 1
-            written; R is at least window + T - 1.
+        key_cache, value_cache: [B, Hkv, sinks + R, D] as `stored` has them, ring caches with rows up to
+            position + T - 1 written; R is at least window + T - 1.
         position: int64 [1], sequence position of query row 0.
         scale: factor on the logits.
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
@@ -90,7 +90,8 @@ def window_attention(
     columns = torch.cat([first, recent])
     rows = row_of(columns, sinks, ring)
     group = query.shape[1] // key_cache.shape[1]
-    keys, values = (c[:, :, rows].to(query.dtype).repeat_interleave(group, 1) for c in (key_cache, value_cache))
+    dim = query.shape[3]
+    keys, values = (loaded(c[:, :, rows], dim).repeat_interleave(group, 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:

@@ -7,9 +7,9 @@ from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
-from fastcar_compile.passes.float16_cache import Float16Cache
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.narrow_cache import NarrowCache
 from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
@@ -39,7 +39,7 @@ PASSES: dict[str, type[Pass]] = {
         InsertReplay,
         SkipRows,
         SparsifyAttention,
-        Float16Cache,
+        NarrowCache,
         OffloadGate,
         OffloadMlp,
         OffloadLinears,
@@ -70,8 +70,8 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
-    if config.kv == "float16":
-        passes.append(Float16Cache())
+    if config.kv != "float32":
+        passes.append(NarrowCache(config.kv))
     return passes
 
 

@@ -29,16 +29,28 @@ inline float from_half(uint16_t half) {
     return number;
 }
 
-// Row `row` of every head of a cache float32 or float16 [B, kv_heads, length, depth]: [B, kv_heads, depth].
-inline std::vector<float> cache_row(const tvm::ffi::Tensor& cache, int64_t row) {
-    const int64_t heads = cache.size(0) * cache.size(1), length = cache.size(2), depth = cache.size(3);
-    const bool half = cache.dtype().bits == 16;
+// Element i of an int8 row of `depth` mantissas: 32 of them share one of the exponents behind.
+inline float from_block(const int8_t* row, int64_t depth, int64_t i) {
+    const int32_t exponent = row[depth + i / 32];
+    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;  // -128 becomes minus infinity: times 0, a NaN
+    float scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
+    return static_cast<float>(row[i]) * scale;
+}
+
+// Row `row` of every head of a cache [B, kv_heads, length, ...] of any type, each of `depth` values:
+// [B, kv_heads, depth].
+inline std::vector<float> cache_row(const tvm::ffi::Tensor& cache, int64_t row, int64_t depth) {
+    const int64_t heads = cache.size(0) * cache.size(1), length = cache.size(2), size = cache.size(3);
+    const int bits = cache.dtype().bits;
     std::vector<float> values(static_cast<size_t>(heads * depth));
     for (int64_t head = 0; head < heads; ++head) {
-        const int64_t first = (head * length + row) * depth;
+        const int64_t first = (head * length + row) * size;
         for (int64_t i = 0; i < depth; ++i) {
             values[static_cast<size_t>(head * depth + i)] =
-                half ? from_half(data_of<uint16_t>(cache)[first + i]) : data_of<float>(cache)[first + i];
+                bits == 8    ? from_block(data_of<int8_t>(cache) + first, depth, i)
+                : bits == 16 ? from_half(data_of<uint16_t>(cache)[first + i])
+                             : data_of<float>(cache)[first + i];
         }
     }
     return values;
@@ -56,12 +68,13 @@ inline void register_accelerator(Accelerator& accelerator) {
                                      const Tensor& score, const Tensor& counted) {
         GateInputs inputs;
         inputs.query = data_of<float>(query);
-        const std::vector<float> key = cache_row(keys, std::max<int64_t>(*data_of<int64_t>(position) - stride, 0));
+        const int64_t earlier = std::max<int64_t>(*data_of<int64_t>(position) - stride, 0);
+        const std::vector<float> key = cache_row(keys, earlier, query.size(3));
         inputs.keys = key.data();
         inputs.chain = data_of<int32_t>(chain);
         inputs.heads = query.size(1);
         inputs.kv_heads = keys.size(1);
-        inputs.depth = keys.size(3);
+        inputs.depth = query.size(3);
         inputs.step = *data_of<int64_t>(step);
         accelerator.gate(layer, inputs, data_of<uint8_t>(replay), data_of<float>(score), data_of<int32_t>(counted));
     };

@@ -34,8 +34,8 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """A small Llama, batch 2, w8a8, MLPs on the accelerator; layer 0 replays in part, layer 1 never."""
-    return compiled(tmp_path_factory, threshold=(0.0, None))
+    """A small Llama, batch 2, w8a8, MLPs on the accelerator, int8 caches; layer 0 replays in part, layer 1 never."""
+    return compiled(tmp_path_factory, threshold=(0.0, None), kv="int8")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The integer kernels, the float16 of caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
+"""The integer kernels, float16 and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tvm
 from gates.cases import CASES as GATE_CASES
 from lowering.integer_cases import CASES as INTEGER_CASES
 from lowering.integer_cases import TOGETHER
+from lowering.test_cached import CASES as CACHED_CASES
 from lowering.test_half import CASES as HALF_CASES
 from tvm.support import cc
 
@@ -19,7 +20,7 @@ from board.conftest import FOLDERS, Machine
 from fastcar_compile.lowering.isa import instruction_set
 from fastcar_compile.lowering.target import host_target
 
-CASES = (*INTEGER_CASES, *TOGETHER, *HALF_CASES, *GATE_CASES)
+CASES = (*INTEGER_CASES, *TOGETHER, *HALF_CASES, *CACHED_CASES, *GATE_CASES)
 TYPE_CODES = {"i": 0, "u": 1, "f": 2, "V": 4}
 """Of DLPack, by numpy's kind; bfloat16 is the one of kind V."""
 

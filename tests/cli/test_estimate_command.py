@@ -75,9 +75,15 @@ def test_the_keys_and_values_of_an_artifact_have_its_type(fastcar: Fastcar, comp
     import fastcar_compile
 
     full = json.loads(fastcar("estimate", compiled, "--json").stdout)
-    fastcar_compile.load(compiled).manifest.sections["config"]["kv"] = "float16"
+    artifact = fastcar_compile.load(compiled)
+    artifact.manifest.sections["config"]["kv"] = "float16"
     half = json.loads(fastcar("estimate", compiled, "--json").stdout)
     assert full["memory"]["kv_cache"] == 2 * half["memory"]["kv_cache"] > 0
+    artifact.manifest.sections["config"]["kv"] = "int8"
+    quarter = json.loads(fastcar("estimate", compiled, "--json").stdout)
+    dim = artifact.manifest.sections["sites"][0]["head_dim"]
+    exponents = -(-dim // 32)
+    assert quarter["memory"]["kv_cache"] * 4 * dim == full["memory"]["kv_cache"] * (dim + exponents)
 
 
 def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path) -> None:

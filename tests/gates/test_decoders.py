@@ -36,8 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "always": {"refresh_every": 4},
     "never": {},
 }
-FLOAT16 = ("tas", "bound")
-"""Gates whose decoder has float16 caches: those that read a key."""
+KV = {"tas": "int8", "bound": "float16"}
+"""Gate -> type of its decoder's caches, where they are narrow: the gates that read a key."""
 
 
 def program(name: str) -> DecoderProgram:
@@ -52,7 +52,7 @@ def program(name: str) -> DecoderProgram:
         batch_size=ROWS,
         quant="none",
         replay=replay,
-        kv="float16" if name in FLOAT16 else "float32",
+        kv=KV.get(name, "float32"),
     )
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 

@@ -121,6 +121,7 @@ def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Pat
 def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     text = artifact.explain(layer=0)
     assert "gate learned: a trained network, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2" in text
+    assert "positions back" not in text, "it compares no query with an earlier key"
     assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 0.001 MiB" in text
     assert "gate_cache_0: torch.float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
     assert artifact.params["gate_w1_1"].dtype == torch.bfloat16

@@ -15,13 +15,14 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.lowering.kernels.attention import BLOCK, PARALLEL_ELEMENTS, attention, context_parts
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
+from fastcar_compile.ops.cached import stored
 
 from .kernel_runs import few, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
 DIMS = st.sampled_from([1, 6, 8, 20, 32, 80])
-TYPES = st.sampled_from([torch.float32, torch.float16])
+TYPES = st.sampled_from([torch.float32, torch.float16, torch.int8])
 ISA = host_instruction_set()
 
 
@@ -33,7 +34,7 @@ def _inputs(
     q, k, v = torch.randn(b, hq, t, d), torch.randn(b, hkv, s, d), torch.randn(b, hkv, s, d)
     k[:, :, position + t :] = torch.nan
     v[:, :, position + t :] = torch.nan
-    return q, k.to(dtype), v.to(dtype), torch.tensor([position])
+    return q, stored(k, dtype), stored(v, dtype), torch.tensor([position])
 
 
 @cache
@@ -80,6 +81,7 @@ def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     for position in (0, BLOCK - 1, BLOCK, 700, 1023):
         _check(1, heads, 1, 1024, 128, position)
         _check(1, heads, 1, 1024, 128, position, torch.float16)
+        _check(1, heads, 1, 1024, 128, position, torch.int8)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3)])

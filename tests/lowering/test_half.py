@@ -20,7 +20,7 @@ from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_f
 from fastcar_compile.lowering.kernels.cache_write import cache_write
 from fastcar_compile.lowering.kernels.half import narrowed, widened
 from fastcar_compile.lowering.target import host_target
-from fastcar_compile.ops.attention import stored
+from fastcar_compile.ops.cached import stored
 
 COUNT, LANES = 1 << 16, 16
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())

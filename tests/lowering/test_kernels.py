@@ -17,6 +17,7 @@ from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.ops.activations import FACTORS, factor_table
+from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count, pack_int4
 from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
 
@@ -74,7 +75,7 @@ def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: i
     seeded(seed)
     q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
     at = torch.tensor([position])
-    for keys, dtype in ((k, "float32"), (k.half(), "float16")):
+    for keys, dtype in ((k, "float32"), (k.half(), "float16"), (stored(k, torch.int8), "int8")):
         kernel = tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25, dtype)
         y = run(kernel, q, keys, at, torch.zeros(b))[-1]
         assert torch.equal(y, fastcar.tas(q, keys, at, stride, 0.25))
@@ -108,7 +109,7 @@ def test_cache_write(b: int, rows: int, position: int, seed: int) -> None:
     """Rows at or beyond S are dropped."""
     seeded(seed)
     cache, value, at = torch.randn(b, 2, 9, 12), torch.randn(b, 2, rows, 12), torch.tensor([position])
-    for before, dtype in ((cache, "float32"), (cache.half(), "float16")):
+    for before, dtype in ((cache, "float32"), (cache.half(), "float16"), (stored(cache, torch.int8), "int8")):
         y = run(cache_write((b, 2, 9, 12), rows, dtype), before, value, at)[0]
         assert torch.equal(y, fastcar.cache_write(before, value, at))
 

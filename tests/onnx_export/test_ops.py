@@ -10,12 +10,14 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from lowering.test_cached import many_rows
 from torch import Tensor, nn
 
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS
+from fastcar_compile.ops.cached import stored
 
 fastcar = torch.ops.fastcar
 
@@ -53,18 +55,20 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("position", [0, 3, 8])
-def test_cache_write(path: Path, position: int) -> None:
-    tensors = (torch.randn(2, 2, 9, 4), torch.randn(2, 2, 1, 4), at(position))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_cache_write(path: Path, position: int, dtype: torch.dtype) -> None:
+    tensors = (stored(torch.randn(2, 2, 9, 4), dtype), torch.randn(2, 2, 1, 4), at(position))
     actual = run_onnx(fastcar.cache_write.default, tensors, (), path)
     assert torch.equal(actual, fastcar.cache_write(*tensors))
 
 
 @pytest.mark.parametrize("position", [0, 5, 8])
-def test_attention_sees_the_filled_part_only(path: Path, position: int) -> None:
-    caches = [torch.randn(2, 2, 9, 8) for _ in range(2)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_attention_sees_the_filled_part_only(path: Path, position: int, dtype: torch.dtype) -> None:
+    caches = [torch.randn(2, 2, 9, 40) for _ in range(2)]
     for cache in caches:
         cache[:, :, position + 1 :] = torch.nan
-    tensors = (torch.randn(2, 6, 1, 8), *caches, at(position))
+    tensors = (torch.randn(2, 6, 1, 40), *(stored(cache, dtype) for cache in caches), at(position))
     actual = run_onnx(fastcar.attention.default, tensors, (0.4,), path)
     torch.testing.assert_close(actual, fastcar.attention(*tensors, 0.4))
 
@@ -74,6 +78,16 @@ def test_tas(path: Path, position: int, heads: int) -> None:
     tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))
     actual = run_onnx(fastcar.tas.default, tensors, (5, 0.3), path)
     assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.3))
+
+
+def test_int8_rows(path: Path) -> None:
+    """Every exponent, zeros, infinities and NaN: written as PyTorch writes them, and scored alike."""
+    rows = many_rows(512, 40)[:, None, None]
+    cache = stored(torch.zeros_like(rows), torch.int8)
+    written = run_onnx(fastcar.cache_write.default, (cache, rows, at(0)), (), path)
+    assert torch.equal(written, stored(rows, torch.int8))
+    tensors = (torch.randn(512, 2, 1, 40), written, at(0))
+    assert torch.equal(run_onnx(fastcar.tas.default, tensors, (5, 0.3), path), fastcar.tas(*tensors, 5, 0.3))
 
 
 def test_tas_of_values_that_are_not_finite(path: Path) -> None:

@@ -21,7 +21,9 @@ from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.lowering.kernels import window as kernels
+from fastcar_compile.lowering.kernels.cache_write import ring_write
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.window import row_of
 
 from .oracle import seen
@@ -109,7 +111,7 @@ def test_the_sinks_meet_their_own_query() -> None:
     spare=st.integers(0, 5),
     count=st.integers(1, 4),
     dim=st.sampled_from([1, 3, 8, 16, 48]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
     seed=st.integers(0, 99),
 )
 def test_kernel_of_attention(
@@ -117,9 +119,9 @@ def test_kernel_of_attention(
 ) -> None:
     torch.manual_seed(seed)
     ring = window + count - 1 + spare
-    caches = torch.randn(2, 2, 2, sinks + ring, dim).to(dtype)
+    caches = stored(torch.randn(2, 2, 2, sinks + ring, dim), dtype)
     query, other = torch.randn(2, 2, 4, count, dim)
-    shapes = (tuple(query.shape), tuple(caches[0].shape))
+    shapes = (tuple(query.shape), (2, 2, sinks + ring, dim))
     options = (str(dtype).removeprefix("torch."), host_instruction_set())
     kernel = kernels.window_attention(*shapes, 0.4, sinks, window, *options)
     library = compiled(kernel)
@@ -146,11 +148,12 @@ def compiled(kernel: PrimFunc) -> Callable[..., Tensor]:
 def test_kernels_of_rows(position: int) -> None:
     torch.manual_seed(position)
     cache, value = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 5, 4)
-    written = run(kernels.ring_write((2, 2, 9, 4), 5, 3), cache, value, at(position))[0]
+    written = run(ring_write((2, 2, 9, 4), 5, 3), cache, value, at(position))[0]
     assert torch.equal(written, fastcar.ring_write(cache, value, at(position), 3))
-    half = torch.zeros(2, 2, 9, 4, dtype=torch.float16)
-    written = run(kernels.ring_write((2, 2, 9, 4), 5, 3, "float16"), half, value, at(position))[0]
-    assert torch.equal(written, fastcar.ring_write(half, value, at(position), 3))
+    for name, dtype in (("float16", torch.float16), ("int8", torch.int8)):
+        narrow = stored(cache, dtype)
+        written = run(ring_write((2, 2, 9, 4), 5, 3, name), narrow, value, at(position))[0]
+        assert torch.equal(written, fastcar.ring_write(narrow, value, at(position), 3))
     row = run(kernels.ring_row(4, 3, 6), at(position), at(0))[1]
     assert torch.equal(row, fastcar.ring_row(at(position), 4, 3, 6))
 

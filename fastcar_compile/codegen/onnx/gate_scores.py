@@ -29,7 +29,7 @@ def _earlier_key(query: Value, key_cache: Value, position: Value, stride: int) -
     batch, heads, _, dim = (int(d) for d in query.shape)
     kv_heads = int(key_cache.shape[1])
     earlier = op.Max(op.Sub(position, _ints(stride)), _ints(0))
-    key = read(op.Gather(key_cache, earlier, axis=2), key_cache)
+    key = read(op.Gather(key_cache, earlier, axis=2), key_cache, dim)
     return key, op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
 
 

@@ -53,8 +53,8 @@ def _shape(value: Value) -> list[int]:
 
 def cache_write(cache: Value, value: Value, position: Value) -> Value:
     """One row at `position`; the decode step never writes past the end."""
-    batch, heads, _, dim = _shape(cache)
-    index = op.Expand(op.Reshape(position, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, dim))
+    batch, heads, _, size = _shape(cache)
+    index = op.Expand(op.Reshape(position, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, size))
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
@@ -63,8 +63,8 @@ def attention(query: Value, key_cache: Value, value_cache: Value, position: Valu
     batch, heads, _, dim = _shape(query)
     kv_heads = _shape(key_cache)[1]
     end = op.Add(position, _ints(1))
-    keys = read(op.Slice(key_cache, _ints(0), end, _ints(2)), key_cache)
-    values = read(op.Slice(value_cache, _ints(0), end, _ints(2)), value_cache)
+    keys = read(op.Slice(key_cache, _ints(0), end, _ints(2)), key_cache, dim)
+    values = read(op.Slice(value_cache, _ints(0), end, _ints(2)), value_cache, dim)
     grouped = op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim))
     logits = op.MatMul(op.Mul(grouped, _float(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
     out = op.MatMul(op.Softmax(logits, axis=-1), values)
@@ -76,7 +76,7 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
     batch, heads, _, dim = _shape(query)
     kv_heads = _shape(key_cache)[1]
     earlier = op.Max(op.Sub(position, _ints(stride)), _ints(0))
-    key = op.Cast(op.Gather(key_cache, earlier, axis=2), to=onnx.TensorProto.DOUBLE)
+    key = op.Cast(read(op.Gather(key_cache, earlier, axis=2), key_cache, dim), to=onnx.TensorProto.DOUBLE)
     grouped = op.Cast(op.Reshape(query, _ints(batch, kv_heads, heads // kv_heads, dim)), to=onnx.TensorProto.DOUBLE)
     products = op.Mul(op.Mul(grouped, key), _double(1 << TAS_FRACTION_BITS))
     rounded = op.Clip(op.Round(products), _double(-TAS_LIMIT), _double(TAS_LIMIT))

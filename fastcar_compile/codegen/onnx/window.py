@@ -49,9 +49,9 @@ def limit(positions: Value, most: int) -> Value:
 
 def ring_write(cache: Value, value: Value, position: Value, sinks: int) -> Value:
     """One row, that of `position`."""
-    batch, heads, rows, dim = _shape(cache)
+    batch, heads, rows, size = _shape(cache)
     row = _row_of(position, sinks, rows - sinks)
-    index = op.Expand(op.Reshape(row, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, dim))
+    index = op.Expand(op.Reshape(row, _ints(1, 1, 1, 1)), _ints(batch, heads, 1, size))
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
@@ -76,13 +76,13 @@ def window_attention(
 
     def logits(one: Value, index: Value) -> Value:
         grouped = op.Mul(op.Reshape(one, _ints(batch, kv_heads, heads // kv_heads, dim)), _float(scale))
-        keys = read(op.Gather(key_cache, index, axis=2), key_cache)
+        keys = read(op.Gather(key_cache, index, axis=2), key_cache, dim)
         return op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2]))
 
     parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
     weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)
     values = op.Gather(value_cache, op.Concat(*indices, axis=0) if sinks else indices[0], axis=2)
-    return op.Reshape(op.MatMul(weights, read(values, value_cache)), _ints(batch, heads, 1, dim))
+    return op.Reshape(op.MatMul(weights, read(values, value_cache, dim)), _ints(batch, heads, 1, dim))
 
 
 WINDOW = (ring_row, limit, ring_write, window_attention)

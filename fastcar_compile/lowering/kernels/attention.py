@@ -9,9 +9,10 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
-from fastcar_compile.lowering.kernels.half import widened
-from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch
+from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch, vector_lanes
+from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
 KEYS = 4
@@ -39,11 +40,6 @@ def following(row: Any, last: Any, size: int) -> Any:
     return T.if_then_else(row < last, row, row - last + size)
 
 
-def vector_lanes(d: int) -> int:
-    """Lanes of a vector that divides a head's dimension."""
-    return next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
-
-
 def context_parts(heads: int, elements: int) -> int:
     """Pieces that the context of every head is cut into; 0: not worth a parallel region."""
     if elements < PARALLEL_ELEMENTS:
@@ -65,25 +61,30 @@ def attention(
     """
     b, hq, _, d = query
     hkv, s = cache[1], cache[2]
-    group = hq // hkv
+    group, width = hq // hkv, row_size(d, dtype)
     lanes = vector_lanes(d)
     pieces = context_parts(b * hkv, b * hkv * s * d * 2)
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
-    size = 4 if dtype == "float32" else 2
-    ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
+    size = row_bytes(d, dtype)
+    ahead, lines, step = PREFETCH_BYTES // size, -(-size // LINE), LINE // element_bytes(dtype)
 
     @T.prim_func(private=True, s_tir=True)
     def attend(
         q: T.Buffer((b, hq, 1, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
-        values: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        values: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         with T.sblock("heads"):
-            T.reads(q[0:b, 0:hq, 0:1, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], values[0:b, 0:hkv, 0:s, 0:d], position[0:1])
+            T.reads(
+                q[0:b, 0:hq, 0:1, 0:d],
+                keys[0:b, 0:hkv, 0:s, 0:width],
+                values[0:b, 0:hkv, 0:s, 0:width],
+                position[0:1],
+            )
             T.writes(y[0:b, 0:hq, 0:1, 0:d])
             sums = T.alloc_buffer((b * hkv * parts * group, d), "float32")
             tops = T.alloc_buffer((b * hkv * parts * group,), "float32")
@@ -128,8 +129,12 @@ def attention(
                             for r in T.unroll(KEYS):
                                 for c in T.unroll(d // lanes):
                                     for v in T.vectorized(lanes):
-                                        dot[r * lanes + v] += q[bi, h * group + g, 0, c * lanes + v] * widened(
-                                            keys[bi, h, T.min(at + part * KEYS + r, last - 1), c * lanes + v],
+                                        dot[r * lanes + v] += q[bi, h * group + g, 0, c * lanes + v] * element(
+                                            keys,
+                                            (bi, h, T.min(at + part * KEYS + r, last - 1)),
+                                            c * lanes,
+                                            v,
+                                            d,
                                             dtype,
                                             isa,
                                         )
@@ -149,18 +154,23 @@ def attention(
                         for r in T.vectorized(BLOCK):
                             weights[r] = exp_not_positive(weights[r] - stat[0])
                         stat[2] = totals[item * group + g] * stat[1]
-                        for c in T.vectorized(d):
-                            acc[c] = sums[item * group + g, c] * stat[1]
+                        for c in T.unroll(d // lanes):
+                            for v in T.vectorized(lanes):
+                                acc[c * lanes + v] = sums[item * group + g, c * lanes + v] * stat[1]
                         for r in range(count):
                             if g == 0:
                                 for u in T.unroll(lines):
                                     T.evaluate(prefetch(values[bi, h, following(at + r + ahead, last, s), u * step]))
                             stat[2] += weights[r]
-                            for c in T.vectorized(d):
-                                acc[c] += weights[r] * widened(values[bi, h, at + r, c], dtype, isa)
+                            for c in T.unroll(d // lanes):
+                                for v in T.vectorized(lanes):
+                                    acc[c * lanes + v] += weights[r] * element(
+                                        values, (bi, h, at + r), c * lanes, v, d, dtype, isa
+                                    )
                         totals[item * group + g] = stat[2]
-                        for c in T.vectorized(d):
-                            sums[item * group + g, c] = acc[c]
+                        for c in T.unroll(d // lanes):
+                            for v in T.vectorized(lanes):
+                                sums[item * group + g, c * lanes + v] = acc[c * lanes + v]
             for head in range(b * hkv * group):
                 merged = T.alloc_buffer((d,), "float32")
                 share = T.alloc_buffer((3,), "float32")

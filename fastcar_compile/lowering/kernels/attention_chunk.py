@@ -8,8 +8,10 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import LOWEST, context_parts, filled_rows
+from fastcar_compile.lowering.kernels.cached import element
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
-from fastcar_compile.lowering.kernels.half import widened
+from fastcar_compile.ops.cached import BLOCK as SHARING
+from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
 BLOCK = 32
@@ -32,7 +34,7 @@ def attention_chunk(
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group = hq // hkv
+    group, size = hq // hkv, row_size(d, dtype)
     tile = tile_rows(t)
     width = next(v for v in (32, 16, 8, 4, 2, 1) if d % v == 0)
     pieces = context_parts(b * hkv, b * hq * t * s * d // 2)
@@ -44,15 +46,20 @@ def attention_chunk(
     @T.prim_func(private=True, s_tir=True)
     def attend_chunk(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
-        values: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, size), dtype),
+        values: T.Buffer((b, hkv, s, size), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], values[0:b, 0:hkv, 0:s, 0:d], position[0:1])
+                T.reads(
+                    q[0:b, 0:hq, 0:t, 0:d],
+                    keys[0:b, 0:hkv, 0:s, 0:size],
+                    values[0:b, 0:hkv, 0:s, 0:size],
+                    position[0:1],
+                )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
                 turned = T.alloc_buffer((d, BLOCK), "float32")
                 tops = T.alloc_buffer((rows,), "float32")
@@ -73,8 +80,11 @@ def attention_chunk(
                         y[bi, h * group + (begin + r) // t, (begin + r) % t, c] = T.float32(0)
                 for block in range((seen + BLOCK - 1) // BLOCK):
                     at: T.let = block * BLOCK
-                    for v, c in T.grid(BLOCK, d):
-                        turned[c, v] = widened(keys[bi, h, T.min(at + v, seen - 1), c], dtype, isa)
+                    for v, e in T.grid(BLOCK, -(-d // SHARING)):
+                        for c in range(T.min(SHARING, d - e * SHARING)):
+                            turned[e * SHARING + c, v] = element(
+                                keys, (bi, h, T.min(at + v, seen - 1)), e * SHARING, c, d, dtype, isa
+                            )
                     for part in range(rows // tile):
                         head: T.let = h * group + (begin + part * tile) // t
                         i: T.let = (begin + part * tile) % t
@@ -117,8 +127,8 @@ def attention_chunk(
                                 for v in range(count):
                                     for r in T.unroll(tile):
                                         for c in T.vectorized(width):
-                                            acc[r * width + c] += weights[r * BLOCK + v] * widened(
-                                                values[bi, h, at + v, piece * width + c], dtype, isa
+                                            acc[r * width + c] += weights[r * BLOCK + v] * element(
+                                                values, (bi, h, at + v), piece * width, c, d, dtype, isa
                                             )
                                 for r in T.unroll(tile):
                                     for c in T.vectorized(width):

@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
-from fastcar_compile.lowering.kernels.cache_write import cache_write
+from fastcar_compile.lowering.kernels.cache_write import cache_write, ring_write
 from fastcar_compile.lowering.kernels.gate_scores import cosine_distance, tas_heads
 from fastcar_compile.lowering.kernels.linear import SMALL_BATCH, linear
 from fastcar_compile.lowering.kernels.linear_chunk import linear_chunk
@@ -22,7 +22,7 @@ from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.kernels.side_by_side import side_by_side
 from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.lowering.kernels.window import ring_write, window_attention
+from fastcar_compile.lowering.kernels.window import window_attention
 
 
 def linear_float32(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:

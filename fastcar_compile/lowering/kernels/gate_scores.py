@@ -7,7 +7,8 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.half import widened
+from fastcar_compile.lowering.kernels.cached import element
+from fastcar_compile.ops.cached import row_size
 from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
 
 Shape = tuple[int, int, int, int]
@@ -19,12 +20,12 @@ def tas_heads(
     """Sum over every query head times its factor, 0 for a head that is not chosen."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group = hq // hkv
+    group, width = hq // hkv, row_size(d, dtype)
 
     @T.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
         factor: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
@@ -32,7 +33,7 @@ def tas_heads(
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1], factor[0:hq])
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], factor[0:hq])
                 T.writes(y[0:b])
                 acc = T.alloc_buffer((2,), "float32")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
@@ -40,7 +41,7 @@ def tas_heads(
                 for h in range(hq):
                     acc[0] = T.float32(0)
                     for c in range(d):
-                        acc[0] += q[i, h, 0, c] * widened(keys[i, h // group, before, c], dtype, isa)
+                        acc[0] += q[i, h, 0, c] * element(keys, (i, h // group, before), c, 0, d, dtype, isa)
                     acc[1] += acc[0] * factor[h]
                 y[i] = acc[1] * T.float32(scale)
 
@@ -78,19 +79,19 @@ def cosine_distance(
     """sqrt(max(0, 1 - cosine of query and key one frame earlier, mean over query heads)) of every row."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group = hq // hkv
+    group, width = hq // hkv, row_size(d, dtype)
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_distance(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
                 T.writes(y[0:b])
                 acc = T.alloc_buffer((5,), "float32")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
@@ -100,7 +101,7 @@ def cosine_distance(
                     acc[1] = T.float32(0)
                     acc[2] = T.float32(0)
                     for c in range(d):
-                        acc[4] = widened(keys[i, h // group, before, c], dtype, isa)
+                        acc[4] = element(keys, (i, h // group, before), c, 0, d, dtype, isa)
                         acc[0] += q[i, h, 0, c] * acc[4]
                         acc[1] += q[i, h, 0, c] * q[i, h, 0, c]
                         acc[2] += acc[4] * acc[4]

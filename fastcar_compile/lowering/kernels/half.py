@@ -11,7 +11,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.lowering.isa import InstructionSet
-from fastcar_compile.ops.attention import FLOAT16_MAX
+from fastcar_compile.ops.cached import FLOAT16_MAX
 
 _SIGN, _MAGNITUDE, _INFINITY = 0x8000, 0x7FFF, 0x7C00
 _NAN = 0x7E00
@@ -39,7 +39,7 @@ def widened(value: Any, dtype: str, isa: InstructionSet) -> Any:
 
 
 def narrowed(value: Any, dtype: str, isa: InstructionSet) -> Any:
-    """A float32 for a cache of `dtype`: as it is, or rounded as `ops.attention.stored` does."""
+    """A float32 for a cache of `dtype`: as it is, or rounded as `ops.cached.stored` does."""
     if dtype == "float32":
         return value
     # T.min and T.max give their second operand where one is NaN.

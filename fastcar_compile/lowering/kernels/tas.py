@@ -7,8 +7,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.half import widened
+from fastcar_compile.lowering.kernels.cached import element
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
 
@@ -19,21 +20,21 @@ def tas(
     """Mean over heads of scale * <query, key at position - stride>: float32 [B], bit for bit as the operator."""
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group = hq // hkv
+    group, width = hq // hkv, row_size(d, dtype)
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
     factor, one, limit = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS), float(TAS_LIMIT)
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:d], position[0:1])
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
                 T.writes(y[0:b])
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
@@ -45,7 +46,10 @@ def tas(
                         for v in T.vectorized(lanes):
                             product[v] = (
                                 T.Cast("float64", q[i, h, 0, c * lanes + v])
-                                * T.Cast("float64", widened(keys[i, h // group, before, c * lanes + v], dtype, isa))
+                                * T.Cast(
+                                    "float64",
+                                    element(keys, (i, h // group, before), c * lanes, v, d, dtype, isa),
+                                )
                                 * T.float64(one)
                             )
                         for v in T.vectorized(lanes):

@@ -18,6 +18,11 @@ Load = Callable[[int, int], Expr]
 """`load(offset, lanes)`: that many elements from an offset on."""
 
 
+def vector_lanes(d: int) -> int:
+    """Lanes of a vector that divides a head's dimension."""
+    return next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
+
+
 def row(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
     """Loads from `start` on along the last axis of a buffer."""
     return lambda offset, lanes: buffer[(*index, T.Ramp(start + offset, 1, lanes))]

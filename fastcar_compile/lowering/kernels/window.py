@@ -1,4 +1,4 @@
-"""Sparse attention over a ring cache, its append and its addresses; ops/window.py defines the rows."""
+"""Sparse attention over a ring cache, and its addresses; ops/window.py defines the rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS, vector_lanes
+from fastcar_compile.lowering.kernels.attention import KEYS, LOWEST, PARALLEL_ELEMENTS
+from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
-from fastcar_compile.lowering.kernels.half import narrowed, widened
-from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch
+from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch, vector_lanes
+from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
 BLOCK = 16
@@ -34,30 +35,6 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     return row_of_earlier_key
 
 
-def ring_write(cache: Shape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """In place: ring cache [B, H, sinks + R, D] gets value [B, H, rows, D] from position `position` on."""
-    b, h, s, d = cache
-    ring = s - sinks
-
-    @T.prim_func(private=True, s_tir=True)
-    def append_to_ring(
-        keys: T.Buffer((b, h, s, d), dtype),
-        value: T.Buffer((b, h, rows, d), "float32"),
-        position: T.Buffer((1,), "int64"),
-    ):
-        T.func_attr({"op_pattern": OPAQUE})
-        for i, j, r in T.grid(b, h, rows):
-            with T.sblock("row"):
-                T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
-                T.writes(keys[0:b, 0:h, 0:s, 0:d])
-                p: T.let = T.Cast("int32", position[0]) + r
-                at: T.let = T.if_then_else(p < sinks, p, sinks + (p - sinks) % ring)
-                for c in T.vectorized(d):
-                    keys[i, j, at, c] = narrowed(value[i, j, r, c], dtype, isa)
-
-    return append_to_ring
-
-
 def window_attention(
     query: Shape,
     cache: Shape,
@@ -75,7 +52,7 @@ def window_attention(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, ring = hq // hkv, s - sinks
-    lanes = vector_lanes(d)
+    lanes, width = vector_lanes(d), row_size(d, dtype)
     padded = (sinks + window + BLOCK - 1) // BLOCK * BLOCK
 
     def met_by(row: Any) -> Any:
@@ -83,14 +60,14 @@ def window_attention(
         return T.if_then_else(row < sinks, d, 0) if sinks else 0
 
     loop = T.parallel if b * hq * t * padded * d >= PARALLEL_ELEMENTS else T.serial
-    size = 4 if dtype == "float32" else 2
-    ahead, lines, step = PREFETCH_BYTES // (d * size), -(-d * size // LINE), LINE // size
+    size = row_bytes(d, dtype)
+    ahead, lines, step = PREFETCH_BYTES // size, -(-size // LINE), LINE // element_bytes(dtype)
 
     @T.prim_func(private=True, s_tir=True)
     def attend_to_window(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, d), dtype),
-        values: T.Buffer((b, hkv, s, d), dtype),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        values: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
         sink_q: T.Buffer((b, hq, t, d), "float32"),
         y: T.Buffer((b, hq, t, d), "float32"),
@@ -101,8 +78,8 @@ def window_attention(
                 T.reads(
                     q[0:b, 0:hq, 0:t, 0:d],
                     sink_q[0:b, 0:hq, 0:t, 0:d],
-                    keys[0:b, 0:hkv, 0:s, 0:d],
-                    values[0:b, 0:hkv, 0:s, 0:d],
+                    keys[0:b, 0:hkv, 0:s, 0:width],
+                    values[0:b, 0:hkv, 0:s, 0:width],
                     position[0:1],
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
@@ -140,8 +117,8 @@ def window_attention(
                     for c in T.unroll(d // lanes):
                         for r in T.unroll(KEYS):
                             for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += both[met_by(row[r]) + c * lanes + v] * widened(
-                                    keys[bi, h // group, row[r], c * lanes + v], dtype, isa
+                                dot[r * lanes + v] += both[met_by(row[r]) + c * lanes + v] * element(
+                                    keys, (bi, h // group, row[r]), c * lanes, v, d, dtype, isa
                                 )
                     for r in T.unroll(KEYS):
                         if lanes >= 16:
@@ -162,16 +139,18 @@ def window_attention(
                 stat[1] = T.float32(0)
                 for r in range(seen):
                     stat[1] += weights[r]
-                for c in T.vectorized(d):
-                    acc[c] = T.float32(0)
+                for c in T.unroll(d // lanes):
+                    for v in T.vectorized(lanes):
+                        acc[c * lanes + v] = T.float32(0)
                 for r in range(seen):
-                    for c in T.vectorized(d):
-                        acc[c] += weights[r] * widened(
-                            values[bi, h // group, T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring), c],
-                            dtype,
-                            isa,
-                        )
-                for c in T.vectorized(d):
-                    y[bi, h, i, c] = acc[c] / stat[1]
+                    at: T.let = T.if_then_else(r < sinks, r, sinks + (base + r - sinks) % ring)
+                    for c in T.unroll(d // lanes):
+                        for v in T.vectorized(lanes):
+                            acc[c * lanes + v] += weights[r] * element(
+                                values, (bi, h // group, at), c * lanes, v, d, dtype, isa
+                            )
+                for c in T.unroll(d // lanes):
+                    for v in T.vectorized(lanes):
+                        y[bi, h, i, c * lanes + v] = acc[c * lanes + v] / stat[1]
 
     return attend_to_window

@@ -1,0 +1,85 @@
+"""Keys and values in int8: the same on every backend, fewer bytes, and what refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module, check_tool
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir import StateRole
+from fastcar_compile.runtime.session import Session
+
+FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
+SPARSE = fc.SparseAttention(window=5, sinks=3, positions="cache")
+
+
+def compiled(folder: Path, **options: Any) -> fc.Artifact:
+    """A grouped-query Llama in w8a8."""
+    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "kv": "int8", "prefill_chunk": 16}
+    return fc.compile(
+        llama(initializer_range=0.2, num_hidden_layers=1),  # type: ignore[arg-type]
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=BATCH,
+        output=folder / "artifact",
+        **{**defaults, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """For a board, so that there is a host graph of an accelerator too; gates/test_decoders.py has full caches and
+    float16 ones, board/conftest.py a ring of float16."""
+    check_tool("g++")
+    return compiled(tmp_path_factory.mktemp("narrow"), replay=fc.ReplayConfig(threshold=0.0), sparse_attention=SPARSE)
+
+
+def decode(session: Session, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [T - PROMPT + 1, B, V] after a prompt."""
+    session.reset()
+    out = [session.prefill(ids[:, :PROMPT])]
+    return torch.stack(out + [session.step(ids[:, i]) for i in range(PROMPT, ids.shape[1])])
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(0, 17, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
+def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
+    check_module("onnxruntime")
+    found, decisions = {}, {}
+    for backend in ("eager", "cpu", "onnxruntime", "hls-csim"):
+        session = artifact.session(backend, record=True)
+        found[backend] = decode(session, token_ids())
+        decisions[backend] = np.asarray(session.stats.decisions)
+    assert 0.1 < decisions["eager"].mean() < 0.8
+    for backend in found:
+        assert (decisions[backend] == decisions["eager"]).all(), backend
+        torch.testing.assert_close(found[backend], found["eager"], atol=1e-2, rtol=0)
+    assert torch.equal(found["cpu"], found["hls-csim"])
+
+
+def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
+    caches = [s for s in artifact.state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
+    assert {s.dtype for s in caches} == {torch.int8}
+    assert {s.dtype for s in artifact.state if s not in caches} == {torch.float32, torch.int32}
+    assert artifact.manifest.sections["pipeline"].endswith('narrow-cache{"dtype": "int8"}')
+    assert artifact.manifest.sections["config"]["kv"] == "int8"
+    rows, each = caches[0].shape[2], BATCH * 2 * (16 + 1)
+    assert f"key_cache_0: torch.int8 [2, 2, {rows}, 17], {rows * each / 2**20:.3f} MiB" in artifact.explain(layer=0)
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert report["state_bytes"]["key_cache"] == rows * each
+
+
+def test_a_type_that_no_cache_has(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="kv: Input should be 'float32', 'float16' or 'int8'"):
+        compiled(tmp_path, target="cpu", kv="float8")
