@@ -45,7 +45,7 @@ class LoweredModule:
         params: names of the arguments after them.
         outputs: result names in order; state results are the argument tensors, updated in place.
         distinct_layers: how many layer functions were compiled.
-        ir_module: the Relax module before TVM's own passes, its kernels in their portable form.
+        ir_module: the Relax module before TVM's CPU pipeline, its kernels in their portable form.
     """
 
     executable: Any
