@@ -132,11 +132,10 @@ def test_kernel_of_attention(
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (3, 3)])
-def test_a_window_in_pieces(heads: tuple[int, int]) -> None:
+def test_a_window_in_pieces() -> None:
     """Few heads over a long window: pieces of it in parallel, some of them empty; the ring wraps inside of one."""
     torch.manual_seed(0)
-    (hq, hkv), sinks, window, dim = heads, 5, 1030, 128
+    hq, hkv, sinks, window, dim = 2, 1, 5, 1030, 128
     assert context_parts(hkv, 2 * hkv * (sinks + window) * dim) > 1
     shape = (1, hkv, sinks + window + 3, dim)
     caches = stored(torch.randn(2, *shape), torch.int8)
