@@ -26,6 +26,7 @@ from fastcar_compile.lowering.converters import CONVERTERS, Converter
 from fastcar_compile.lowering.isa import InstructionSet, host_instruction_set
 from fastcar_compile.lowering.kernels.choice import specialise
 from fastcar_compile.lowering.segment import Segment, segment
+from fastcar_compile.lowering.share_rows import share_rows
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.lowering.trusted_calls import trust_inner_calls
 from fastcar_compile.passes.edit import output_nodes
@@ -44,7 +45,7 @@ class LoweredModule:
         params: names of the arguments after them.
         outputs: result names in order; state results are the argument tensors, updated in place.
         distinct_layers: how many layer functions were compiled.
-        ir_module: the Relax module before TVM's own passes, its kernels in their portable form.
+        ir_module: the Relax module before TVM's CPU pipeline, its kernels in their portable form.
     """
 
     executable: Any
@@ -98,12 +99,18 @@ def lower(
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
-    ir_module = builder.finalize()
+    ir_module = _shared(builder.finalize())
     executable = _compile(ir_module, isa or host_instruction_set())
     names = tuple(str(n.target) for n in inputs)
     exits = {s.exit for s in sites}
     layers = len({part.key for part in segments if exits & {n.name for n in part.outputs}})
     return LoweredModule(executable, names, tuple(params), tuple(outputs), layers, ir_module)
+
+
+def _shared(module: tvm.IRModule) -> tvm.IRModule:
+    """Equal calls once, and linears of one input in one."""
+    unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
+    return tvm.transform.Sequential([relax.transform.EliminateCommonSubexpr(), share_rows, unused])(module)
 
 
 def _check_operators(module: fx.GraphModule) -> None:
@@ -134,8 +141,8 @@ def _compile(ir_module: Any, isa: InstructionSet) -> Any:
 
 def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     """TVM's CPU pipeline on dataflow blocks, which the importer does not make in a function with an `If`."""
-    unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
-    prepare = [relax.transform.EliminateCommonSubexpr(), relax.transform.ConvertToDataflow(), unused]
+    unused = relax.transform.DeadCodeElimination([ENTRY])
+    prepare = [relax.transform.ConvertToDataflow(), unused]
     default = relax.backend.cpu_generic.get_default_pipeline(target)
     return tvm.transform.Sequential([*prepare, default, trust_inner_calls(ENTRY)])
 

@@ -1,6 +1,6 @@
 // Runs kernels of one library and compares what they write. The file of cases, all integers little-endian: int32 number
-// of cases; per case its name (int32 length, characters), int32 number of tensors, and per tensor int32 type code,
-// bits and rank, int64 sizes, the values. The last tensor is the output as it should be.
+// of cases; per case its name (int32 length, characters), int32 number of tensors and how many of them are results, and
+// per tensor int32 type code, bits and rank, int64 sizes, the values. The results come last and are as they should be.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
@@ -46,17 +46,25 @@ bool run(const tvm::ffi::Module& library, std::istream& in) {
     std::string name(read<int32_t>(in), ' ');
     in.read(&name[0], name.size());
     std::vector<tvm::ffi::Tensor> tensors;
-    for (int32_t left = read<int32_t>(in); left > 0; --left) {
+    int32_t left = read<int32_t>(in);
+    const size_t first = left - read<int32_t>(in);
+    for (; left > 0; --left) {
         tensors.push_back(read_tensor(in));
     }
-    const size_t bytes = tvm::ffi::GetDataSize(*tensors.back().GetDLTensorPtr());
-    const char* written = static_cast<const char*>(tensors.back().data_ptr());
-    const std::vector<char> expected(written, written + bytes);
-    std::memset(tensors.back().data_ptr(), 0xff, bytes);
+    std::vector<std::vector<char>> expected;
+    for (size_t i = first; i < tensors.size(); ++i) {
+        char* values = static_cast<char*>(tensors[i].data_ptr());
+        expected.emplace_back(values, values + tvm::ffi::GetDataSize(*tensors[i].GetDLTensorPtr()));
+        std::memset(values, 0xff, expected.back().size());
+    }
     const std::vector<tvm::ffi::AnyView> arguments(tensors.begin(), tensors.end());
     tvm::ffi::Any result;
     library->GetFunction(name).value().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
-    const bool equal = std::memcmp(written, expected.data(), bytes) == 0;
+    bool equal = true;
+    for (size_t i = first; i < tensors.size(); ++i) {
+        const std::vector<char>& right = expected[i - first];
+        equal &= std::memcmp(tensors[i].data_ptr(), right.data(), right.size()) == 0;
+    }
     std::cout << name << (equal ? " equal" : " differs") << "\n";
     return equal;
 }

@@ -11,6 +11,7 @@ import pytest
 import tvm
 from gates.cases import CASES as GATE_CASES
 from lowering.integer_cases import CASES as INTEGER_CASES
+from lowering.integer_cases import TOGETHER
 from lowering.test_cached import CASES as CACHED_CASES
 from lowering.test_half import CASES as HALF_CASES
 from tvm.support import cc
@@ -19,7 +20,7 @@ from board.conftest import FOLDERS, Machine
 from fastcar_compile.lowering.isa import instruction_set
 from fastcar_compile.lowering.target import host_target
 
-CASES = (*INTEGER_CASES, *HALF_CASES, *CACHED_CASES, *GATE_CASES)
+CASES = (*INTEGER_CASES, *TOGETHER, *HALF_CASES, *CACHED_CASES, *GATE_CASES)
 TYPE_CODES = {"i": 0, "u": 1, "f": 2, "V": 4}
 """Of DLPack, by numpy's kind; bfloat16 is the one of kind V."""
 
@@ -44,7 +45,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = bytearray(struct.pack("<i", len(CASES)))
     for case in CASES:
         arguments = case.arguments()
-        data += struct.pack(f"<i{len(case.name)}si", len(case.name), case.name.encode(), len(arguments))
+        counts = len(arguments), getattr(case, "results", 1)
+        data += struct.pack(f"<i{len(case.name)}sii", len(case.name), case.name.encode(), *counts)
         for array in arguments:
             code, bits = TYPE_CODES[array.dtype.kind], array.dtype.itemsize * 8
             data += struct.pack(f"<iii{array.ndim}q", code, bits, array.ndim, *array.shape)

@@ -49,9 +49,44 @@ class IntegerCase:
         return kernel
 
 
+@dataclass(frozen=True)
+class TogetherCase:
+    """Several linears of the same rows in one kernel."""
+
+    kind: str
+    m: int
+    ns: tuple[int, ...]
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.m}_{'_'.join(map(str, self.ns))}_{self.k}"
+
+    @property
+    def results(self) -> int:
+        """How many of the last arguments are results."""
+        return len(self.ns)
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
+        """As of single kernels that share the rows of the first."""
+        singles = [IntegerCase(self.kind, self.m, n, self.k).arguments(seed) for n in self.ns]
+        return [*singles[0][:2], *(a for single in singles for a in single[2:4]), *(single[4] for single in singles)]
+
+    def kernel(self, isa: InstructionSet) -> tvm.tirx.PrimFunc:
+        """For an instruction set, under the case's name."""
+        kernel = KERNELS["linears"](self.kind, self.m, self.ns, self.k, isa=isa)
+        named = kernel.with_attr("global_symbol", self.name)
+        assert isinstance(named, tvm.tirx.PrimFunc)
+        return named
+
+
 CASES = tuple(IntegerCase(kind, *shape) for kind in KINDS for shape in SHAPES)
+TOGETHER = tuple(
+    TogetherCase(kind, *shape) for kind in KINDS for shape in ((1, (257, 3, 300), 2041), (3, (101, 90), 1999))
+)
+"""Large enough for a parallel loop, but for the linear of three channels."""
 
 
-def module(isa: InstructionSet, cases: tuple[IntegerCase, ...] = CASES) -> tvm.IRModule:
+def module(isa: InstructionSet, cases: tuple[IntegerCase | TogetherCase, ...] = CASES) -> tvm.IRModule:
     """The cases' kernels."""
     return tvm.IRModule({case.name: case.kernel(isa) for case in cases})

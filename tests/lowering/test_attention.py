@@ -13,8 +13,9 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.isa import host_instruction_set
-from fastcar_compile.lowering.kernels.attention import BLOCK, PARALLEL_ELEMENTS, attention, context_parts
+from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
+from fastcar_compile.lowering.kernels.online_softmax import BLOCK, PARALLEL_ELEMENTS, context_parts
 from fastcar_compile.ops.cached import stored
 
 from .kernel_runs import few, run

@@ -24,29 +24,34 @@ from fastcar_compile.lowering.isa import (
 from fastcar_compile.lowering.kernels import linear_w4a8, linear_w8a8
 from fastcar_compile.lowering.target import host_target
 
-from .integer_cases import CASES, KINDS, IntegerCase, module
+from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
 """The kernels of avx2-vnni, in the encoding of AVX-512."""
 X86 = (*(isa for isa in INSTRUCTION_SETS if isa.machine == "x86_64"), EVEX)
 
 
-def check(library: tvm.runtime.Module, case: IntegerCase, seed: int = 0, skipped: tuple[int, ...] = ()) -> None:
-    """The kernel's output equals the reference's; rows that are skipped are zero."""
-    *inputs, expected = case.arguments(seed)
+def check(
+    library: tvm.runtime.Module, case: IntegerCase | TogetherCase, seed: int = 0, skipped: tuple[int, ...] = ()
+) -> None:
+    """The kernel's outputs equal the reference's; rows that are skipped are zero."""
+    arguments, results = case.arguments(seed), getattr(case, "results", 1)
+    inputs, outputs = arguments[:-results], arguments[-results:]
     inputs[0][list(skipped)] = 0
-    expected[list(skipped)] = 0
-    y = tvm.runtime.tensor(np.full_like(expected, np.nan))
-    library[case.name](*map(tvm.runtime.tensor, inputs), y)
-    np.testing.assert_array_equal(y.numpy(), expected, err_msg=case.name)
+    found = [tvm.runtime.tensor(np.full_like(y, np.nan)) for y in outputs]
+    library[case.name](*map(tvm.runtime.tensor, inputs), *found)
+    for y, expected in zip(found, outputs, strict=True):
+        expected[list(skipped)] = 0
+        np.testing.assert_array_equal(y.numpy(), expected, err_msg=case.name)
 
 
 @pytest.mark.parametrize("isa", X86, ids=lambda isa: isa.name)
 def test_kernels_are_exact(isa: InstructionSet) -> None:
     if lacking := sorted(isa.flags - cpu_flags()):
         pytest.skip(f"this CPU has no {', '.join(lacking)}")
-    library = tvm.compile(module(isa), target=host_target(isa))
-    for case in CASES:
+    cases = (*CASES, *TOGETHER)
+    library = tvm.compile(module(isa, cases), target=host_target(isa))
+    for case in cases:
         check(library, case)
         check(library, case, skipped=tuple(range(0, case.m, 3)))
 

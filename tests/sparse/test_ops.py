@@ -22,6 +22,7 @@ from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.lowering.kernels import window as kernels
 from fastcar_compile.lowering.kernels.cache_write import ring_write
+from fastcar_compile.lowering.kernels.online_softmax import context_parts
 from fastcar_compile.lowering.target import host_target
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.window import row_of
@@ -129,6 +130,31 @@ def test_kernel_of_attention(
         expected = fastcar.window_attention(query, *caches, at(position), 0.4, sinks, window, other)
         actual = library(query, *caches, at(position), other, torch.zeros_like(query))
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_in_pieces() -> None:
+    """Few heads over a long window: pieces of it in parallel, some of them empty; the ring wraps inside of one."""
+    torch.manual_seed(0)
+    hq, hkv, sinks, window, dim = 2, 1, 5, 1030, 128
+    assert context_parts(hkv, 2 * hkv * (sinks + window) * dim) > 1
+    shape = (1, hkv, sinks + window + 3, dim)
+    caches = stored(torch.randn(2, *shape), torch.int8)
+    query, other = torch.randn(2, 1, hq, 1, dim)
+    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8"))
+    for position in (0, sinks, 40, window, 3000):
+        expected = fastcar.window_attention(query, *caches, at(position), 0.1, sinks, window, other)
+        actual = library(query, *caches, at(position), other, torch.zeros_like(query))
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("position", [2, 20])
+def test_a_window_does_not_hide_a_nan(position: int) -> None:
+    caches = torch.zeros(2, 1, 1, 12, 8)
+    caches[1, 0, 0, 1, 3] = torch.nan  # a sink
+    query = torch.ones(1, 1, 1, 8)
+    library = compiled(kernels.window_attention((1, 1, 1, 8), (1, 1, 12, 8), 1.0, 4, 8))
+    actual = library(query, *caches, at(position), query, torch.zeros_like(query))
+    assert actual.isnan().flatten().tolist() == [c == 3 for c in range(8)]
 
 
 def compiled(kernel: PrimFunc) -> Callable[..., Tensor]:

@@ -7,9 +7,10 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.attention import LOWEST, context_parts, filled_rows
+from fastcar_compile.lowering.kernels.attention import filled_rows
 from fastcar_compile.lowering.kernels.cached import element
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
+from fastcar_compile.lowering.kernels.online_softmax import LOWEST, context_parts
 from fastcar_compile.ops.cached import BLOCK as SHARING
 from fastcar_compile.ops.cached import row_size
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import tvm
@@ -19,6 +20,7 @@ from fastcar_compile.lowering.kernels.linear import SMALL_BATCH, linear
 from fastcar_compile.lowering.kernels.linear_chunk import linear_chunk
 from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
 from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
+from fastcar_compile.lowering.kernels.side_by_side import side_by_side
 from fastcar_compile.lowering.kernels.tas import tas
 from fastcar_compile.lowering.kernels.window import window_attention
 
@@ -33,19 +35,57 @@ def linear_bfloat16(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> P
     return (linear if m <= SMALL_BATCH else linear_chunk)(m, n, k, "bfloat16", isa)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """A kind of linear kernel.
+
+    Args:
+        kernel: `kernel(m, n, k, isa=...)`; its first arguments are the rows, its last is the result [m, n].
+        shared: how many arguments the rows are.
+        rows: the most rows for which its work is one parallel loop; None: any number.
+    """
+
+    kernel: Callable[..., PrimFunc]
+    shared: int
+    rows: int | None
+
+
+LINEARS: dict[str, Linear] = {
+    "linear_bfloat16": Linear(linear_bfloat16, 1, SMALL_BATCH),
+    "linear_float32": Linear(linear_float32, 1, SMALL_BATCH),
+    "linear_w4a8": Linear(linear_w4a8, 2, None),
+    "linear_w8a8": Linear(linear_w8a8, 2, None),
+}
+
+
+@cache
+def _single(kind: str, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Kept, because parsing a kernel takes longer than compiling it."""
+    return LINEARS[kind].kernel(m, n, k, isa=isa)
+
+
+def linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Linears of `kind` with the same m rows of k, one of n outputs for each of `ns`, in one kernel.
+
+    The rows, then the weights (and their scales) of each, then the results [m, n].
+    """
+    kernels = [_single(kind, m, n, k, isa=isa) for n in ns]
+    together = side_by_side(kernels, LINEARS[kind].shared)
+    together.__name__ = f"{kernels[0].__name__}_x{len(ns)}"
+    return together
+
+
 KERNELS: dict[str, Callable[..., PrimFunc]] = {
     "attention": attention,
     "attention_chunk": attention_chunk,
     "cache_write": cache_write,
     "cosine_distance": cosine_distance,
-    "linear_bfloat16": linear_bfloat16,
-    "linear_float32": linear_float32,
-    "linear_w4a8": linear_w4a8,
-    "linear_w8a8": linear_w8a8,
+    "linears": linears,
     "ring_write": ring_write,
     "tas": tas,
     "tas_heads": tas_heads,
     "window_attention": window_attention,
+    **{kind: partial(_single, kind) for kind in LINEARS},
 }
 """Name -> `kernel(*options, isa=...)`; options are numbers, texts and tuples of these. A kernel takes the same
 arguments for every instruction set."""
