@@ -33,7 +33,7 @@ on. Everything is teacher-forced, so every token is predicted from the true past
 - *calibrated*: thresholds per layer from `fc.calibrate` on other videos (docs/gates.md). *uniform*: the same gate and
   weights, one quantile of every layer's scores. *random*: a hash decides.
 - `tas` has trained head weights, `learned` is trained as a whole (docs/gates.md, "Training"), on videos of their own.
-  `tas` is calibrated for 1 % and `learned` for 2 % more replay than is asked for, as other videos may replay less.
+  `tas` is calibrated for 0.5 % and `learned` for 2.5 % more replay than is asked for, as other videos may replay less.
 
 The shipped gates are `examples/*/gates`, trained by `python benchmarks/quality.py --train`, their thresholds
 `examples/*/cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run the rows are in

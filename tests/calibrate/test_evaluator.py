@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from gates.networks import networks
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, rules_of
 from fastcar_compile.calibrate.evaluator import _groups
-from fastcar_compile.calibrate.heads import WORTH, choose_heads, refine_heads
+from fastcar_compile.calibrate.heads import choose_heads
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
@@ -177,24 +176,3 @@ def test_heads_are_chosen_by_the_damage_that_they_do() -> None:
     assert chosen[0][0] == min(singles, key=singles.__getitem__)
     steps = [nll(list(chosen[0][:count])) for count in range(1, len(chosen[0]) + 1)]
     assert steps == sorted(steps, reverse=True)
-
-
-def test_heads_are_refined_on_top_of_each_other() -> None:
-    """Never worse than the first ones, as measured anew: NLL less what more replay is worth."""
-    first = [[(head, 0.25) for head in range(4)] for _ in range(LAYERS)]
-
-    def measured(heads: list[Any], thresholds: list[float]) -> tuple[float, float]:
-        replay = fc.ReplayConfig(gate="tas", heads=heads)
-        found = Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS)).measure(thresholds)
-        return math.log(found.nll), found.replay
-
-    replay = fc.ReplayConfig(gate="tas", heads=first)
-    evaluator = Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS))
-    thresholds = [float(evaluator.scores(layer).median()) for layer in range(LAYERS)]
-    lines: list[str] = []
-    heads, moved = refine_heads(evaluator, [tuple(pairs) for pairs in first], thresholds, lines.append, sweeps=1)
-    before, after = measured(first, thresholds), measured([list(pairs) for pairs in heads], moved)
-    assert [list(pairs) for pairs in heads] != first
-    cost = after[0] - WORTH * (after[1] - before[1])
-    assert cost < before[0]
-    assert lines[-1] == f"sweep 1 of 1, layer {LAYERS - 1}: {cost:.4f}"
