@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -79,11 +79,14 @@ def save_cases(cases: Sequence[Case], path: str | Path) -> None:
     Path(path).write_text(text + "\n", "utf-8")
 
 
-def load_cases(path: str | Path, weights: GateWeights | None = None) -> list[Case]:
+def load_cases(
+    path: str | Path, weights: GateWeights | None = None, gates: Collection[str] | None = None
+) -> list[Case]:
     """Read a file written by `save_cases`, which names the weights of gate `learned` but does not hold them.
 
     Args:
         weights: those weights.
+        gates: only cases of these; default: all, the dense decoder among them.
 
     Raises:
         UserError: missing or malformed, or a case has other weights.
@@ -93,7 +96,7 @@ def load_cases(path: str | Path, weights: GateWeights | None = None) -> list[Cas
     except (OSError, ValueError, TypeError, KeyError) as error:
         mend = "give a file written by --save-cases"
         raise UserError(f"the cases cannot be read: {error!r}", where=str(path), mend=mend) from error
-    return [_with_weights(case, weights, str(path)) for case in cases]
+    return [_with_weights(case, weights, str(path)) for case in cases if gates is None or case.gate in gates]
 
 
 def _with_weights(case: Case, weights: GateWeights | None, where: str) -> Case:
