@@ -102,7 +102,7 @@ class Decoder:
 
     @property
     def hindsight_file(self) -> Path:
-        """What the best decisions reach."""
+        """What the best decisions reach; not there where the goals are reached without."""
         return self.folder / "hindsight.json"
 
     def weights(self) -> GateWeights:
@@ -268,7 +268,7 @@ def main() -> None:
     if found:
         (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
-        bounds = {d.name: quality_hindsight.load(d.hindsight_file) for d in DECODERS}
+        bounds = {d.name: quality_hindsight.load(d.hindsight_file) for d in DECODERS if d.hindsight_file.exists()}
         write_document(ROOT / "docs" / "quality.md", found, bounds)
 
 
