@@ -35,9 +35,9 @@ ROOT = Path(__file__).parents[1]
 HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 
-HELD_OUT, BATCH = 32, 4
+HELD_OUT, BATCH = 16, 4
 RATIOS = (0.5, 0.8, 0.85)
-HINDSIGHT_RATIOS = (0.8, 0.85)
+HINDSIGHT_RATIOS = (0.8,)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
 
 

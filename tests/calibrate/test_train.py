@@ -130,8 +130,9 @@ def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarra
     trained = train(decoder, some[64:], "tas", steps=20, progress=lines.append)
     assert len(lines) == 20
     assert lines[-1].startswith("step 20 of 20: replay ")
-    gained = damage(decoder, some[:64], trained.replay_config(), 0.5)
-    assert gained < 0.97 * damage(decoder, some[:64], ReplayConfig(gate="tas"), 0.5)
+    # At one half all replay of one layer and none of the other is best with any heads.
+    gained = damage(decoder, some[:64], trained.replay_config(), 0.3)
+    assert gained < 0.97 * damage(decoder, some[:64], ReplayConfig(gate="tas"), 0.3)
 
 
 def test_the_network_of_the_evaluator_is_the_trained_one(
