@@ -23,7 +23,7 @@ BLOCK = 32
 """Rows between two corrections of the running maximum; keys and values of one block stay in the first-level cache."""
 
 PARALLEL_ELEMENTS = 1 << 18
-"""Cache elements from which a second thread pays for the 5-10 us of a parallel region."""
+"""Cache elements from which a second thread pays for launching and awaiting a parallel region."""
 
 PARTS = 16
 """Least pieces of work of a parallel region; few or an odd number of heads are cut along the context."""
