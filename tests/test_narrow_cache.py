@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from agreement import check_backends
 from conftest import check_module, check_tool
 from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import StateRole
-from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
 SPARSE = fc.SparseAttention(window=5, sinks=3, positions="cache")
@@ -42,13 +41,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return compiled(tmp_path_factory.mktemp("narrow"), replay=fc.ReplayConfig(threshold=0.0), sparse_attention=SPARSE)
 
 
-def decode(session: Session, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T - PROMPT + 1, B, V] after a prompt."""
-    session.reset()
-    out = [session.prefill(ids[:, :PROMPT])]
-    return torch.stack(out + [session.step(ids[:, i]) for i in range(PROMPT, ids.shape[1])])
-
-
 def token_ids() -> torch.Tensor:
     return torch.randint(0, 17, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
 
@@ -56,16 +48,7 @@ def token_ids() -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
     check_module("onnxruntime")
-    found, decisions = {}, {}
-    for backend in ("eager", "cpu", "onnxruntime", "hls-csim"):
-        session = artifact.session(backend, record=True)
-        found[backend] = decode(session, token_ids())
-        decisions[backend] = np.asarray(session.stats.decisions)
-    assert 0.1 < decisions["eager"].mean() < 0.8
-    for backend in found:
-        assert (decisions[backend] == decisions["eager"]).all(), backend
-        torch.testing.assert_close(found[backend], found["eager"], atol=1e-2, rtol=0)
-    assert torch.equal(found["cpu"], found["hls-csim"])
+    check_backends(artifact, token_ids(), PROMPT)
 
 
 def test_what_the_artifact_says(artifact: fc.Artifact) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agreement import check_backends, decode
 from conftest import check_module, check_tool
 from decoders import llama
 from test_checkpoint import save
@@ -55,13 +56,6 @@ def session_of(program: DecoderProgram, threshold: float = float("inf"), prefill
     graph, outputs = (program.prefill, program.prefill_outputs) if prefill else (None, [])
     backend = EagerBackend(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
     return Session(backend, program.config, [threshold] * len(program.sites), record=True)
-
-
-def decode(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits [B, T - prompt + 1, V]."""
-    session.reset()
-    out = [session.prefill(ids[:, :prompt])]
-    return torch.stack(out + [session.step(ids[:, i]) for i in range(prompt, ids.shape[1])], 1)
 
 
 def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
@@ -122,16 +116,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
     """Window narrower than a frame, prompt longer than the window: eager, TVM, onnxruntime and C simulation."""
     check_module("onnxruntime")
-    ids, found, decisions = token_ids(17, 65), {}, {}
-    for backend in ("eager", "cpu", "onnxruntime", "hls-csim"):
-        session = artifact.session(backend, record=True)
-        found[backend] = decode(session, ids, 21)
-        decisions[backend] = np.asarray(session.stats.decisions)
-    assert 0.1 < decisions["eager"].mean() < 0.8
-    for backend in found:
-        assert (decisions[backend] == decisions["eager"]).all(), backend
-        torch.testing.assert_close(found[backend], found["eager"], atol=1e-2, rtol=0)
-    assert torch.equal(found["cpu"], found["hls-csim"])
+    check_backends(artifact, token_ids(17, 65), 21)
 
 
 def test_explanation_and_report(artifact: fc.Artifact) -> None:

@@ -18,7 +18,7 @@ SMALL_BATCH = 8
 """Most rows of x that this kernel takes; its work per weight is still hidden behind the memory."""
 
 PARALLEL_ELEMENTS = 1 << 18
-"""Weights from which a second thread pays for the 5-10 us of a parallel region."""
+"""Weights from which a second thread pays for launching and awaiting a parallel region."""
 
 
 def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:

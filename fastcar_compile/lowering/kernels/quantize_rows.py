@@ -14,7 +14,7 @@ LANES = 32
 
 
 PARALLEL_ELEMENTS = 1 << 15
-"""Elements of several rows from which a second thread pays for the 5-10 us of a parallel region."""
+"""Elements of several rows from which a second thread pays for launching and awaiting a parallel region."""
 
 
 def quantized(x: Any, inverse: Any) -> Any:

@@ -9,7 +9,7 @@ from fastcar_compile.lowering.kernels import OPAQUE
 
 Shape = tuple[int, int, int, int]
 PARALLEL_ELEMENTS = 1 << 17
-"""Elements from which a second thread pays for the 5-10 us of a parallel region."""
+"""Elements from which a second thread pays for launching and awaiting a parallel region."""
 
 
 def rotary(shape: Shape, tables: int) -> PrimFunc:
