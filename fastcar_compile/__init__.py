@@ -2,6 +2,7 @@
 
 from fastcar_compile.calibrate import Thresholds, calibrate
 from fastcar_compile.calibrate.train import TrainedGate, train_gate
+from fastcar_compile.calibrate.tune import TunedDecoder, tune_decoder
 from fastcar_compile.compiler import compile
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "TargetError",
     "Thresholds",
     "TrainedGate",
+    "TunedDecoder",
     "UserError",
     "available_targets",
     "calibrate",
@@ -43,4 +45,5 @@ __all__ = [
     "load",
     "load_target",
     "train_gate",
+    "tune_decoder",
 ]

@@ -41,6 +41,7 @@ class Stages:
         layers: in order; stage i computes layer i (stage 0 also what comes before it), the last stage the head.
         crossing: per stage the nodes whose values later stages read.
         results: output name -> node.
+        constants: what `get_attr` nodes give.
     """
 
     def __init__(self, module: fx.GraphModule, outputs: list[str], attend: Attend | None = None) -> None:
@@ -57,11 +58,11 @@ class Stages:
         self.results = dict(zip(outputs, output_nodes(module.graph), strict=True))
         self.crossing = [[n for n in part if any(rank[u] > s for u in n.users)] for s, part in enumerate(self.nodes)]
         attributes = [n for n in module.graph.nodes if n.op == "get_attr"]
-        self._constants = {n: get_attribute(module, str(n.target)) for n in attributes}
+        self.constants = {n: get_attribute(module, str(n.target)) for n in attributes}
 
     def run(self, stage: int, values: Mapping[fx.Node, Any], replace: Replace | None) -> dict[fx.Node, Any]:
         """All values of one stage, from placeholders and the crossing values of earlier stages."""
-        known: dict[fx.Node, Any] = {**self._constants, **values}
+        known: dict[fx.Node, Any] = {**self.constants, **values}
         layer = self.layers[stage] if stage < len(self.layers) else None
         for node in self.nodes[stage]:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fastcar_compile.calibrate.layers import Stages
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.edit import is_op
@@ -97,7 +97,7 @@ class Sample:
 
 
 class RelaxedDecoder:
-    """A frozen decoder on whole videos of one length.
+    """A decoder on whole videos of one length; frozen, unless `own_weights` was called.
 
     Args:
         model: as `fastcar_compile.compile` takes it. rows: videos at a time. length: tokens that are fed, prompt
@@ -123,6 +123,7 @@ class RelaxedDecoder:
         )
         if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
             raise InputError("a headless decoder has no likelihood to train on", mend="train with its head")
+        self._parameters = list(model.named_parameters())
         self.rows, self.length, self.frame, self.prompt = rows, length, tokens_per_frame, prompt
         self.program = program
         _without_custom_writes(program.prefill)
@@ -139,8 +140,25 @@ class RelaxedDecoder:
 
     def dense(self, tokens: Tensor) -> Tensor:
         """Logits float32 [rows, length, V] without replay; tokens int64 [rows, length]."""
-        with torch.no_grad():
-            return self._run(tokens, [None] * self.layers)
+        return self._run(tokens, [None] * self.layers)
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """Copies of the decoder's parameters, by their names in the model, that it computes with from now on.
+
+        A parameter that is used under several names (tied embedding and head) has one copy, under the first.
+
+        Raises:
+            InternalError: the captured program holds none of the model's parameters.
+        """
+        known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
+        used: dict[str, nn.Parameter] = {}
+        for node, tensor in self._stages.constants.items():
+            found = known.get((tensor.data_ptr(), tensor.shape))
+            if found is not None:
+                used[found[0]] = self._stages.constants[node] = found[1]
+        if not used:
+            raise InternalError("the captured program holds none of the model's parameters")
+        return used
 
     def samples(self, tokens: Tensor) -> list[Sample]:
         """Of every layer, on the dense decoder."""

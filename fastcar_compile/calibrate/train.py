@@ -1,9 +1,9 @@
-"""Gates that are trained: end to end, through a frozen decoder, for little loss of likelihood at a given replay ratio.
+"""Gates that are trained: end to end, through the decoder, for little loss of likelihood at a given replay ratio.
 
 Every step decodes a few videos, teacher-forced, with decisions that are hard forwards and soft backwards
 (straight-through, with logistic noise that fades). The loss is the divergence of the decoder that replays from the
 dense one, relative to the dense NLL, and a price on every forward that does not replay; the price follows the
-shortfall.
+shortfall. The decoder is frozen, or trained with its gates (`tune`): then the dense NLL is a part of the loss.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Options:
     softness: float = 0.5
     start: str | None = None
     """What `TrainedGate.inputs` is of the gate that the training begins with."""
+    decoder_rate: float = 0.0
+    """Peak learning rate of the decoder's own weights; 0: they stay."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,31 @@ def train_gate(
         InputError: bad arguments or videos. CompileError: the model cannot be captured.
     """
     options = Options(gate, target_replay, units, steps, batch, seed, softness, start and start.inputs)
+    return run(model, videos, options, tokens_per_frame, prompt, start, checkpoint, progress).result()
+
+
+def run(
+    model: nn.Module,
+    videos: Any,
+    options: Options,
+    tokens_per_frame: int | None,
+    prompt: int,
+    start: TrainedGate | None,
+    checkpoint: str | Path | None,
+    progress: Say | None,
+) -> Training:
+    """A finished training; arguments and errors as of `train_gate`."""
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
     _check(tokens, options)
     frame = tokens_per_frame or ModelFacts.of(model).tokens_per_frame
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", mend="give tokens_per_frame")
-    decoder = RelaxedDecoder(model, min(batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
+    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
     key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
-    training = _Training(decoder, torch.from_numpy(tokens), options, start)
-    training.run(TrainingState(None if checkpoint is None else Path(checkpoint), key), progress or (lambda _line: None))
-    return training.result(key)
+    training = Training(decoder, torch.from_numpy(tokens), options, start, key)
+    kept = TrainingState(None if checkpoint is None else Path(checkpoint), key)
+    training.run(kept, progress or (lambda _line: None))
+    return training
 
 
 def _check(tokens: np.ndarray, options: Options) -> None:
@@ -158,20 +175,31 @@ def _tas(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: to
 SCORERS = {"learned": _learned, "tas": _tas}
 
 
-class _Training:
-    """Scorers, optimiser and price."""
+class Training:
+    """Scorers, perhaps the decoder's weights, their optimiser, and the price.
+
+    Attributes:
+        scorers: one per layer. weights: the decoder's that are trained, by their names in the model. log: one entry
+            per step. key: hash of what the training depends on.
+    """
 
     def __init__(
-        self, decoder: RelaxedDecoder, videos: Tensor, options: Options, start: TrainedGate | None = None
+        self, decoder: RelaxedDecoder, videos: Tensor, options: Options, start: TrainedGate | None = None, key: str = ""
     ) -> None:
-        self._decoder, self._videos, self._options = decoder, videos, options
+        self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
         random = torch.Generator().manual_seed(options.seed)
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
-        self._price, self._rate, self._further = FIRST_PRICE, RATES[options.gate], start is not None
+        self._price, rate, self._soft = FIRST_PRICE, RATES[options.gate], start is not None
         if start is not None:
             self._go_on_from(start)
-        self._optimizer = torch.optim.Adam(self.scorers.parameters(), lr=self._rate, betas=(0.9, 0.95))
+            rate /= 2
+        self.weights = decoder.own_weights() if options.decoder_rate else {}
+        weights = nn.ParameterList(self.weights.values())
+        self._trained = nn.ModuleList([self.scorers, weights])
+        parts = ((self.scorers, rate), (weights, options.decoder_rate))
+        self._groups = [{"params": list(part.parameters()), "peak": peak} for part, peak in parts if len(part)]
+        self._optimizer = torch.optim.Adam(self._groups, betas=(0.9, 0.95))
         self.log: list[Step] = []
 
     def _go_on_from(self, start: TrainedGate) -> None:
@@ -184,11 +212,11 @@ class _Training:
             raise InputError(what, mend="start from a gate of the same kind, units and decoder")
         for scorer, weights, threshold in zip(scorers, start.layers, start.thresholds, strict=True):
             scorer.assign(weights, threshold)
-        self._price, self._rate = start.price, self._rate / 2
+        self._price = start.price
 
     def run(self, kept: TrainingState, say: Say) -> None:
         """The rest of the steps, from what was kept on."""
-        before = kept.load(self.scorers, self._optimizer)
+        before = kept.load(self._trained, self._optimizer)
         if before is not None:
             self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
         count = self._options.steps
@@ -197,37 +225,49 @@ class _Training:
             say(_line(self.log, count, self._price))
             if number % SAVE_EVERY == 0 or number + 1 == count:
                 entries = [(s.nll, s.nll_dense, s.shares) for s in self.log]
-                kept.save(self.scorers, self._optimizer, {"price": self._price, "steps": entries})
+                kept.save(self._trained, self._optimizer, {"price": self._price, "steps": entries})
 
     def _step(self, number: int) -> Step:
-        decoder, options = self._decoder, self._options
-        progress = number / options.steps
+        options = self._options
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * _schedule(number, options.steps)
-        tokens = self._batch(number)
-        first = decoder.prompt - 1 + decoder.frame
-        random = torch.Generator().manual_seed(options.seed * options.steps + number)
-        faded = max(0.0, 1 - progress / NOISE_ENDS)
-        relaxation = Relaxation(faded, random)
-        if self._further:
-            softness = options.softness * SOFTNESS_FALLS**progress
-            relaxation = Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
-        logits, shares = decoder.replayed(tokens[:, :-1], self._list(), relaxation)
-        now = torch.log_softmax(logits[:, first:], -1)
-        dense = torch.log_softmax(decoder.dense(tokens[:, :-1])[:, first:], -1)
-        targets = tokens[:, first + 1 :, None]
-        nll, nll_dense = (float(-found.detach().gather(-1, targets).mean()) for found in (now, dense))
-        divergence = (dense.exp() * (dense - now)).sum(-1).mean()
-        short = options.target - shares.mean()
-        scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
-        price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
-        loss = divergence / scale + price * short
+            group["lr"] = group["peak"] * _schedule(number, options.steps)
+        found, loss, short = self._loss(self._batch(number), self._relaxation(number))
         self._optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.scorers.parameters(), 1.0)
+        for group in self._groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
         self._optimizer.step()
-        self._price = max(0.0, self._price + PRICE_GAIN * float(short.detach()))
-        return Step(nll, nll_dense, tuple(shares.detach().tolist()))
+        self._price = max(0.0, self._price + PRICE_GAIN * short)
+        return found
+
+    def _relaxation(self, number: int) -> Relaxation:
+        options = self._options
+        progress = number / options.steps
+        random = torch.Generator().manual_seed(options.seed * options.steps + number)
+        faded = max(0.0, 1 - progress / NOISE_ENDS)
+        if not self._soft:
+            return Relaxation(faded, random)
+        softness = options.softness * SOFTNESS_FALLS**progress
+        return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
+
+    def _loss(self, tokens: Tensor, relaxation: Relaxation) -> tuple[Step, Tensor, float]:
+        """What was measured on videos [rows, T], the loss, and the shortfall of replay."""
+        decoder = self._decoder
+        first = decoder.prompt - 1 + decoder.frame
+        inputs, targets = tokens[:, :-1], tokens[:, 1:, None]
+        logits, shares = decoder.replayed(inputs, self._list(), relaxation)
+        now = torch.log_softmax(logits[:, first:], -1)
+        whole = torch.log_softmax(decoder.dense(inputs), -1)
+        dense = whole[:, first:].detach()
+        nll, nll_dense = (float(-p.detach().gather(-1, targets[:, first:]).mean()) for p in (now, dense))
+        loss = (dense.exp() * (dense - now)).sum(-1).mean()
+        if self.weights:
+            loss = loss - whole[:, decoder.prompt - 1 :].gather(-1, targets[:, decoder.prompt - 1 :]).mean()
+        short = self._options.target - shares.mean()
+        scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
+        price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
+        found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
+        return found, loss / scale + price * short, float(short.detach())
 
     def _batch(self, number: int) -> Tensor:
         """Every pass over the videos has an order of its own."""
@@ -238,13 +278,13 @@ class _Training:
         start = number % per_pass * rows
         return self._videos[order[start : start + rows]]
 
-    def result(self, key: str) -> TrainedGate:
+    def result(self) -> TrainedGate:
         """Of all steps."""
         last = self.log[-max(1, round(TAIL * len(self.log))) :]
         replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
         layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
         found = (self._options.target, replay, nll, dense, self._price)
-        return TrainedGate(self._options.gate, layers, thresholds, *found, key)
+        return TrainedGate(self._options.gate, layers, thresholds, *found, self.key)
 
     def _list(self) -> list[Scorer]:
         return list(self.scorers)  # type: ignore[arg-type]
@@ -259,6 +299,7 @@ def _line(log: Sequence[Step], steps: int, price: float) -> str:
     """Means over the last steps: single ones vary with their videos."""
     last = log[-10:]
     replay = sum(s.replay for s in last) / len(last)
-    increase = sum(s.nll for s in last) / sum(s.nll_dense for s in last)
+    nll, dense = (float(np.mean([getattr(s, name) for s in last])) for name in ("nll", "nll_dense"))
     layers = " / ".join(f"{100 * share:.0f}" for share in np.mean([s.shares for s in last], 0))
-    return f"step {len(log)} of {steps}: replay {replay:.1%} ({layers}), NLL {increase:.3f} of dense, price {price:.2f}"
+    shares = f"replay {replay:.1%} ({layers})"
+    return f"step {len(log)} of {steps}: {shares}, NLL {nll / dense:.3f} of {dense:.4g}, price {price:.2f}"

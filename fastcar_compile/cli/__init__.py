@@ -12,6 +12,7 @@ from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
 from fastcar_compile.cli.train_gate import train_gate_command
+from fastcar_compile.cli.tune_decoder import tune_decoder_command
 from fastcar_compile.cli.verify import verify_command
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command("compile")(compile_command)
 app.command("train-gate")(train_gate_command)
+app.command("tune-decoder")(tune_decoder_command)
 app.command("calibrate")(calibrate_command)
 app.command("evaluate")(evaluate_command)
 app.command("inspect")(inspect_command)

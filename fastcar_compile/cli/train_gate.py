@@ -11,31 +11,42 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, existing, 
 from fastcar_compile.cli.evaluate import read_decoder, read_videos
 from fastcar_compile.errors import UserError
 
+Decoder = Annotated[Path, typer.Argument(help="Folder of a Hugging Face decoder.")]
+Videos = Annotated[Path, typer.Option(help="To train on: .safetensors, .npz or .npy, int64 [N, T], with prompt.")]
+Target = Annotated[float, typer.Option(help="Share of the forwards t >= F that shall replay.")]
+Gate = Annotated[str, typer.Option(help="learned, or tas (a weight per query head).")]
+Start = Annotated[Path | None, typer.Option(help="A trained gate of the same kind and units to go on from.")]
+Units = Annotated[int, typer.Option(help="Of the hidden layer of gate learned.")]
+Steps = Annotated[int, typer.Option(help="Of the optimiser.")]
+Batch = Annotated[int, typer.Option(help="Videos per step.")]
+Seed = Annotated[int, typer.Option(help="Of first weights, order of videos and noise.")]
+TokensPerFrame = Annotated[int | None, typer.Option(help="Default: the decoder's config.")]
+Prompt = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="An interrupted training goes on from this file.")]
+
 
 @command
 def train_gate_command(
-    decoder: Annotated[Path, typer.Argument(help="Folder of a Hugging Face decoder.")],
-    videos: Annotated[Path, typer.Option(help="To train on: .safetensors, .npz or .npy, int64 [N, T], with prompt.")],
-    target_replay: Annotated[float, typer.Option(help="Share of the forwards t >= F that shall replay.")],
+    decoder: Decoder,
+    videos: Videos,
+    target_replay: Target,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the gate to this .safetensors file.")],
-    gate: Annotated[str, typer.Option(help="learned, or tas (a weight per query head).")] = "learned",
-    units: Annotated[int, typer.Option(help="Of the hidden layer of gate learned.")] = 16,
-    steps: Annotated[int, typer.Option(help="Of the optimiser.")] = 200,
-    batch: Annotated[int, typer.Option(help="Videos per step.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of first weights, order of videos and noise.")] = 0,
-    tokens_per_frame: Annotated[int | None, typer.Option(help="Default: the decoder's config.")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
-    checkpoint: Annotated[Path | None, typer.Option(help="An interrupted training goes on from this file.")] = None,
+    gate: Gate = "learned",
+    start: Start = None,
+    units: Units = 16,
+    steps: Steps = 200,
+    batch: Batch = 4,
+    seed: Seed = 0,
+    tokens_per_frame: TokensPerFrame = None,
+    prompt: Prompt = 1,
+    checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Train a gate; the decoder's weights stay."""
     import fastcar_compile as fc
 
-    existing(decoder, "decoder")
-    if (decoder / "manifest.json").is_file():
-        mend = "give the decoder's Hugging Face folder, then compile with the gate"
-        raise UserError("gates are trained before a decoder is compiled", where=str(decoder), mend=mend)
-    tokens = read_videos(videos)
+    not_compiled(decoder)
+    tokens, first = read_videos(videos), read_start(start)
     with stages(as_json, "train-gate") as show:
         show("reading the decoder")
         found = fc.train_gate(
@@ -49,18 +60,35 @@ def train_gate_command(
             seed=seed,
             tokens_per_frame=tokens_per_frame,
             prompt=prompt,
+            start=first,
             checkpoint=checkpoint,
             progress=show,
         )
         found.save(output)
-    if as_json:
-        print_json(found.facts())
-    else:
-        _show(found, output)
+    show_gate(found, output, as_json)
     return ExitCode.OK
 
 
-def _show(found: Any, output: Path) -> None:
+def not_compiled(decoder: Path) -> None:
+    """Raises UserError where the decoder is an artifact."""
+    existing(decoder, "decoder")
+    if (decoder / "manifest.json").is_file():
+        mend = "give the decoder's Hugging Face folder, then compile with the gate"
+        raise UserError("gates are trained before a decoder is compiled", where=str(decoder), mend=mend)
+
+
+def read_start(path: Path | None) -> Any:
+    """The gate to go on from, if there is one."""
+    import fastcar_compile as fc
+
+    return None if path is None else fc.TrainedGate.load(existing(path, "gate"))
+
+
+def show_gate(found: Any, output: Path, as_json: bool) -> None:
+    """What the last steps of a training measured."""
+    if as_json:
+        print_json(found.facts())
+        return
     text = f"gate {found.gate} in {output}: replay {found.replay:.1%} of t >= F, NLL {found.nll:.4g}, "
     text += f"{found.nll / found.nll_dense - 1:+.1%} of dense, in the last steps"
     console = stdout()

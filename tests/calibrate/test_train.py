@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoders import headless_llama, llama
+from decoders import headless_llama
+from drawn_videos import FRAME, LAYERS, LENGTH, sharp_decoder, videos
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, program_of, rules_of
 from fastcar_compile.calibrate.relaxed import RelaxedDecoder
-from fastcar_compile.calibrate.train import Options, _Training
+from fastcar_compile.calibrate.train import Options, Training
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
-
-FRAME, FRAMES, LAYERS = 8, 4, 2
-LENGTH = FRAME * FRAMES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,24 +33,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def decoder(one_thread: None) -> LlamaForCausalLM:
-    """Sharp enough that a wrong MLP output costs likelihood; symbols stay much the same from frame to frame."""
-    model = llama(vocab_size=7, max_position_embeddings=LENGTH + 1)
-    model.lm_head.weight.data *= 20
-    for layer in model.model.layers:
-        layer.mlp.down_proj.weight.data *= 8
-    model.config.tokens_per_frame = FRAME
-    return model.requires_grad_(False)
-
-
-def videos(model: LlamaForCausalLM, count: int, seed: int) -> np.ndarray:
-    """A first frame by chance, then drawn from the decoder itself, so that its likelihood is as good as it gets."""
-    random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 7, (count, 1 + FRAME), generator=random)
-    with torch.inference_mode():
-        for _ in range(LENGTH - FRAME):
-            logits = model(tokens, use_cache=False).logits[:, -1]
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=random)], 1)
-    return tokens.numpy()
+    return sharp_decoder()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +41,9 @@ def some(decoder: LlamaForCausalLM) -> np.ndarray:
     return videos(decoder, 128, 1)
 
 
-def training(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, prompt: int = 1) -> _Training:
+def training(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, prompt: int = 1) -> Training:
     relaxed = RelaxedDecoder(model, len(tokens), LENGTH, FRAME, prompt)
-    return _Training(relaxed, torch.from_numpy(tokens), Options(gate, 0.5, 4, 1, len(tokens), 0))
+    return Training(relaxed, torch.from_numpy(tokens), Options(gate, 0.5, 4, 1, len(tokens), 0))
 
 
 def test_the_dense_decoder_is_the_model(decoder: LlamaForCausalLM, some: np.ndarray) -> None:

@@ -1,0 +1,81 @@
+"""`fastcar tune-decoder`: a decoder and its gate, trained together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.evaluate import read_decoder, read_videos
+from fastcar_compile.cli.train_gate import (
+    Batch,
+    Checkpoint,
+    Decoder,
+    Gate,
+    Prompt,
+    Seed,
+    Start,
+    Steps,
+    Target,
+    TokensPerFrame,
+    Units,
+    Videos,
+    not_compiled,
+    read_start,
+    show_gate,
+)
+from fastcar_compile.errors import UserError
+
+
+@command
+def tune_decoder_command(
+    decoder: Decoder,
+    videos: Videos,
+    target_replay: Target,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="New folder: the decoder in model/, the gate in gate.safetensors.")
+    ],
+    rate: Annotated[float, typer.Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
+    gate: Gate = "learned",
+    start: Start = None,
+    units: Units = 16,
+    steps: Steps = 400,
+    batch: Batch = 4,
+    seed: Seed = 0,
+    tokens_per_frame: TokensPerFrame = None,
+    prompt: Prompt = 1,
+    checkpoint: Checkpoint = None,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Fine-tune a decoder together with its gate, so that it predicts well where MLPs replay."""
+    import fastcar_compile as fc
+
+    not_compiled(decoder)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError("the output is there already", where=str(output), mend="give a new folder")
+    tokens, first = read_videos(videos), read_start(start)
+    with stages(as_json, "tune-decoder") as show:
+        show("reading the decoder")
+        found = fc.tune_decoder(
+            read_decoder(decoder),
+            tokens,
+            rate=rate,
+            gate=gate,
+            target_replay=target_replay,
+            units=units,
+            steps=steps,
+            batch=batch,
+            seed=seed,
+            tokens_per_frame=tokens_per_frame,
+            prompt=prompt,
+            start=first,
+            checkpoint=checkpoint,
+            progress=show,
+        )
+        model: Any = found.model
+        model.save_pretrained(output / "model")
+        found.gate.save(output / "gate.safetensors")
+    show_gate(found.gate, output / "gate.safetensors", as_json)
+    return ExitCode.OK
