@@ -1,8 +1,9 @@
 """What replay costs in quality on the shipped decoders: docs/quality.md and its pictures.
 
-`--train` trains the gates of examples/*/gates anew, `--calibrate` chooses the thresholds of examples/*/cases.json anew,
-`--hindsight` looks for decisions that no gate could better (all three long); `--docs` measures the shipped gates on
-held-out videos. Training and measurements go on from build/quality where they were interrupted.
+`--train` trains the gates of examples/*/gates anew, and decoders and gates of examples/*/tuned; `--calibrate` chooses
+the thresholds of their cases.json anew, `--hindsight` looks for decisions that no gate could better (all three long);
+`--docs` measures what is shipped on held-out videos. Training and measurements go on from build/quality where they were
+interrupted.
 """
 
 from __future__ import annotations
@@ -35,23 +36,25 @@ ROOT = Path(__file__).parents[1]
 HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 
-HELD_OUT, BATCH = 16, 4
+HELD_OUT, BATCH = 32, 4
 RATIOS = (0.5, 0.8, 0.85)
 HINDSIGHT_RATIOS = (0.8,)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
 
 
-MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.01, "learned": 0.12}
+MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.06, "learned": 0.12}
 """Per gate how much less may compute, relatively, where its thresholds are chosen: on other videos more may."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round."""
+    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round, and
+    the rate of the decoder's own weights, if they are tuned with the gate."""
 
     steps: int
     target: float
     softness: float = 0.5
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,13 @@ class Decoder:
     """A shipped decoder.
 
     Attributes:
+        name: its folder below examples/; "EXAMPLE/tuned" is EXAMPLE's decoder, tuned for replay.
         windows: attention windows to compare with and without replay.
         calibration_videos: how many thresholds are chosen on.
         training: per gate the rounds of its training.
         from_heads: the training of `tas` goes on from heads that are chosen one by one.
+        gates: what is calibrated and measured.
+        ratios: of replay.
     """
 
     name: str
@@ -70,11 +76,23 @@ class Decoder:
     calibration_videos: int
     training: dict[str, tuple[Round, ...]]
     from_heads: bool = False
+    gates: tuple[str, ...] = tuple(MARGINS)
+    ratios: tuple[float, ...] = RATIOS
 
     @property
     def folder(self) -> Path:
-        """Of the example."""
+        """Of model, gates and cases."""
         return ROOT / "examples" / self.name
+
+    @property
+    def example(self) -> str:
+        """Whose videos it decodes."""
+        return self.name.split("/")[0]
+
+    @property
+    def tuned(self) -> bool:
+        """For replay."""
+        return self.name != self.example
 
     def model(self) -> Any:
         """float32, in evaluation mode."""
@@ -84,7 +102,8 @@ class Decoder:
 
     def video(self) -> Any:
         """The example's video.py."""
-        spec = importlib.util.spec_from_file_location(f"{self.name}_video", self.folder / "video.py")
+        folder = ROOT / "examples" / self.example
+        spec = importlib.util.spec_from_file_location(f"{self.example}_video", folder / "video.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -146,26 +165,64 @@ DECODERS = (
 )
 
 
+TUNED_GATES, TUNED_RATIOS = ("input_delta", "tas", "learned"), (*RATIOS, 0.9)
+TUNED = (
+    replace(
+        DECODERS[0],
+        name="moving_shapes/tuned",
+        training={"learned": (Round(400, 0.9, rate=1e-3),), "tas": (Round(80, 0.52), Round(60, 0.52, 0.3))},
+        gates=TUNED_GATES,
+        ratios=TUNED_RATIOS,
+    ),
+    replace(
+        DECODERS[1],
+        name="bouncing_digits/tuned",
+        training={"learned": (Round(600, 0.9, rate=1e-3),), "tas": (Round(100, 0.52), Round(60, 0.52, 0.3))},
+        from_heads=False,
+        gates=TUNED_GATES,
+        ratios=TUNED_RATIOS,
+    ),
+)
+DECODERS += TUNED
+BY_NAME = {decoder.name: decoder for decoder in DECODERS}
+
+
 def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the example's trained gates; every round goes on from the one before."""
+    """Write the decoder's trained gates, and its weights if it is a tuned one; every round goes on from the one
+    before."""
     for gate, rounds in decoder.training.items():
-        found = chosen_heads(decoder, say) if gate == "tas" and decoder.from_heads else None
+        found = first_gate(decoder, gate, say)
         for number, one in enumerate(rounds):
             videos = decoder.videos(one.steps * BATCH, TRAINING_SEED + number)
-            found = fc.train_gate(
-                decoder.model(),
-                videos,
-                gate=gate,
-                target_replay=one.target,
-                steps=one.steps,
-                batch=BATCH,
-                start=found,
-                softness=one.softness,
-                checkpoint=folder / f"{gate}-{number}.safetensors",
-                progress=say,
-            )
+            options: dict[str, Any] = {
+                "gate": gate,
+                "target_replay": one.target,
+                "steps": one.steps,
+                "batch": BATCH,
+                "start": found,
+                "softness": one.softness,
+                "checkpoint": folder / f"{gate}-{number}.safetensors",
+                "progress": say,
+            }
+            if one.rate:
+                tuned = fc.tune_decoder(BY_NAME[decoder.example].model(), videos, rate=one.rate, **options)
+                model: Any = tuned.model
+                model.save_pretrained(decoder.folder / "model")
+                found = tuned.gate
+            else:
+                found = fc.train_gate(decoder.model(), videos, **options)
         assert found is not None
+        decoder.gate_file(gate).parent.mkdir(parents=True, exist_ok=True)
         found.save(decoder.gate_file(gate))
+
+
+def first_gate(decoder: Decoder, gate: str, say: Callable[[str], None]) -> fc.TrainedGate | None:
+    """What the training of a gate begins with; None: with an untrained one."""
+    if gate == "learned" and decoder.tuned:
+        return fc.TrainedGate.load(BY_NAME[decoder.example].gate_file(gate))
+    if gate == "tas" and decoder.from_heads:
+        return chosen_heads(decoder, say)
+    return None
 
 
 def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate:
@@ -200,14 +257,15 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
     cases: list[Case] = []
     for gate in gates:
         videos = decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
-        asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in RATIOS]
+        asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in decoder.ratios]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
-        cases += [replace(case, target=RATIOS[asked.index(case.target)]) for case in found]
-    cases += load_cases(file, decoder.weights(), set(MARGINS) - set(gates))
+        cases += [replace(case, target=decoder.ratios[asked.index(case.target)]) for case in found]
+    if file.exists():
+        cases += load_cases(file, decoder.weights(), set(decoder.gates) - set(gates))
     order = list(MARGINS)
     cases.sort(key=lambda case: (order.index(case.gate), case.target, case.calibration))
     layers = decoder.model().config.num_hidden_layers
-    save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in RATIOS)], file)
+    save_cases([Case("dense"), *cases, *(random_case(ratio, layers) for ratio in decoder.ratios)], file)
 
 
 def look_back(decoder: Decoder, say: Callable[[str], None]) -> None:
@@ -232,7 +290,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true", help="train the gates anew; then calibrate them")
     parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
-    parser.add_argument("--gates", default=",".join(MARGINS), help="to calibrate, separated by commas; default: all")
+    parser.add_argument("--gates", help="to calibrate, separated by commas; default: all that the decoder has")
     parser.add_argument("--hindsight", action="store_true", help="look for the best decisions anew")
     parser.add_argument("--docs", action="store_true", help="write docs/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
@@ -241,7 +299,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.docs and options.decoder:
         parser.error("--docs writes about all decoders: leave --decoder away")
-    if unknown := set(options.gates.split(",")) - set(MARGINS):
+    options.gates = options.gates.split(",") if options.gates else list(MARGINS)
+    if unknown := set(options.gates) - set(MARGINS):
         parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(MARGINS)}")
     return options
 
@@ -260,7 +319,7 @@ def main() -> None:
         if options.train:
             train(decoder, folder, say)
         if options.calibrate:
-            calibrate(decoder, folder, say, options.gates.split(","))
+            calibrate(decoder, folder, say, [gate for gate in options.gates if gate in decoder.gates])
         if options.hindsight:
             look_back(decoder, say)
         if options.docs or not (options.train or options.calibrate or options.hindsight):
