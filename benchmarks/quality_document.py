@@ -22,8 +22,10 @@ _NEAR = 0.06
 _HEAD = """# Quality
 
 Written by `python benchmarks/quality.py --docs`; not edited by hand. The decoders are the shipped ones
-(`examples/moving_shapes`, `examples/bouncing_digits`), float32; the videos are held out: neither trained nor calibrated
-on. Everything is teacher-forced, so every token is predicted from the true past, and counts frames 2 to 8.
+(`examples/moving_shapes`, `examples/bouncing_digits`), float32, each as it was trained for its videos alone, and in
+`tuned/` as it was fine-tuned for replay together with its gate `learned` (docs/gates.md, "Fine-tuning for replay"). The
+videos are held out: neither trained nor calibrated on. Everything is teacher-forced, so every token is predicted from
+the true past, and counts frames 2 to 8.
 
 - *replay*: share of the forwards that may replay (t >= F); in brackets of all forwards, as the paper counts.
 - *NLL*: nats per token. The dense NLL of these decoders is small, so small absolute increases are large relative ones:
@@ -33,16 +35,21 @@ on. Everything is teacher-forced, so every token is predicted from the true past
 - *calibrated*: thresholds per layer from `fc.calibrate` on other videos (docs/gates.md). *uniform*: the same gate and
   weights, one quantile of every layer's scores. *random*: a hash decides.
 - `tas` has trained head weights, `learned` is trained as a whole (docs/gates.md, "Training"), on videos of their own.
-  Thresholds of `tas` are chosen so that 1 % less computes than is asked for, those of `learned` 12 % less (82.4 %
+  Thresholds of `tas` are chosen so that 6 % less computes than is asked for, those of `learned` 12 % less (82.4 %
   replay where 80 % are asked for): on other videos more may compute.
 
-The shipped gates are `examples/*/gates`, trained by `python benchmarks/quality.py --train`, their thresholds
-`examples/*/cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run the rows are in
+The shipped gates are the folders `gates`, trained by `python benchmarks/quality.py --train`, their thresholds the files
+`cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run the rows are in
 `build/quality/rows.json` too. `fastcar evaluate` measures your own decoder in the same way.
 """
 
 
-def write_document(path: Path, found: Mapping[str, Rows], bounds: Mapping[str, Sequence[Found]]) -> None:
+def write_document(
+    path: Path,
+    found: Mapping[str, Rows],
+    bounds: Mapping[str, Sequence[Found]],
+    caches: Mapping[str, Mapping[str, float]],
+) -> None:
     """The whole page; pictures lie in images/quality/<decoder>/ beside it."""
     lines = [_HEAD]
     for name, rows in found.items():
@@ -52,13 +59,15 @@ def write_document(path: Path, found: Mapping[str, Rows], bounds: Mapping[str, S
         "",
         *_goals(found),
         "",
+        *_tuned(found),
+        "",
         *_hindsight(bounds),
         "",
         "## Calibrated against uniform and random",
         "",
         *_verdicts(found),
     ]
-    lines += ["", "## Replay and sink-window", "", *_windows(found), ""]
+    lines += ["", "## Replay and sink-window", "", *_windows(found), "", *_caches(caches), ""]
     path.write_text("\n".join(lines), "utf-8")
 
 
@@ -127,6 +136,31 @@ def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
                 "reached" if reached else "**not reached**",
             )
             yield "| " + " | ".join(cells) + " |"
+
+
+def _tuned(found: Mapping[str, Rows]) -> Iterator[str]:
+    """What tuning does to the decoder itself: replay beside the dense decoder of before."""
+    yield "## Tuned, beside the decoder before"
+    yield ""
+    yield "Gate `learned`, calibrated. A tuned decoder has other weights, so its NLL without replay is another one:"
+    yield "here what replay costs is counted from the dense NLL of the decoder *before* it was tuned."
+    yield ""
+    yield "| decoder | dense before | dense, tuned | asked for | replay | NLL before | NLL, tuned | of dense before |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, rows in found.items():
+        before = found.get(name.removesuffix("/tuned"), rows)
+        if before is rows:
+            continue
+        dense = float(before[0]["nll_dense"])
+        for row in (r for r in rows if (r["gate"], r["calibration"]) == ("learned", "calibrated")):
+            if row["sparse_attention"] != "none":
+                continue
+            old = _pick(before, "learned", "calibrated", row["target_replay"])
+            nll = float(row["nll"])
+            shares = f"{100 * row['target_replay']:g} % | {100 * row['replay_ratio']:.1f} %"
+            known = "" if old is None else f"{float(old['nll']):.4f} at {100 * old['replay_ratio']:.1f} %"
+            values = f"{known} | {nll:.4f} | {nll / dense:.2f}x"
+            yield f"| {name} | {dense:.4f} | {row['nll_dense']:.4f} | {shares} | {values} |"
 
 
 def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
@@ -203,3 +237,15 @@ def _against(row: Row, alone: Row) -> tuple[list[str], str]:
     won = [what for what, (a, b) in (("NLL", nll), ("the last frame", last)) if a < b]
     cells = (f"`{row['gate']}`", f"{100 * row['replay_ratio']:.0f} %", *(f"{value:.4f}" for value in (*nll, *last)))
     return won, " | ".join(cells)
+
+
+def _caches(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    yield "## Keys and values in fewer bytes"
+    yield ""
+    yield "Dense NLL on the same videos with caches of each type (`fc.compile(kv=...)`, architecture.md)."
+    yield ""
+    types = list(next(iter(found.values()), {}))
+    yield f"| decoder | {' | '.join(types)} |"
+    yield "|---|" + "---|" * len(types)
+    for name, nll in found.items():
+        yield f"| {name} | {' | '.join(f'{value:.5f}' for value in nll.values())} |"

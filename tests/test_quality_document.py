@@ -63,7 +63,9 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
         row("none", "dense", None, 0.0, 0.2, "window 9, sinks 1"),
         row("tas", "calibrated", 0.5, 0.51, 0.3, "window 9, sinks 1"),
     ]
-    document.write_document(tmp_path / "quality.md", {"tiny": rows}, {"tiny": bounds(document)})
+    document.write_document(
+        tmp_path / "quality.md", {"tiny": rows}, {"tiny": bounds(document)}, {"tiny": {"float32": 0.1, "int8": 0.2}}
+    )
     text = (tmp_path / "quality.md").read_text()
     assert "| tiny | 80 % | 80.1 % | 90 / 70 % | 1.05x | 1.1x |" in text
     assert "| tiny | 85 % | 85.2 % | 95 / 75 % | 1.30x | 1.2x: **out of reach** |" in text
@@ -77,12 +79,28 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     assert line in text
     assert "Replay with a window beats the same window alone in 1 of 1 rows." in text
     assert "heat-learned-calibrated-0.8.png" in text
+    assert "| decoder | float32 | int8 |\n|---|---|---|\n| tiny | 0.10000 | 0.20000 |" in text
     assert (
         "| `tas` | calibrated | full | 51.0 % (44.6 %) | 0.1170 | +0.0170 | 1.17x | 99.00 % | 20.0 dB | 0.900 |" in text
     )
 
 
-@pytest.mark.parametrize("name", ["moving_shapes", "bouncing_digits"])
+def test_a_tuned_decoder_is_counted_from_the_one_before(document: Any, tmp_path: Path) -> None:
+    before = [row("none", "dense", None, 0.0, 0.1), row("learned", "calibrated", 0.8, 0.81, 0.15)]
+    tuned = [row("none", "dense", None, 0.0, 0.09), row("learned", "calibrated", 0.8, 0.82, 0.11)]
+    tuned += [row("learned", "calibrated", 0.9, 0.91, 0.12), row("learned", "calibrated", 0.9, 0.9, 0.3, "window 9")]
+    for one in tuned:
+        one["nll_dense"] = 0.09
+    tuned.insert(3, row("none", "dense", None, 0.0, 0.2, "window 9"))
+    document.write_document(tmp_path / "quality.md", {"tiny": before, "tiny/tuned": tuned}, {}, {})
+    lines = [line for line in (tmp_path / "quality.md").read_text().splitlines() if "| tiny/tuned | 0.1000 |" in line]
+    assert lines == [
+        "| tiny/tuned | 0.1000 | 0.0900 | 80 % | 82.0 % | 0.1500 at 81.0 % | 0.1100 | 1.10x |",
+        "| tiny/tuned | 0.1000 | 0.0900 | 90 % | 91.0 % |  | 0.1200 | 1.20x |",
+    ]
+
+
+@pytest.mark.parametrize("name", ["moving_shapes", "bouncing_digits", "moving_shapes/tuned", "bouncing_digits/tuned"])
 def test_shipped_cases_fit_their_decoder(name: str) -> None:
     folder = ROOT / "examples" / name
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -91,12 +109,9 @@ def test_shipped_cases_fit_their_decoder(name: str) -> None:
     cases = load_cases(folder / "cases.json", weights)
     trained = fc.TrainedGate.load(folder / "gates" / "tas.safetensors")
     found = {(c.gate, c.calibration) for c in cases}
-    expected = {(g, c) for g in ("input_delta", "tas", "learned") for c in ("calibrated", "uniform")}
-    assert found - {("bound", "calibrated"), ("bound", "uniform")} == {
-        ("none", "dense"),
-        ("random", "random"),
-        *expected,
-    }
+    gates = ("tas", "learned") if name.endswith("tuned") else ("input_delta", "bound", "tas", "learned")
+    expected = {(g, c) for g in gates for c in ("calibrated", "uniform")}
+    assert found == {("none", "dense"), ("random", "random"), *expected}
     for case in (c for c in cases if c.replay is not None):
         assert case.replay is not None
         assert len(case.replay.thresholds(config["num_hidden_layers"])) == config["num_hidden_layers"]

@@ -28,9 +28,9 @@ GATE, TARGET = "learned", 0.8
 """Of the case that is shown: the gate, and the share of the forwards t >= F that its thresholds were calibrated for."""
 
 
-def replay_config(gate: str, target: float) -> fc.ReplayConfig:
+def replay_config(folder: Path, gate: str, target: float) -> fc.ReplayConfig:
     """Of cases.json: the trained gate with its calibrated thresholds."""
-    cases = load_cases(HERE / "cases.json", GateWeights.load(HERE / "gates" / "learned.safetensors"))
+    cases = load_cases(folder / "cases.json", GateWeights.load(folder / "gates" / "learned.safetensors"))
     found = {(c.gate, c.target): c.replay for c in cases if c.calibration == "calibrated"}
     replay = found.get((gate, target))
     if replay is None:
@@ -66,6 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--target", default="zcu102")
+    parser.add_argument(
+        "--folder", type=Path, default=HERE / "tuned", help=f"of model, gates and cases; {HERE.name} itself: not tuned"
+    )
     parser.add_argument("--gate", default=GATE, help="of cases.json")
     parser.add_argument("--target-replay", type=float, default=TARGET, help="that its thresholds were calibrated for")
     parser.add_argument("--video", type=int, default=0, help="index of the held-out video")
@@ -76,10 +79,10 @@ def main() -> None:
     with console.status("compiling") as status, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         artifact = fc.compile(
-            load_model(),
+            load_model(options.folder / "model"),
             target=options.target,
             quant="w8a8",
-            replay=replay_config(options.gate, options.target_replay),
+            replay=replay_config(options.folder, options.gate, options.target_replay),
             output=options.out / "artifact",
             progress=lambda stage: status.update(f"compiling: {stage}"),
         )

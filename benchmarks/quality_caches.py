@@ -1,0 +1,23 @@
+"""What keys and values in fewer bytes cost: the dense NLL with every type of cache."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, program_of, rules_of
+from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.passes.narrow_cache import TYPES, NarrowCache
+
+
+def dense_nll(model: nn.Module, videos: np.ndarray) -> dict[str, float]:
+    """Nats per token of videos int64 [N, T], by the type of the caches, through the pass that narrows them."""
+    found = {}
+    for dtype in ("float32", *TYPES):
+        passes = [] if dtype == "float32" else [NarrowCache(dtype)]
+        program = run_pipeline(program_of(model, len(videos)), passes)
+        layers = program.config.num_layers
+        evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="never"), layers))
+        found[dtype] = evaluator.measure((None,) * layers).nll
+    return found

@@ -1,0 +1,167 @@
+"""The shipped decoders that docs/quality.md is about, and how their gates are trained and calibrated."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+import fastcar_compile as fc
+from fastcar_compile.evaluate import SinkWindow
+from fastcar_compile.gates import GateWeights
+
+ROOT = Path(__file__).parents[1]
+HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
+"""Of videos; those that the decoders were trained on have seeds from 10 million."""
+
+HELD_OUT, BATCH = 32, 4
+RATIOS = (0.5, 0.8, 0.85)
+
+MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.06, "learned": 0.12}
+"""Per gate how much less may compute, relatively, where its thresholds are chosen: on other videos more may."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round, and
+    the rate of the decoder's own weights, if they are tuned with the gate."""
+
+    steps: int
+    target: float
+    softness: float = 0.5
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A shipped decoder.
+
+    Attributes:
+        name: its folder below examples/; "EXAMPLE/tuned" is EXAMPLE's decoder, tuned for replay.
+        windows: attention windows to compare with and without replay.
+        calibration_videos: how many thresholds are chosen on.
+        training: per gate the rounds of its training.
+        from_heads: the training of `tas` goes on from heads that are chosen one by one.
+        gates: what is calibrated and measured.
+        ratios: of replay.
+    """
+
+    name: str
+    windows: tuple[SinkWindow, ...]
+    calibration_videos: int
+    training: dict[str, tuple[Round, ...]]
+    from_heads: bool = False
+    gates: tuple[str, ...] = tuple(MARGINS)
+    ratios: tuple[float, ...] = RATIOS
+
+    @property
+    def folder(self) -> Path:
+        """Of model, gates and cases."""
+        return ROOT / "examples" / self.name
+
+    @property
+    def example(self) -> str:
+        """Whose videos it decodes."""
+        return self.name.split("/")[0]
+
+    @property
+    def tuned(self) -> bool:
+        """For replay."""
+        return self.name != self.example
+
+    def model(self) -> Any:
+        """float32, in evaluation mode."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder / "model", local_files_only=True, dtype=torch.float32
+        ).eval()
+
+    def video(self) -> Any:
+        """The example's video.py."""
+        folder = ROOT / "examples" / self.example
+        spec = importlib.util.spec_from_file_location(f"{self.example}_video", folder / "video.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def videos(self, count: int, seed: int) -> np.ndarray:
+        """int64 [count, T], BOS first."""
+        video = self.video()
+        return video.with_bos(video.tokenize(video.make_videos(count, seed)))
+
+    def gate_file(self, gate: str) -> Path:
+        """Of a trained gate."""
+        return self.folder / "gates" / f"{gate}.safetensors"
+
+    @property
+    def hindsight_file(self) -> Path:
+        """What the best decisions reach; not there where the goals are reached without."""
+        return self.folder / "hindsight.json"
+
+    def weights(self) -> GateWeights:
+        """Of gate `learned`."""
+        return GateWeights.load(self.gate_file("learned"))
+
+    def config(self, gate: str) -> fc.ReplayConfig:
+        """The gate, trained where it can be."""
+        if gate in self.training:
+            return fc.TrainedGate.load(self.gate_file(gate)).replay_config()
+        return fc.ReplayConfig(gate=gate)
+
+
+DECODERS = (
+    Decoder(
+        "moving_shapes",
+        (SinkWindow(256, 16), SinkWindow(640, 16)),
+        16,
+        {
+            "learned": (
+                Round(110, 0.82),
+                Round(80, 0.83),
+                Round(40, 0.82, 0.15),
+                Round(150, 0.87, 0.4),
+                Round(200, 0.865, 0.25),
+                Round(160, 0.86, 0.15),
+            ),
+            "tas": (Round(80, 0.52),),
+        },
+    ),
+    Decoder(
+        "bouncing_digits",
+        (SinkWindow(101, 16), SinkWindow(256, 16)),
+        32,
+        {
+            "learned": (Round(320, 0.82), Round(100, 0.82), Round(100, 0.82)),
+            "tas": (Round(120, 0.52),),
+        },
+        from_heads=True,
+    ),
+)
+
+
+TUNED_GATES, TUNED_RATIOS = ("tas", "learned"), (*RATIOS, 0.9)
+TUNED = (
+    replace(
+        DECODERS[0],
+        name="moving_shapes/tuned",
+        training={"learned": (Round(400, 0.9, rate=1e-3),), "tas": (Round(80, 0.52), Round(60, 0.52, 0.3))},
+        gates=TUNED_GATES,
+        ratios=TUNED_RATIOS,
+    ),
+    replace(
+        DECODERS[1],
+        name="bouncing_digits/tuned",
+        training={"learned": (Round(600, 0.9, rate=1e-3),), "tas": (Round(100, 0.52), Round(60, 0.52, 0.3))},
+        from_heads=False,
+        gates=TUNED_GATES,
+        ratios=TUNED_RATIOS,
+    ),
+)
+DECODERS += TUNED
+BY_NAME = {decoder.name: decoder for decoder in DECODERS}

@@ -1,0 +1,73 @@
+"""Training of the shipped gates and of the decoders that are tuned with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality_decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_SEED, Decoder
+
+import fastcar_compile as fc
+from fastcar_compile.calibrate import Evaluator, program_of, rules_of, search_of
+from fastcar_compile.calibrate.heads import choose_heads
+from fastcar_compile.calibrate.train import FIRST_PRICE
+
+
+def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the decoder's trained gates, and its weights if it is a tuned one; every round goes on from the one
+    before."""
+    for gate, rounds in decoder.training.items():
+        found = first_gate(decoder, gate, say)
+        for number, one in enumerate(rounds):
+            videos = decoder.videos(one.steps * BATCH, TRAINING_SEED + number)
+            options: dict[str, Any] = {
+                "gate": gate,
+                "target_replay": one.target,
+                "steps": one.steps,
+                "batch": BATCH,
+                "start": found,
+                "softness": one.softness,
+                "checkpoint": folder / f"{gate}-{number}.safetensors",
+                "progress": say,
+            }
+            if one.rate:
+                tuned = fc.tune_decoder(BY_NAME[decoder.example].model(), videos, rate=one.rate, **options)
+                model: Any = tuned.model
+                model.save_pretrained(decoder.folder / "model")
+                found = tuned.gate
+            else:
+                found = fc.train_gate(decoder.model(), videos, **options)
+        assert found is not None
+        decoder.gate_file(gate).parent.mkdir(parents=True, exist_ok=True)
+        found.save(decoder.gate_file(gate))
+
+
+def first_gate(decoder: Decoder, gate: str, say: Callable[[str], None]) -> fc.TrainedGate | None:
+    """What the training of a gate begins with; None: with an untrained one."""
+    if gate == "learned" and decoder.tuned:
+        return fc.TrainedGate.load(BY_NAME[decoder.example].gate_file(gate))
+    if gate == "tas" and decoder.from_heads:
+        return chosen_heads(decoder, say)
+    return None
+
+
+def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate:
+    """`tas` of heads chosen one by one, with thresholds for half of the replay."""
+    model, videos = decoder.model(), decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    program = program_of(model, len(videos))
+    evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="tas"), layers))
+    chosen = [dict(pairs) for pairs in choose_heads(evaluator, [heads] * layers, say)]
+    weights = torch.tensor([[pairs.get(head, 0.0) for head in range(heads)] for pairs in chosen])
+    weights /= weights.abs().sum(1, keepdim=True)
+    replay = fc.ReplayConfig(gate="tas", heads=[dict(enumerate(row.tolist())) for row in weights])
+    search, key = search_of(program, replay, videos, progress=say)
+    values = search.for_replay(0.5)
+    found = search.outcome(values)
+    nll = search.dense_nll * math.exp(found.damage)
+    thresholds = tuple(0.0 if value is None else value for value in values)
+    tensors = tuple({"heads": row} for row in weights)
+    return fc.TrainedGate("tas", tensors, thresholds, 0.5, found.replay, nll, search.dense_nll, FIRST_PRICE, key)
