@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import quality_caches
-import quality_hindsight
 import torch
-from quality_decoders import CALIBRATION_SEED, DECODERS, HELD_OUT, HELD_OUT_SEED, MARGINS, ROOT, Decoder
-from quality_document import write_document
-from quality_training import train
+from replay_quality import caches, hindsight
+from replay_quality.decoders import CALIBRATION_SEED, DECODERS, HELD_OUT, HELD_OUT_SEED, MARGINS, ROOT, Decoder
+from replay_quality.document import write_document
+from replay_quality.training import train
 
 import fastcar_compile as fc
 from fastcar_compile.evaluate import Case, Study, load_cases, save_cases
@@ -58,9 +57,9 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
 def look_back(decoder: Decoder, say: Callable[[str], None]) -> None:
     """Write the example's hindsight.json: the best decisions on some of the held-out videos."""
     gate = fc.TrainedGate.load(decoder.gate_file("learned"))
-    videos = decoder.videos(quality_hindsight.HINDSIGHT_VIDEOS, HELD_OUT_SEED)
-    found = [quality_hindsight.hindsight(decoder.model(), gate, videos, ratio, say) for ratio in HINDSIGHT_RATIOS]
-    quality_hindsight.save(found, decoder.hindsight_file)
+    videos = decoder.videos(hindsight.HINDSIGHT_VIDEOS, HELD_OUT_SEED)
+    found = [hindsight.hindsight(decoder.model(), gate, videos, ratio, say) for ratio in HINDSIGHT_RATIOS]
+    hindsight.save(found, decoder.hindsight_file)
 
 
 def cases_of(decoder: Decoder) -> list[Case]:
@@ -114,10 +113,10 @@ def main() -> None:
     if found:
         (options.work / "rows.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if options.docs:
-        bounds = {d.name: quality_hindsight.load(d.hindsight_file) for d in DECODERS if d.hindsight_file.exists()}
+        bounds = {d.name: hindsight.load(d.hindsight_file) for d in DECODERS if d.hindsight_file.exists()}
         videos = {d.name: d.videos(HELD_OUT, HELD_OUT_SEED) for d in DECODERS}
-        caches = {d.name: quality_caches.dense_nll(d.model(), videos[d.name]) for d in DECODERS if not d.tuned}
-        write_document(ROOT / "docs" / "quality.md", found, bounds, caches)
+        narrow = {d.name: caches.dense_nll(d.model(), videos[d.name]) for d in DECODERS if not d.tuned}
+        write_document(ROOT / "docs" / "quality.md", found, bounds, narrow)
 
 
 def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:

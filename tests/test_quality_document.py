@@ -46,8 +46,9 @@ def bounds(document: Any) -> list[Any]:
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("quality_document")
-    sys.modules.pop("quality_document")
+    yield importlib.import_module("replay_quality.document")
+    for name in [name for name in sys.modules if name.startswith("replay_quality")]:
+        sys.modules.pop(name)
 
 
 def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import fastcar_compile as fc
 from fastcar_compile.evaluate import SinkWindow
 from fastcar_compile.gates import GateWeights
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 """Of videos; those that the decoders were trained on have seeds from 10 million."""
 

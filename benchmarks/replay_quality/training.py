@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality_decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_SEED, Decoder
 
 import fastcar_compile as fc
 from fastcar_compile.calibrate import Evaluator, program_of, rules_of, search_of
 from fastcar_compile.calibrate.heads import choose_heads
 from fastcar_compile.calibrate.train import FIRST_PRICE
+from replay_quality.decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_SEED, Decoder
 
 
 def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:

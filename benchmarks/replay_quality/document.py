@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quality_hindsight import HINDSIGHT_VIDEOS, Found
-
 from fastcar_compile.evaluate.pictures import SHOWN_RATIO
+from replay_quality.hindsight import HINDSIGHT_VIDEOS, Found
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
