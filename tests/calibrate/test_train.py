@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from decoders import headless_llama
-from drawn_videos import FRAME, LAYERS, LENGTH, sharp_decoder, videos
+from drawn_videos import FRAME, LAYERS, LENGTH, videos
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -21,19 +20,7 @@ from fastcar_compile.calibrate.train import Options, Training
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(one_thread: None) -> LlamaForCausalLM:
-    return sharp_decoder()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
