@@ -1,10 +1,11 @@
 """Long videos of the example decoder: quality and time per frame, with all positions kept and with sinks and a window.
 
-    python benchmarks/long_video.py --json out.json --plot docs/images/long_video.png --strip docs/images/long_strip.png
+    python benchmarks/long_video.py --docs                            # docs/long_video_table.md and its pictures
     python benchmarks/long_video.py --frames 3 --videos 1 --attention "window 512, in cache" --no-decode   # a look
 
 Quality is teacher-forced on held-out videos of many more frames than the decoder was trained on (8): NLL per frame for
-every attention and every rule that bounds chains of replays. Time is that of a free decode after two given frames.
+every attention and every rule that bounds chains of replays. Time is that of a free decode after two given frames. The
+decoder is the one that was tuned for replay, with its gate `learned` and the thresholds of its cases.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples" / "moving_shapes"), str(ROOT / "examples")]
 
+from demo import replay_config  # noqa: E402
 from evaluate import HELD_OUT_SEED, load_model  # noqa: E402
 from render import write_strip  # noqa: E402
 from video import TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos  # noqa: E402
@@ -51,9 +53,8 @@ CHAINS: dict[str, dict[str, int]] = {
     "max_chain=4": {"max_chain": 4},
     "refresh_every=4": {"refresh_every": 4},
 }
-THRESHOLDS = (0.474, 0.5683, 0.3381, 0.4253)
-"""input_delta per layer: ratios 0.76 / 0.86 / 0.57 / 0.45 of t >= F on eight frames of four other videos (seed 100)."""
-
+FOLDER = ROOT / "examples" / "moving_shapes" / "tuned"
+REPLAY = replay_config(FOLDER, "learned", 0.8)
 GIVEN_FRAMES = 2
 CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 
@@ -61,7 +62,7 @@ CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 def program_of(attention: fc.SparseAttention | None, rows: int, length: int) -> DecoderProgram:
     """The decoder with this attention, for the layer-by-layer evaluator, which puts the replay in itself."""
     program = capture(
-        load_model(),
+        load_model(FOLDER / "model"),
         batch_size=rows,
         max_seq_len=length,
         tokens_per_frame=TOKENS_PER_FRAME,
@@ -84,8 +85,9 @@ def quality_rows(tokens: np.ndarray, attentions: dict[str, Any]) -> list[dict[st
         program = program_of(attention, len(tokens), tokens.shape[1])
         cache = sum(s.nbytes for s in program.state if s.role in CACHES) // len(tokens)
         for chain, limits in {"dense": {}, **CHAINS}.items():
-            rules = rules_of(fc.ReplayConfig(gate="input_delta", **limits), len(THRESHOLDS))  # type: ignore[arg-type]
-            thresholds = [None] * len(THRESHOLDS) if chain == "dense" else list(THRESHOLDS)
+            layers = program.config.num_layers
+            rules = rules_of(REPLAY.model_copy(update=limits), layers)
+            thresholds = [None] * layers if chain == "dense" else list(REPLAY.thresholds(layers))
             found = Evaluator(program, tokens, rules).details(thresholds)
             losses = found.losses.reshape(len(tokens), -1, TOKENS_PER_FRAME).mean((0, 2))
             able = found.replayed[..., TOKENS_PER_FRAME:].float()
@@ -119,11 +121,11 @@ def decode_rows(
     prompt = torch.from_numpy(tokens[:, : 1 + GIVEN_FRAMES * TOKENS_PER_FRAME])
     for name, attention in attentions.items():
         artifact = fc.compile(
-            load_model(),
+            load_model(FOLDER / "model"),
             target="cpu",
             tokens_per_frame=TOKENS_PER_FRAME,
             max_seq_len=tokens.shape[1],
-            replay=fc.ReplayConfig(gate="input_delta", threshold=THRESHOLDS, refresh_every=4),
+            replay=REPLAY,
             sparse_attention=attention,
             output=folder / name.replace(" ", "_").replace(",", ""),
         )
@@ -198,17 +200,50 @@ def _plot_times(decoded: list[dict[str, Any]], axes: Any) -> None:
     axes.set(title="free decode, cpu backend", xlabel="frame", ylabel="ms per token", ylim=(0, None))
 
 
+def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    """Markdown: means over parts of the videos, nats per token, and times of free decodes."""
+    parts = [(2, 8), (9, 24), (25, options.frames)]
+    columns = ("attention", "KV", "chains of replays", "replay, t >= F", *(f"frames {a}-{b}" for a, b in parts))
+    lines = [
+        "<!-- Written by `python benchmarks/long_video.py --docs`; do not edit. -->",
+        "",
+        f"{options.videos} held-out videos of {options.frames} frames, teacher-forced; KV of one row.",
+        "",
+        "| attention | KV | chains of replays | replay, t >= F | "
+        + " | ".join(f"frames {a}-{b}" for a, b in parts)
+        + " |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in quality:
+        size = f"{row['kv_bytes_per_row'] / 2**20:.1f} MiB"
+        means = [f"{np.mean(row['nll_by_frame'][a - 1 : b]):.4f}" for a, b in parts]
+        cells = (row["attention"], size, row["chain"], f"{100 * row['replay_ratio']:.0f} %", *means)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| free decode | replay, all forwards | ms per token, first frame | last frame |",
+        "|---|---|---|---|",
+    ]
+    for row in decoded:
+        first, last = row["ms_per_token_by_frame"][0], row["ms_per_token_by_frame"][-1]
+        lines.append(f"| {row['attention']} | {100 * row['replay_ratio']:.0f} % | {first:.2f} | {last:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
-    parser.add_argument("--videos", type=int, default=4, help="held-out videos for the quality")
+    parser.add_argument("--videos", type=int, default=2, help="held-out videos for the quality")
+    parser.add_argument("--docs", action="store_true", help="write docs/long_video_table.md and its pictures")
     parser.add_argument("--attention", action="append", choices=list(ATTENTIONS), help="default: all of them")
     parser.add_argument("--no-decode", action="store_true", help="quality only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--strip", type=Path, help="frames of the free decodes as a picture")
     options = parser.parse_args()
+    if options.docs:
+        options.plot, options.strip = (ROOT / "docs" / "images" / f"long_video{end}.png" for end in ("", "_strip"))
     tokens = with_bos(tokenize(make_videos(options.videos, HELD_OUT_SEED, options.frames)))
     chosen = {n: ATTENTIONS[n] for n in options.attention or ATTENTIONS}
     quality = quality_rows(tokens, chosen)
@@ -220,6 +255,8 @@ def main() -> None:
     if options.json is not None:
         rows = {"frames": options.frames, "videos": options.videos, "quality": quality, "decode": decoded}
         options.json.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    if options.docs:
+        (ROOT / "docs" / "long_video_table.md").write_text(table(quality, decoded, options), "utf-8")
     if options.plot is not None:
         plot(quality, decoded, options.plot)
     if options.strip is not None:
