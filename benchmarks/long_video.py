@@ -209,9 +209,7 @@ def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options:
         "",
         f"{options.videos} held-out videos of {options.frames} frames, teacher-forced; KV of one row.",
         "",
-        "| attention | KV | chains of replays | replay, t >= F | "
-        + " | ".join(f"frames {a}-{b}" for a, b in parts)
-        + " |",
+        f"| {' | '.join(columns)} |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in quality:
