@@ -43,11 +43,12 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
     cases: list[Case] = []
     for gate in gates:
         videos = decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
-        asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in decoder.ratios]
+        ratios = decoder.grid[gate]
+        asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in ratios]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
-        cases += [replace(case, target=decoder.ratios[asked.index(case.target)]) for case in found]
+        cases += [replace(case, target=ratios[asked.index(case.target)]) for case in found]
     if file.exists():
-        cases += load_cases(file, decoder.weights(), set(decoder.gates) - set(gates))
+        cases += load_cases(file, decoder.weights(), set(decoder.grid) - set(gates))
     order = list(MARGINS)
     cases.sort(key=lambda case: (order.index(case.gate), case.target, case.calibration))
     layers = decoder.model().config.num_hidden_layers
@@ -105,7 +106,7 @@ def main() -> None:
         if options.train:
             train(decoder, folder, say)
         if options.calibrate:
-            calibrate(decoder, folder, say, [gate for gate in options.gates if gate in decoder.gates])
+            calibrate(decoder, folder, say, [gate for gate in options.gates if gate in decoder.grid])
         if options.hindsight:
             look_back(decoder, say)
         if options.docs or not (options.train or options.calibrate or options.hindsight):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class Decoder:
         calibration_videos: how many thresholds are chosen on.
         training: per gate the rounds of its training.
         from_heads: the training of `tas` goes on from heads that are chosen one by one.
-        gates: what is calibrated and measured.
-        ratios: of replay.
+        grid: per gate the replay ratios that it is calibrated for and measured at.
     """
 
     name: str
@@ -56,13 +55,17 @@ class Decoder:
     calibration_videos: int
     training: dict[str, tuple[Round, ...]]
     from_heads: bool = False
-    gates: tuple[str, ...] = tuple(MARGINS)
-    ratios: tuple[float, ...] = RATIOS
+    grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict.fromkeys(MARGINS, RATIOS))
 
     @property
     def folder(self) -> Path:
         """Of model, gates and cases."""
         return ROOT / "examples" / self.name
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the grid."""
+        return sorted({ratio for ratios in self.grid.values() for ratio in ratios})
 
     @property
     def example(self) -> str:
@@ -145,22 +148,20 @@ DECODERS = (
 )
 
 
-TUNED_GATES, TUNED_RATIOS = ("tas", "learned"), (*RATIOS, 0.9)
+TUNED_GRID = {"tas": (0.5, 0.8), "learned": (*RATIOS, 0.9)}
 TUNED = (
     replace(
         DECODERS[0],
         name="moving_shapes/tuned",
         training={"learned": (Round(400, 0.9, rate=1e-3),), "tas": (Round(80, 0.52), Round(60, 0.52, 0.3))},
-        gates=TUNED_GATES,
-        ratios=TUNED_RATIOS,
+        grid=TUNED_GRID,
     ),
     replace(
         DECODERS[1],
         name="bouncing_digits/tuned",
         training={"learned": (Round(600, 0.9, rate=1e-3),), "tas": (Round(100, 0.52), Round(60, 0.52, 0.3))},
         from_heads=False,
-        gates=TUNED_GATES,
-        ratios=TUNED_RATIOS,
+        grid=TUNED_GRID,
     ),
 )
 DECODERS += TUNED
