@@ -153,6 +153,7 @@ TUNED = (
     replace(
         DECODERS[0],
         name="moving_shapes/tuned",
+        calibration_videos=32,
         training={"learned": (Round(400, 0.9, rate=1e-3),), "tas": (Round(80, 0.52), Round(60, 0.52, 0.3))},
         grid=TUNED_GRID,
     ),
