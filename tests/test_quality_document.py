@@ -61,6 +61,8 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
         row("learned", "calibrated", 0.85, 0.84, 0.11),
         row("learned", "calibrated", 0.9, 0.84, 0.11),
         row("learned", "uniform", 0.9, 0.91, 0.12),
+        row("learned", "calibrated", 0.95, 0.95, 0.15),
+        row("learned", "uniform", 0.95, 0.95, 0.15),
         row("random", "random", 0.5, 0.50, 0.3),
         row("random", "random", 0.8, 0.80, 0.5),
         row("none", "dense", None, 0.0, 0.2, "window 9, sinks 1"),
@@ -77,8 +79,9 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     assert "| tiny | `learned` | 85 % | 84.0 % | 1.2x | 1.10x | +0.0100 | **not reached** |" in text, "too little"
     assert "- tiny, `tas`: calibrated is better than uniform and random at 50 %." in text
     worse = "**not** better than uniform at 80 % (0.1050 and 0.1040, 81.0 % against 80.0 % replayed)"
+    same = "the very decisions of uniform at 95 % (0.1500 and 0.1500, 95.0 % against 95.0 % replayed)"
     far = "not comparable with uniform at 90 % (0.1100 and 0.1200, 84.0 % against 91.0 % replayed)"
-    assert f"- tiny, `learned`: calibrated is better than uniform and random at 85 %; {worse}; {far}." in text
+    assert f"- tiny, `learned`: calibrated is better than uniform and random at 85 %; {worse}; {far}; {same}." in text
     line = "| tiny | window 9, sinks 1 | `tas` | 51 % | 0.3000 | 0.2000 | 0.3000 | 0.4000 | the last frame |"
     assert line in text
     assert "Replay with a window beats the same window alone in 1 of 1 rows." in text

@@ -213,6 +213,8 @@ def _others(rows: Rows, row: Row) -> Iterator[str]:
         shares = f"{100 * row['replay_ratio']:.1f} % against {100 * other['replay_ratio']:.1f} % replayed"
         values = f"{float(row['nll']):.4f} and {float(other['nll']):.4f}"
         what = "**not** better than" if comparable or not lower else "not comparable with"
+        same = all(row[key] == other[key] for key in ("nll", "replay_by_layer"))
+        what = "the very decisions of" if same else what
         yield f"{what} {calibration} at {100 * target:g} % ({values}, {shares})"
 
 
