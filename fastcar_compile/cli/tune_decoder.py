@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -74,8 +76,12 @@ def tune_decoder_command(
             checkpoint=checkpoint,
             progress=show,
         )
-        model: Any = found.model
-        model.save_pretrained(output / "model")
-        found.gate.save(output / "gate.safetensors")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A kill while writing leaves no half of a decoder under the name that was asked for.
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+            whole, model = Path(scratch) / "whole", cast(Any, found.model)
+            model.save_pretrained(whole / "model")
+            found.gate.save(whole / "gate.safetensors")
+            os.replace(whole, output)
     show_gate(found.gate, output / "gate.safetensors", as_json)
     return ExitCode.OK

@@ -138,6 +138,7 @@ def test_the_commands(fastcar: tuple[Path, Callable[..., tuple[int, str]]]) -> N
     assert code == 0
     gate = fc.TrainedGate.load(folder / "tuned" / "gate.safetensors")
     assert json.loads(text)["replay"] == pytest.approx(gate.replay)
+    assert sorted(path.name for path in folder.iterdir()) == ["decoder", "gate.safetensors", "tuned", "videos.npy"]
     model = AutoModelForCausalLM.from_pretrained(folder / "tuned" / "model", local_files_only=True)
     before = AutoModelForCausalLM.from_pretrained(folder / "decoder", local_files_only=True)
     assert model.config.tokens_per_frame == FRAME
