@@ -23,16 +23,19 @@ from tvm.tirx import IntImm
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir import LayerSite, where
 from fastcar_compile.lowering.converters import CONVERTERS, Converter
+from fastcar_compile.lowering.flatten import flatten
 from fastcar_compile.lowering.isa import InstructionSet, host_instruction_set
 from fastcar_compile.lowering.kernels.choice import specialise
 from fastcar_compile.lowering.segment import Segment, segment
 from fastcar_compile.lowering.share_rows import share_rows
 from fastcar_compile.lowering.target import host_target
-from fastcar_compile.lowering.trusted_calls import trust_inner_calls
 from fastcar_compile.passes.edit import output_nodes
 
 ENTRY = "run"
 """Name of the function in the library."""
+
+CHECK = "check"
+"""Name of the function that takes the same arguments and only checks their shapes and types."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
     unused = relax.transform.DeadCodeElimination([ENTRY])
     prepare = [relax.transform.ConvertToDataflow(), unused]
     default = relax.backend.cpu_generic.get_default_pipeline(target)
-    return tvm.transform.Sequential([*prepare, default, trust_inner_calls(ENTRY)])
+    return tvm.transform.Sequential([*prepare, default, flatten(ENTRY, CHECK)])
 
 
 def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.script import tirx as T
@@ -33,6 +33,43 @@ def element(rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, 
     if dtype != "int8":
         return widened(value, dtype, isa)
     return T.Cast("float32", value) * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
+
+
+def chunks_of_block(dim: int, dtype: str, lanes: int) -> int:
+    """Vectors of a row that have one exponent; 1 where it has none of its own."""
+    return max(1, BLOCK // lanes) if dtype == "int8" and dim % BLOCK == 0 else 1
+
+
+def weighted(
+    weight: Any, rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet
+) -> Any:
+    """weight * element; a block's exponent meets the weight, once for all lanes."""
+    if dtype != "int8":
+        return weight * element(rows, index, start, offset, dim, dtype, isa)
+    exponent = T.Cast("int32", rows[(*index, dim + start // BLOCK)])
+    return T.Cast("float32", rows[(*index, start + offset)]) * (weight * power_of_two(exponent))
+
+
+def product(
+    query: Callable[[Any], Any],
+    rows: Any,
+    index: Sequence[Any],
+    start: Any,
+    offset: Any,
+    lanes: int,
+    dim: int,
+    dtype: str,
+    isa: InstructionSet,
+) -> Any:
+    """Lane `offset` of the product of a query and a row, summed over the `chunks_of_block` vectors from `start` on."""
+    chunks = chunks_of_block(dim, dtype, lanes)
+    if chunks == 1:
+        return query(start + offset) * element(rows, index, start, offset, dim, dtype, isa)
+    places = [start + i * lanes + offset for i in range(chunks)]
+    total = query(places[0]) * T.Cast("float32", rows[(*index, places[0])])
+    for at in places[1:]:
+        total = total + query(at) * T.Cast("float32", rows[(*index, at)])
+    return total * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
 
 
 def power_of_two(exponent: Any) -> Any:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.lowering.isa import InstructionSet
-from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
+from fastcar_compile.lowering.kernels.cached import chunks_of_block, element_bytes, product, row_bytes, weighted
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch, vector_lanes
 
@@ -63,10 +65,15 @@ class Steps:
     finish: Callable[..., None]
 
 
+def _query(q: Any, batch: Any, head: Any, i: Any, at: Any) -> Any:
+    return q[batch, head, i, at]
+
+
 def online_softmax(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> Steps:
     """For heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     lanes, size = vector_lanes(d), row_bytes(d, dtype)
     lines, step = -(-size // LINE), LINE // element_bytes(dtype)
+    stride = lanes * chunks_of_block(d, dtype, lanes)
 
     @T.macro
     def clear(slot, tops, totals, sums):
@@ -91,13 +98,15 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
                         for r in T.unroll(KEYS * lines):
                             T.evaluate(prefetch(keys[bi, h, ask(at + part * KEYS + r // lines), r % lines * step]))
                     for r in T.unroll(KEYS):
-                        for c in T.unroll(d // lanes):
+                        for c in T.unroll(d // stride):
                             for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += q[bi, h * group + g, i, c * lanes + v] * element(
+                                dot[r * lanes + v] += product(
+                                    partial(_query, q, bi, h * group + g, i),
                                     keys,
                                     (bi, h, row(T.min(at + part * KEYS + r, last - 1))),
-                                    c * lanes,
+                                    c * stride,
                                     v,
+                                    lanes,
                                     d,
                                     dtype,
                                     isa,
@@ -128,8 +137,8 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
                     stat[2] += weights[r]
                     for c in T.unroll(d // lanes):
                         for v in T.vectorized(lanes):
-                            acc[c * lanes + v] += weights[r] * element(
-                                values, (bi, h, row(at + r)), c * lanes, v, d, dtype, isa
+                            acc[c * lanes + v] += weighted(
+                                weights[r], values, (bi, h, row(at + r)), c * lanes, v, d, dtype, isa
                             )
                 totals[slot + g] = stat[2]
                 for c in T.unroll(d // lanes):

@@ -7,7 +7,8 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.cached import element
+from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
+from fastcar_compile.lowering.kernels.vectors import LINE, prefetch
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 from fastcar_compile.ops.cached import row_size
 
@@ -22,6 +23,7 @@ def tas(
     hkv, s = cache[1], cache[2]
     group, width = hq // hkv, row_size(d, dtype)
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
+    lines = -(-row_bytes(d, dtype) // LINE) + 1  # a row need not begin with a line
     factor, one, limit = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS), float(TAS_LIMIT)
 
     @T.prim_func(private=True, s_tir=True)
@@ -41,6 +43,9 @@ def tas(
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 for v in T.vectorized(lanes):
                     acc[v] = T.int64(0)
+                for h in range(hkv):  # from as many pages; the waits for them overlap
+                    for u in T.unroll(lines):
+                        T.evaluate(prefetch(keys[i, h, before, u * (LINE // element_bytes(dtype))]))
                 for h in range(hq):
                     for c in range(d // lanes):
                         for v in T.vectorized(lanes):

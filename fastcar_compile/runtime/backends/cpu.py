@@ -55,6 +55,7 @@ class _Program:
         self._places = {name: i for i, name in enumerate(spec["outputs"])}
         self.names = (*spec["inputs"], *spec["params"])
         self.arguments = [known[n] for n in self.names]
+        _check(machine, self.arguments, library)
 
     def __call__(self, *names: str) -> list[Array | None]:
         """Runs it; the results of these names (None: it has no such result).
@@ -63,6 +64,18 @@ class _Program:
         """
         results = self._run(*self.arguments)
         return [np.from_dlpack(results[self._places[n]]) if n in self._places else None for n in names]
+
+
+def _check(machine: Any, arguments: Sequence[Any], library: Path) -> None:
+    """Once is enough for arguments that stay. Libraries of earlier versions check in every step."""
+    try:
+        check = machine["check"]
+    except AttributeError:
+        return
+    try:
+        check(*arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BackendError(f"the library does not take these arguments: {error}", where=library.name) from error
 
 
 class _Feeds:
