@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,6 +10,25 @@ from collections.abc import Callable
 import pytest
 
 
+LONG = (
+    "test_full_video.py",
+    "test_board_backend.py",
+    "test_board_program.py",
+    "test_hls.py",
+    "test_determinism.py",
+    "test_checkpoint.py",
+    "test_host_variants.py",
+    "test_real_artifact.py",
+    "test_offload_linears.py",
+)
+"""Files that take minutes with few tests. They begin first, so that no worker ends alone with one of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of `LONG` first; `make test` keeps xdist from sorting them by their number of tests."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def missing(text: str) -> None:
     """Skips the running test for a missing tool or package, or fails it where CI=true."""
     if os.environ.get("CI", "").lower() == "true":

@@ -22,6 +22,7 @@ from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
 from fastcar_compile.lowering.kernels.rotary import rotary
+from fastcar_compile.lowering.kernels.rows import MOST, join_rows, part_rows
 from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.ops.activations import factor_table
 
@@ -352,17 +353,45 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
     return e.builder.emit(relax.op.take(e.args[0], relax.const(index, "int64"), axis=axis, mode="clip"))
 
 
-def _slice(node: fx.Node, importer: Any) -> relax.Var:
-    """One element of a vector, such as a layer's threshold, is taken by an index that is data: one kernel for all."""
-    axis, begin, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    if len(_shape(node.args[0])) != 1 or _shape(node) != (1,) or axis or step != 1 or (begin or 0) < 0:  # type: ignore[arg-type]
-        return importer.own_converters["slice.Tensor"](node)
+def _cat(node: fx.Node, importer: Any) -> relax.Var:
+    """Many vectors, such as the decisions of all layers, in several steps."""
+    values, dtype = list(node.args[0]), _dtype(node)  # type: ignore[arg-type]
+    if len(values) <= MOST or len(_shape(node)) != 1 or any(_dtype(v) != dtype for v in values):
+        return importer.own_converters["cat.default"](node)
     e = _Emitter(node, importer)
-    return e.builder.emit(relax.op.take(e.args[0], relax.const([int(begin or 0)], "int64"), axis=0, mode="clip"))
+    rows = [(value, _shape(v)[0]) for v, value in zip(values, e.args[0], strict=True)]
+    while len(rows) > 1:
+        groups = [rows[i : i + MOST] for i in range(0, len(rows), MOST)]
+        sizes = [tuple(size for _, size in group) for group in groups]
+        rows = [
+            (e.kernel(join_rows(of, dtype), [row for row, _ in group], (sum(of),), dtype), sum(of))
+            for group, of in zip(groups, sizes, strict=True)
+        ]
+    return rows[0][0]
+
+
+def _split(node: fx.Node, importer: Any) -> relax.Var:
+    """A vector in many equal parts, such as the thresholds of all layers, in several steps."""
+    e, parts = _Emitter(node, importer), [v.shape for v in node.meta["val"]]
+    if len(parts) <= MOST or any(shape != parts[0] or len(shape) != 1 for shape in parts):
+        return importer.own_converters["split.Tensor"](node)
+    found = _parted(e, e.args[0], len(parts), int(parts[0][0]), str(node.meta["val"][0].dtype).removeprefix("torch."))
+    return e.builder.emit(relax.Tuple(found))
+
+
+def _parted(e: _Emitter, whole: relax.Var, count: int, size: int, dtype: str) -> list[relax.Expr]:
+    if count == 1:
+        return [whole]
+    inner = next((n for n in range(min(MOST, count - 1), 0, -1) if count % n == 0), 1) if count > MOST else 1
+    outer = count // inner
+    parts = e.kernels(part_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
+    rows = [e.builder.emit(relax.TupleGetItem(parts, i)) for i in range(outer)]
+    return [part for row in rows for part in _parted(e, row, inner, size, dtype)]
 
 
 CONVERTERS: dict[str, Converter] = {
-    "slice.Tensor": _slice,
+    "cat.default": _cat,
+    "split.Tensor": _split,
     "select.int": _select,
     "transpose.int": _transpose,
     "add.Tensor": _add,

@@ -107,6 +107,9 @@ class _Inserter:
         self.config = program.config
         self.step = add_placeholder(self.graph, "step", (1,), torch.int64, options.name)
         self.thresholds = add_placeholder(self.graph, "thresholds", (len(program.sites),), torch.float32, options.name)
+        self.origin = node_named(self.graph, program.sites[0].region_output)
+        with self.graph.inserting_after(self.thresholds):  # one node for all layers, so that graphs grow less with them
+            self.each_threshold = self.call(aten.split.Tensor, self.thresholds, 1)
         self.decisions: dict[int, fx.Node] = {}
         self.scores: dict[int, fx.Node] = {}
         self.updates: list[tuple[StateSpec, fx.Node]] = []
@@ -184,7 +187,7 @@ class _Inserter:
             raise CompileError(what, mend="name insert-replay before sparse-attention in the pipeline")
 
     def _decide(self, site: LayerSite, gate: Gate, score: fx.Node, chain: fx.Node) -> fx.Node:
-        threshold = self.call(aten.slice.Tensor, self.thresholds, 0, site.layer, site.layer + 1)
+        threshold = self.call(operator.getitem, self.each_threshold, site.layer)
         limit = -1 if self.options.max_chain is None else self.options.max_chain
         options = (limit, self.options.couple_cfg, self.options.refresh_every or 0)
         at_most = gate.comparison is Comparison.AT_MOST
@@ -245,7 +248,10 @@ class _Inserter:
                 return rows[layer]
             return self.call(aten.full.default, [batch], fill, dtype=dtype)
 
-        return self.call(aten.stack.default, [row(i) for i in range(len(self.program.sites))])
+        layers = len(self.program.sites)
+        return self.call(
+            aten.view.default, self.call(aten.cat.default, [row(i) for i in range(layers)]), [layers, batch]
+        )
 
 
 def _compute_branch(entry: fx.Node, output: fx.Node, site: LayerSite) -> tuple[list[fx.Node], fx.GraphModule]:

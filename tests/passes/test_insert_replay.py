@@ -87,8 +87,8 @@ def test_second_application_is_refused_and_changes_nothing(thresholds: tuple[flo
 
 def test_inserted_nodes_keep_their_source() -> None:
     program = replaying(1.5)
-    # gate: 3, cond and its operands: 4, state: 6, decisions and scores: 2, branches: 4, view of the result: 1
-    assert check_origins(program, "insert-replay") == 20
+    # gate: 4, cond and its operands: 4, state: 6, decisions and scores: 4, branches: 4, view of the result: 1
+    assert check_origins(program, "insert-replay") == 23
 
 
 def test_every_node_of_the_mlp_moves_into_the_compute_branch() -> None:
