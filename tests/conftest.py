@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-
 LONG = (
     "test_full_video.py",
     "test_board_backend.py",

@@ -42,7 +42,10 @@ def _common(result: Result) -> Row:
 
 
 def _missing(result: Result) -> Row:
-    numbers = ("ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share", "bandwidth_gb_s", "cosine")
+    numbers = (
+        *("ms_per_token", "ms_min", "ms_max", "rounds_ms"),
+        *("bytes_per_token", "bandwidth_share", "bandwidth_gb_s", "cosine"),
+    )
     return _common(result) | dict.fromkeys(numbers) | {"missing": result.reason}
 
 
@@ -55,6 +58,7 @@ def _row(result: Result, reference: list[float], bandwidth: float) -> Row:
         "ms_per_token": median,
         "ms_min": min(milliseconds),
         "ms_max": max(milliseconds),
+        "rounds_ms": _by_round(milliseconds, result.job.sizes.samples),
         "bytes_per_token": round(streamed),
         "bandwidth_share": streamed / (median * 1e-3) / (bandwidth * 1e9) if bandwidth else None,
         "bandwidth_gb_s": bandwidth,
@@ -63,6 +67,11 @@ def _row(result: Result, reference: list[float], bandwidth: float) -> Row:
         "version": result.version,
         "notes": result.notes,
     }
+
+
+def _by_round(samples: list[float], each: int) -> list[float]:
+    """Medians of the samples of each round."""
+    return [statistics.median(samples[i : i + each]) for i in range(0, len(samples), each)]
 
 
 def cosine(a: list[float], b: list[float]) -> float:
@@ -136,12 +145,14 @@ def _against_dense(ours: list[Row]) -> list[str]:
         alike = [d for d in ours if not d["replay"] and not d["window"] and all(d[k] == r[k] for k in same)]
         if not alike or r in alike[:1]:
             continue
-        ratio = alike[0]["ms_per_token"] / r["ms_per_token"]
+        ratio = f"{alike[0]['ms_per_token'] / r['ms_per_token']:.2f}x its own dense step"
+        rounds = [dense / own for dense, own in zip(alike[0]["rounds_ms"], r["rounds_ms"], strict=True)]
         options = [f"batch {r['batch']}"] * (r["batch"] > 1) + [f"window {r['window']}"] * (r["window"] > 0)
         options += [f"{r['kv']} KV"] * (r["kv"] != KV[r["precision"]])
         options += [f"replay {r['replay_achieved']:.3f}"] * (r["replay"] > 0)
         options += [f"max_seq_len {r['max_seq_len']}"] * (r in alike)
-        lines.append(f"{r['precision']}, context {r['context']}, {', '.join(options)}: {ratio:.2f}x its own dense step")
+        within = f"{statistics.median(rounds):.2f}x within a round"
+        lines.append(f"{r['precision']}, context {r['context']}, {', '.join(options)}: {ratio} ({within})")
     return lines
 
 
