@@ -172,6 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "hidden",
         "quant",
         "weights GB",
+        "artifact GB",
         "wall s",
         "cpu s",
         "graph cpu s",
@@ -181,7 +182,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [" ".join(f"{n:>11}" for n in names)]
     for r in rows:
-        numbers = (r["checkpoint_bytes"] / 1e9, r["wall_seconds"], r["cpu_seconds"], r["graph_cpu_seconds"])
+        sizes = (r["checkpoint_bytes"] / 1e9, r["artifact_bytes"] / 1e9)
+        numbers = (*sizes, r["wall_seconds"], r["cpu_seconds"], r["graph_cpu_seconds"])
         opened = (r["check_seconds"] + r["session_seconds"], r["step_seconds"] * 1e3)
         shown = (f"{n:.2f}" for n in (*numbers, r["peak_rss_bytes"] / 1e9, *opened))
         columns = (r["layers"], r["hidden"], r["quant"], *shown)
