@@ -125,7 +125,9 @@ def _checks(function: relax.Function, name: str) -> relax.Function:
     found = [relax.VarBinding(var, value) for var, value in _bindings(function.body) if _is_check(value)]
     body = relax.SeqExpr([relax.BindingBlock(found)], relax.Tuple([]))
     only = relax.Function(function.params, body, relax.TupleType([]), function.is_pure, function.attrs)
-    return relax.utils.copy_with_new_vars(only).with_attr("global_symbol", name)
+    named = relax.utils.copy_with_new_vars(only).with_attr("global_symbol", name)
+    assert isinstance(named, relax.Function)
+    return named
 
 
 def _replaced(value: Any, values: Values) -> Any:
