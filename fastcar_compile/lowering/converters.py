@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tvm
 from torch import fx
 from tvm import relax
-from tvm.tirx import IntImm, PrimFunc
+from tvm.tirx import IntImm
 
 from fastcar_compile.lowering import patterns
+from fastcar_compile.lowering.emitter import Emitter, dtype_of, shape_of
 from fastcar_compile.lowering.kernels import gate_scores, window
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
@@ -37,58 +37,17 @@ GATE_FUNCTION = "fastcar.offloaded_gate"
 replay [B], score [B], new chain [B]) that the runtime registers; the last three are its results."""
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(int(d) for d in node.meta["val"].shape)
-
-
-def _dtype(node: fx.Node) -> str:
-    return str(node.meta["val"].dtype).removeprefix("torch.")
-
-
-_RESHAPE = tvm.ir.Op.get("relax.reshape")
-
-
-class _Emitter:
-    """Emits kernels for one fx node."""
-
-    def __init__(self, node: fx.Node, importer: Any) -> None:
-        self.node, self.importer, self.builder = node, importer, importer.block_builder
-        self.args = importer.retrieve_args(node)
-
-    def kernel(self, function: PrimFunc, args: list[Any], shape: tuple[int, ...], dtype: str) -> relax.Var:
-        target = self.builder.add_func(function, function.__name__)
-        return self.builder.emit(relax.call_tir(target, args, relax.TensorType(shape, dtype)))
-
-    def kernels(self, function: PrimFunc, args: list[Any], outs: list[tuple[tuple[int, ...], str]]) -> relax.Var:
-        target = self.builder.add_func(function, function.__name__)
-        return self.builder.emit(relax.call_tir(target, args, [relax.TensorType(s, d) for s, d in outs]))
-
-    def in_place(self, function: PrimFunc, args: list[Any]) -> relax.Var:
-        """The kernel writes into its first argument, which is also the result: no cache is copied."""
-        target = self.builder.add_func(function, function.__name__)
-        out = relax.TensorType(_shape(self.node), _dtype(self.node))
-        return self.builder.emit(relax.op.call_tir_inplace(target, args, [0], out))
-
-    def reshape(self, value: relax.Expr, shape: tuple[int, ...]) -> relax.Var:
-        """A reshape of a reshape is one: TVM would fuse two into a kernel that copies."""
-        bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
-        while isinstance(bound, relax.Call) and bound.op == _RESHAPE:
-            value = bound.args[0]
-            bound = self.builder.lookup_binding(value) if isinstance(value, relax.Var) else None
-        return self.builder.emit(relax.op.reshape(value, shape))
-
-
 def _linear(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     x, weight = node.args[0], node.args[1]
-    n, k = _shape(weight)  # type: ignore[arg-type]
-    m = math.prod(_shape(x)) // k  # type: ignore[arg-type]
-    kernel = portable(f"linear_{_dtype(weight)}", m, n, k)  # type: ignore[arg-type]
+    n, k = shape_of(weight)  # type: ignore[arg-type]
+    m = math.prod(shape_of(x)) // k  # type: ignore[arg-type]
+    kernel = portable(f"linear_{dtype_of(weight)}", m, n, k)  # type: ignore[arg-type]
     y = e.kernel(kernel, [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
 
-def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var, relax.Var]:
+def _quantized_rows(e: Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var, relax.Var]:
     """int8 rows of x and their scales. A norm before them, or the product of a gated MLP, is in the same kernel; equal
     calls of linears that share x are merged later."""
     outs = [((m, k), "int8"), ((m,), "float32")]
@@ -109,7 +68,7 @@ def _quantized_rows(e: _Emitter, x: fx.Node, m: int, k: int) -> tuple[relax.Var,
     return e.builder.emit(pair[0]), e.builder.emit(pair[1])
 
 
-def _affine(e: _Emitter, norm: patterns.LayerNorm, k: int) -> list[relax.Expr]:
+def _affine(e: Emitter, norm: patterns.LayerNorm, k: int) -> list[relax.Expr]:
     """Weight and bias of a layer norm, ones and zeros where it has none."""
     pairs = ((norm.weight, np.ones), (norm.bias, np.zeros))
     return [e.importer.env[n] if n is not None else relax.const(fill(k, np.float32), "float32") for n, fill in pairs]
@@ -119,98 +78,98 @@ def _layer_norm(node: fx.Node, importer: Any) -> relax.Var:
     found = patterns.layer_norm(node)
     if found is None:
         return importer.own_converters["layer_norm.default"](node)
-    e = _Emitter(node, importer)
-    k = _shape(node)[-1]
-    m = math.prod(_shape(node)) // k
+    e = Emitter(node, importer)
+    k = shape_of(node)[-1]
+    m = math.prod(shape_of(node)) // k
     rows = [e.reshape(e.args[0], (m, k)), *_affine(e, found, k)]
-    return e.reshape(e.kernel(layer_norm(m, k, found.epsilon), rows, (m, k), "float32"), _shape(node))
+    return e.reshape(e.kernel(layer_norm(m, k, found.epsilon), rows, (m, k), "float32"), shape_of(node))
 
 
 def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    n = _shape(node.args[1])[0]  # type: ignore[arg-type]
-    *rows, k = _shape(node.args[0])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    n = shape_of(node.args[1])[0]  # type: ignore[arg-type]
+    *rows, k = shape_of(node.args[0])  # type: ignore[arg-type]
     m = math.prod(rows)
     q, s = _quantized_rows(e, node.args[0], m, k)  # type: ignore[arg-type]
-    kind = "linear_w8a8" if _dtype(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
+    kind = "linear_w8a8" if dtype_of(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
     y = e.kernel(portable(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
 
 
-def _biased(e: _Emitter, y: relax.Var, bias: relax.Expr | None) -> relax.Var:
+def _biased(e: Emitter, y: relax.Var, bias: relax.Expr | None) -> relax.Var:
     """The bias is an operator of its own, so that the product before it keeps its own rounding."""
     if bias is not None:
         y = e.builder.emit(relax.op.add(y, bias))
-    return e.reshape(y, _shape(e.node))
+    return e.reshape(y, shape_of(e.node))
 
 
 def _activation_factor(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    activation, size = str(node.args[1]), math.prod(_shape(node))
+    e = Emitter(node, importer)
+    activation, size = str(node.args[1]), math.prod(shape_of(node))
     table = relax.const(factor_table(activation).numpy(), "int32")
     y = e.kernel(activation_factor(size, activation), [e.reshape(e.args[0], (size,)), table], (size,), "float32")
-    return e.reshape(y, _shape(node))
+    return e.reshape(y, shape_of(node))
 
 
 def _attention(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    query, cache = shape_of(node.args[0]), shape_of(node.args[1])  # type: ignore[arg-type]
     kind = "attention" if query[2] == 1 else "attention_chunk"
-    kernel = portable(kind, query, cache, float(node.args[4]), _dtype(node.args[1]))  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args[:4], _shape(node), "float32")
+    kernel = portable(kind, query, cache, float(node.args[4]), dtype_of(node.args[1]))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:4], shape_of(node), "float32")
 
 
 def _tas(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     stride, scale = int(node.args[3]), float(node.args[4])  # type: ignore[arg-type]
     query, cache = node.args[:2]
-    kernel = portable("tas", _shape(query), _shape(cache), stride, scale, _dtype(cache))  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args[:3], _shape(node), "float32")
+    kernel = portable("tas", shape_of(query), shape_of(cache), stride, scale, dtype_of(cache))  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args[:3], shape_of(node), "float32")
 
 
 def _appended(node: fx.Node) -> tuple[tuple[int, ...], int]:
     """Shape [B, Hkv, S, D] of the cache that is written, D that of a head, and the rows that it gets."""
-    value = _shape(node.args[1])  # type: ignore[arg-type]
-    return (*_shape(node)[:3], value[3]), value[2]
+    value = shape_of(node.args[1])  # type: ignore[arg-type]
+    return (*shape_of(node)[:3], value[3]), value[2]
 
 
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     cache, rows = _appended(node)
-    return e.in_place(portable("cache_write", cache, rows, _dtype(node)), e.args)
+    return e.in_place(portable("cache_write", cache, rows, dtype_of(node)), e.args)
 
 
 def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     kernel = window.ring_row(*(int(value) for value in node.args[1:4]))  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args[:1], _shape(node), "int64")
+    return e.kernel(kernel, e.args[:1], shape_of(node), "int64")
 
 
 def _limit(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     return e.builder.emit(relax.op.minimum(e.args[0], relax.const(int(node.args[1]), "int64")))  # type: ignore[arg-type]
 
 
 def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     cache, rows = _appended(node)
-    kernel = portable("ring_write", cache, rows, int(node.args[3]), _dtype(node))  # type: ignore[arg-type]
+    kernel = portable("ring_write", cache, rows, int(node.args[3]), dtype_of(node))  # type: ignore[arg-type]
     return e.in_place(kernel, e.args[:3])
 
 
 def _window_attention(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     scale, sinks, width = float(node.args[4]), int(node.args[5]), int(node.args[6])  # type: ignore[arg-type]
-    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
-    dtype = _dtype(node.args[1])  # type: ignore[arg-type]
+    query, cache = shape_of(node.args[0]), shape_of(node.args[1])  # type: ignore[arg-type]
+    dtype = dtype_of(node.args[1])  # type: ignore[arg-type]
     kernel = portable("window_attention", query, cache, scale, sinks, width, dtype)
     sink_query = e.args[7] if len(e.args) > 7 and e.args[7] is not None else e.args[0]
-    return e.kernel(kernel, [*e.args[:4], sink_query], _shape(node), "float32")
+    return e.kernel(kernel, [*e.args[:4], sink_query], shape_of(node), "float32")
 
 
 def _gate(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    slots, batch = _shape(node.args[3])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    slots, batch = shape_of(node.args[3])  # type: ignore[arg-type]
     stride, max_chain, couple = node.args[4:7]
     refresh_every, at_most = (*node.args[7:], 0, False)[:2] if len(node.args) < 9 else node.args[7:9]
     options = (int(stride), int(max_chain), bool(couple), int(refresh_every), bool(at_most))  # type: ignore[arg-type]
@@ -218,79 +177,79 @@ def _gate(node: fx.Node, importer: Any) -> relax.Var:
 
 
 def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    query, cache = _shape(node.args[0]), _shape(node.args[1])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    query, cache = shape_of(node.args[0]), shape_of(node.args[1])  # type: ignore[arg-type]
     stride, scale, heads, weights = node.args[3:7]
     factors = np.zeros(query[1], np.float32)
     factors[list(heads)] = weights  # type: ignore[arg-type]
-    options = (int(stride), float(scale), _dtype(node.args[1]))  # type: ignore[arg-type]
+    options = (int(stride), float(scale), dtype_of(node.args[1]))  # type: ignore[arg-type]
     kernel = portable("tas_heads", query, cache, *options)
-    return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], _shape(node), "float32")
+    return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], shape_of(node), "float32")
 
 
 def _input_delta(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    return e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args, _shape(node), "float32")  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    return e.kernel(gate_scores.input_delta(*shape_of(node.args[0])), e.args, shape_of(node), "float32")  # type: ignore[arg-type]
 
 
 def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
-    change = e.kernel(gate_scores.input_delta(*_shape(node.args[0])), e.args[:2], _shape(node), "float32")  # type: ignore[arg-type]
+    change = e.kernel(gate_scores.input_delta(*shape_of(node.args[0])), e.args[:2], shape_of(node), "float32")  # type: ignore[arg-type]
     query, cache = node.args[2:4]
-    kernel = portable("cosine_distance", _shape(query), _shape(cache), stride, _dtype(cache))  # type: ignore[arg-type]
-    distance = e.kernel(kernel, e.args[2:5], _shape(node), "float32")
+    kernel = portable("cosine_distance", shape_of(query), shape_of(cache), stride, dtype_of(cache))  # type: ignore[arg-type]
+    distance = e.kernel(kernel, e.args[2:5], shape_of(node), "float32")
     weighted = e.builder.emit(relax.op.multiply(distance, relax.const(weight, "float32")))
     return e.builder.emit(relax.op.add(change, weighted))
 
 
 def _learned_score(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    kernel = learned_score(*_shape(node.args[0]), _shape(node.args[2])[0])  # type: ignore[arg-type]
-    return e.kernel(kernel, e.args, _shape(node), "float32")
+    e = Emitter(node, importer)
+    kernel = learned_score(*shape_of(node.args[0]), shape_of(node.args[2])[0])  # type: ignore[arg-type]
+    return e.kernel(kernel, e.args, shape_of(node), "float32")
 
 
 def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    value = np.full(_shape(node), float(node.args[2]), np.float32)  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    value = np.full(shape_of(node), float(node.args[2]), np.float32)  # type: ignore[arg-type]
     return e.builder.emit(relax.const(value, "float32"))
 
 
 def _random_score(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     rows, layer = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
-    return e.kernel(gate_scores.random_score(rows, layer), e.args[:1], _shape(node), "float32")
+    return e.kernel(gate_scores.random_score(rows, layer), e.args[:1], shape_of(node), "float32")
 
 
 def _slot_read(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    shape = _shape(node.args[0])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    shape = shape_of(node.args[0])  # type: ignore[arg-type]
     kernel = chain_read(*shape) if len(shape) == 2 else slot_read(shape)
-    return e.kernel(kernel, e.args, _shape(node), _dtype(node))
+    return e.kernel(kernel, e.args, shape_of(node), dtype_of(node))
 
 
 def _slot_write(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
-    shape = _shape(node)
+    e = Emitter(node, importer)
+    shape = shape_of(node)
     return e.in_place(chain_write(*shape) if len(shape) == 2 else slot_write(shape), e.args)
 
 
 def _offloaded_mlp(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     arguments = [*e.args[:3], importer.literals[int(node.args[3])]]  # type: ignore[arg-type]
-    call = relax.call_dps_packed(OFFLOAD_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
+    call = relax.call_dps_packed(OFFLOAD_FUNCTION, arguments, relax.TensorType(shape_of(node), "float32"))
     return e.builder.emit(call)
 
 
 def _offloaded_linear(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     arguments = [e.args[0], importer.literals[int(node.args[1])]]  # type: ignore[arg-type]
-    call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(_shape(node), "float32"))
+    call = relax.call_dps_packed(OFFLOAD_LINEAR_FUNCTION, arguments, relax.TensorType(shape_of(node), "float32"))
     return e.builder.emit(call)
 
 
 def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     stride, layer = IntImm("int64", int(node.args[5])), importer.literals[int(node.args[6])]  # type: ignore[arg-type]
     results = [relax.TensorType(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in node.meta["val"]]
     return e.builder.emit(relax.call_dps_packed(GATE_FUNCTION, [*e.args[:5], stride, layer], results))
@@ -298,7 +257,7 @@ def _offloaded_gate(node: fx.Node, importer: Any) -> relax.Var:
 
 def _all(node: fx.Node, importer: Any) -> relax.Var:
     """`all` of a bool vector: min over int8, since the importer has no converter for it."""
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     smallest = relax.op.min(relax.op.astype(e.args[0], "int8"))
     return e.builder.emit(relax.op.astype(e.builder.emit(smallest), "bool"))
 
@@ -308,11 +267,11 @@ def _add(node: fx.Node, importer: Any) -> relax.Var:
     found = patterns.rotary(node)
     if found is None:
         return importer.own_converters["add.Tensor"](node)
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     x, cos, sin = found
-    kernel = rotary(_shape(x), _shape(cos)[0])  # type: ignore[arg-type]
-    tables = [e.reshape(importer.env[n], _shape(n)) for n in (cos, sin)]
-    return e.kernel(kernel, [importer.env[x], *tables], _shape(node), "float32")
+    kernel = rotary(shape_of(x), shape_of(cos)[0])  # type: ignore[arg-type]
+    tables = [e.reshape(importer.env[n], shape_of(n)) for n in (cos, sin)]
+    return e.kernel(kernel, [importer.env[x], *tables], shape_of(node), "float32")
 
 
 def _mul(node: fx.Node, importer: Any) -> relax.Var:
@@ -320,21 +279,21 @@ def _mul(node: fx.Node, importer: Any) -> relax.Var:
     found = patterns.rms_norm(node)
     if found is None:
         return importer.own_converters["mul.Tensor"](node)
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     x, weight, epsilon = found
-    k = _shape(weight)[0]
-    m = math.prod(_shape(x)) // k
+    k = shape_of(weight)[0]
+    m = math.prod(shape_of(x)) // k
     y = e.kernel(rms_norm(m, k, epsilon), [e.reshape(importer.env[x], (m, k)), importer.env[weight]], (m, k), "float32")
-    return e.reshape(y, _shape(node))
+    return e.reshape(y, shape_of(node))
 
 
 def _transpose(node: fx.Node, importer: Any) -> relax.Var:
     """Of two axes with at most one longer than 1 between the first and the last of them: no element moves."""
-    e = _Emitter(node, importer)
-    before = _shape(node.args[0])  # type: ignore[arg-type]
+    e = Emitter(node, importer)
+    before = shape_of(node.args[0])  # type: ignore[arg-type]
     first, last = sorted(int(a) % len(before) for a in node.args[1:3])  # type: ignore[arg-type]
     if sum(n > 1 for n in before[first : last + 1]) <= 1:
-        return e.reshape(e.args[0], _shape(node))
+        return e.reshape(e.args[0], shape_of(node))
     axes = list(range(len(before)))
     axes[first], axes[last] = last, first
     return e.builder.emit(relax.op.permute_dims(e.args[0], axes))
@@ -342,24 +301,24 @@ def _transpose(node: fx.Node, importer: Any) -> relax.Var:
 
 def _embedding(node: fx.Node, importer: Any) -> relax.Var:
     """TVM's own converter reads out of bounds for an id outside the vocabulary; this one clips it."""
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     return e.builder.emit(relax.op.take(e.args[0], e.args[1], axis=0, mode="clip"))
 
 
 def _select(node: fx.Node, importer: Any) -> relax.Var:
     """As for the embedding: TVM's own converter does not check the index."""
-    e = _Emitter(node, importer)
+    e = Emitter(node, importer)
     axis, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
     return e.builder.emit(relax.op.take(e.args[0], relax.const(index, "int64"), axis=axis, mode="clip"))
 
 
 def _cat(node: fx.Node, importer: Any) -> relax.Var:
     """Many vectors, such as the decisions of all layers, in several steps."""
-    values, dtype = list(node.args[0]), _dtype(node)  # type: ignore[arg-type]
-    if len(values) <= MOST or len(_shape(node)) != 1 or any(_dtype(v) != dtype for v in values):
+    values, dtype = list(node.args[0]), dtype_of(node)  # type: ignore[arg-type]
+    if len(values) <= MOST or len(shape_of(node)) != 1 or any(dtype_of(v) != dtype for v in values):
         return importer.own_converters["cat.default"](node)
-    e = _Emitter(node, importer)
-    rows = [(value, _shape(v)[0]) for v, value in zip(values, e.args[0], strict=True)]
+    e = Emitter(node, importer)
+    rows = [(value, shape_of(v)[0]) for v, value in zip(values, e.args[0], strict=True)]
     while len(rows) > 1:
         groups = [rows[i : i + MOST] for i in range(0, len(rows), MOST)]
         sizes = [tuple(size for _, size in group) for group in groups]
@@ -372,14 +331,14 @@ def _cat(node: fx.Node, importer: Any) -> relax.Var:
 
 def _split(node: fx.Node, importer: Any) -> relax.Var:
     """A vector in many equal parts, such as the thresholds of all layers, in several steps."""
-    e, parts = _Emitter(node, importer), [v.shape for v in node.meta["val"]]
+    e, parts = Emitter(node, importer), [v.shape for v in node.meta["val"]]
     if len(parts) <= MOST or any(shape != parts[0] or len(shape) != 1 for shape in parts):
         return importer.own_converters["split.Tensor"](node)
     found = _parted(e, e.args[0], len(parts), int(parts[0][0]), str(node.meta["val"][0].dtype).removeprefix("torch."))
     return e.builder.emit(relax.Tuple(found))
 
 
-def _parted(e: _Emitter, whole: relax.Var, count: int, size: int, dtype: str) -> list[relax.Expr]:
+def _parted(e: Emitter, whole: relax.Var, count: int, size: int, dtype: str) -> list[relax.Expr]:
     if count == 1:
         return [whole]
     inner = next((n for n in range(min(MOST, count - 1), 0, -1) if count % n == 0), 1) if count > MOST else 1
