@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir import module_path_of, source_of
+from fastcar_compile.ir import graph_module, module_path_of, source_of
 
 _NAMESPACES = ("aten", "fastcar")
 _SPECIAL = {"operator.getitem": operator.getitem, "cond": torch.ops.higher_order.cond}
@@ -154,4 +154,4 @@ def _read_graph(data: Mapping[str, Any], params: Mapping[str, Tensor]) -> fx.Gra
         if "type" in entry:
             dtype, shape = entry["type"]
             node.meta["val"] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
-    return fx.GraphModule(root, graph)
+    return graph_module(root, graph)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import PurePath
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fastcar_compile.weights import LazyWeights, Parameters
 
@@ -190,6 +192,12 @@ class DecoderProgram:
         """Zero tensors for every placeholder of a graph, in order."""
         module = graph or self.graph_module
         return [_zeros_like(n) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def graph_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A module of the graph. Its Python code is written when it is first called, which a build mostly never does: the
+    branches of all layers take a good part of the passes' time otherwise."""
+    return _LazyGraphModule(root, graph)  # type: ignore[arg-type]
 
 
 def _zeros_like(node: fx.Node) -> Tensor:

@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.exported import TOKEN_NAMES
+from fastcar_compile.ir import graph_module
 from fastcar_compile.passes.edit import call, fake_mode_of
 
 _MADE_BY = "import"
@@ -64,7 +65,7 @@ class _Importer:
         for node in self.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
                 node.meta["nn_module_stack"] = {k: (self._user_path(path), kind) for k, (path, kind) in stack.items()}
-        return fx.GraphModule(self.attributes, self.graph)
+        return graph_module(self.attributes, self.graph)
 
     def _user_path(self, path: str) -> str:
         return "" if f"{path}." == self.prefix else path.removeprefix(self.prefix)

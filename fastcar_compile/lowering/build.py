@@ -48,7 +48,7 @@ class LoweredModule:
         params: names of the arguments after them.
         outputs: result names in order; state results are the argument tensors, updated in place.
         distinct_layers: how many layer functions were compiled.
-        ir_module: the Relax module before TVM's CPU pipeline, its kernels in their portable form.
+        ir_module: the Relax module before TVM's CPU pipeline, its kernels those of the first instruction set.
     """
 
     executable: Any
@@ -93,27 +93,28 @@ def lower(
         CompileError: operators that TVM cannot import, all of them.
     """
     _check_operators(module)
+    isa = isa or host_instruction_set()
     segments = segment(module, sites, state)
     builder = relax.BlockBuilder()
     functions: dict[str, Any] = {}
     for part in segments:
         if part.key not in functions:
-            functions[part.key] = _add_segment(builder, part, f"segment_{len(functions)}")
+            functions[part.key] = _add_segment(builder, part, f"segment_{len(functions)}", isa)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     params = _params(segments)
     _add_entry(builder, module, segments, functions, [*inputs, *params.values()])
-    ir_module = _shared(builder.finalize())
-    executable = _compile(ir_module, isa or host_instruction_set())
+    ir_module = _shared(builder.finalize(), isa)
+    executable = _compile(ir_module, isa)
     names = tuple(str(n.target) for n in inputs)
     exits = {s.exit for s in sites}
     layers = len({part.key for part in segments if exits & {n.name for n in part.outputs}})
     return LoweredModule(executable, names, tuple(params), tuple(outputs), layers, ir_module)
 
 
-def _shared(module: tvm.IRModule) -> tvm.IRModule:
+def _shared(module: tvm.IRModule, isa: InstructionSet) -> tvm.IRModule:
     """Equal calls once, and linears of one input in one."""
     unused = relax.transform.DeadCodeElimination([ENTRY])  # what a kernel of several operators stands for
-    return tvm.transform.Sequential([relax.transform.EliminateCommonSubexpr(), share_rows, unused])(module)
+    return tvm.transform.Sequential([relax.transform.EliminateCommonSubexpr(), share_rows(isa), unused])(module)
 
 
 def _check_operators(module: fx.GraphModule) -> None:
@@ -160,10 +161,10 @@ def _params(segments: Sequence[Segment]) -> dict[str, fx.Node]:
     return found
 
 
-def _add_segment(builder: Any, part: Segment, name: str) -> Any:
+def _add_segment(builder: Any, part: Segment, name: str, isa: InstructionSet) -> Any:
     """Import one segment and add it, its kernels and its branches to the module."""
     literals = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(len(part.literals))]
-    imported = _import_segment(part, literals)
+    imported = _import_segment(part, literals, isa)
     mapping: dict[str, Any] = {}
     for variable, function in imported.functions_items():
         if not isinstance(function, relax.Function):
@@ -200,19 +201,20 @@ class _Renamer(PyExprMutator):
         return self._mapping.get(op.name_hint, op)
 
 
-def _import_segment(part: Segment, literals: list[relax.Var]) -> Any:
+def _import_segment(part: Segment, literals: list[relax.Var], isa: InstructionSet) -> Any:
     examples = tuple(_example(n) for n in part.inputs)
     exported = torch.export.export(part.module, examples, strict=False)
     try:
-        return _import(exported, literals)
+        return _import(exported, literals, isa)
     except (AssertionError, NotImplementedError, ValueError) as error:
         raise CompileError(f"TVM cannot import this graph: {error}", where=where(part.outputs[-1])) from error
 
 
-def _import(exported: ExportedProgram, literals: list[relax.Var]) -> Any:
+def _import(exported: ExportedProgram, literals: list[relax.Var], isa: InstructionSet) -> Any:
     """TVM calls a custom converter with the importer in the main graph, but without it in branches of a cond."""
     importer = ExportedProgramImporter()
     importer.literals = literals  # type: ignore[attr-defined]
+    importer.isa = isa  # type: ignore[attr-defined]
     importer.own_converters = dict(importer.convert_map)  # type: ignore[attr-defined]
 
     def bound(converter: Converter) -> Converter:

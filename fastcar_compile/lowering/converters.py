@@ -16,7 +16,6 @@ from fastcar_compile.lowering.emitter import Emitter, dtype_of, shape_of
 from fastcar_compile.lowering.kernels import gate_scores, window
 from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
 from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.choice import portable
 from fastcar_compile.lowering.kernels.gate import gate
 from fastcar_compile.lowering.kernels.learned_score import learned_score
 from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
@@ -42,7 +41,7 @@ def _linear(node: fx.Node, importer: Any) -> relax.Var:
     x, weight = node.args[0], node.args[1]
     n, k = shape_of(weight)  # type: ignore[arg-type]
     m = math.prod(shape_of(x)) // k  # type: ignore[arg-type]
-    kernel = portable(f"linear_{dtype_of(weight)}", m, n, k)  # type: ignore[arg-type]
+    kernel = e.chosen(f"linear_{dtype_of(weight)}", m, n, k)  # type: ignore[arg-type]
     y = e.kernel(kernel, [e.reshape(e.args[0], (m, k)), e.args[1]], (m, n), "float32")
     return _biased(e, y, e.args[2] if len(e.args) > 2 else None)
 
@@ -92,7 +91,7 @@ def _quantized_linear(node: fx.Node, importer: Any) -> relax.Var:
     m = math.prod(rows)
     q, s = _quantized_rows(e, node.args[0], m, k)  # type: ignore[arg-type]
     kind = "linear_w8a8" if dtype_of(node.args[1]) == "int8" else "linear_w4a8"  # type: ignore[arg-type]
-    y = e.kernel(portable(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
+    y = e.kernel(e.chosen(kind, m, n, k), [q, s, e.args[1], e.args[2]], (m, n), "float32")
     return _biased(e, y, e.args[3])
 
 
@@ -115,7 +114,7 @@ def _attention(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     query, cache = shape_of(node.args[0]), shape_of(node.args[1])  # type: ignore[arg-type]
     kind = "attention" if query[2] == 1 else "attention_chunk"
-    kernel = portable(kind, query, cache, float(node.args[4]), dtype_of(node.args[1]))  # type: ignore[arg-type]
+    kernel = e.chosen(kind, query, cache, float(node.args[4]), dtype_of(node.args[1]))  # type: ignore[arg-type]
     return e.kernel(kernel, e.args[:4], shape_of(node), "float32")
 
 
@@ -123,7 +122,7 @@ def _tas(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     stride, scale = int(node.args[3]), float(node.args[4])  # type: ignore[arg-type]
     query, cache = node.args[:2]
-    kernel = portable("tas", shape_of(query), shape_of(cache), stride, scale, dtype_of(cache))  # type: ignore[arg-type]
+    kernel = e.chosen("tas", shape_of(query), shape_of(cache), stride, scale, dtype_of(cache))  # type: ignore[arg-type]
     return e.kernel(kernel, e.args[:3], shape_of(node), "float32")
 
 
@@ -136,7 +135,7 @@ def _appended(node: fx.Node) -> tuple[tuple[int, ...], int]:
 def _cache_write(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     cache, rows = _appended(node)
-    return e.in_place(portable("cache_write", cache, rows, dtype_of(node)), e.args)
+    return e.in_place(e.chosen("cache_write", cache, rows, dtype_of(node)), e.args)
 
 
 def _ring_row(node: fx.Node, importer: Any) -> relax.Var:
@@ -153,7 +152,7 @@ def _limit(node: fx.Node, importer: Any) -> relax.Var:
 def _ring_write(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     cache, rows = _appended(node)
-    kernel = portable("ring_write", cache, rows, int(node.args[3]), dtype_of(node))  # type: ignore[arg-type]
+    kernel = e.chosen("ring_write", cache, rows, int(node.args[3]), dtype_of(node))  # type: ignore[arg-type]
     return e.in_place(kernel, e.args[:3])
 
 
@@ -162,7 +161,7 @@ def _window_attention(node: fx.Node, importer: Any) -> relax.Var:
     scale, sinks, width = float(node.args[4]), int(node.args[5]), int(node.args[6])  # type: ignore[arg-type]
     query, cache = shape_of(node.args[0]), shape_of(node.args[1])  # type: ignore[arg-type]
     dtype = dtype_of(node.args[1])  # type: ignore[arg-type]
-    kernel = portable("window_attention", query, cache, scale, sinks, width, dtype)
+    kernel = e.chosen("window_attention", query, cache, scale, sinks, width, dtype)
     sink_query = e.args[7] if len(e.args) > 7 and e.args[7] is not None else e.args[0]
     return e.kernel(kernel, [*e.args[:4], sink_query], shape_of(node), "float32")
 
@@ -183,7 +182,7 @@ def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
     factors = np.zeros(query[1], np.float32)
     factors[list(heads)] = weights  # type: ignore[arg-type]
     options = (int(stride), float(scale), dtype_of(node.args[1]))  # type: ignore[arg-type]
-    kernel = portable("tas_heads", query, cache, *options)
+    kernel = e.chosen("tas_heads", query, cache, *options)
     return e.kernel(kernel, [*e.args[:3], relax.const(factors, "float32")], shape_of(node), "float32")
 
 
@@ -197,7 +196,7 @@ def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
     stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
     change = e.kernel(gate_scores.input_delta(*shape_of(node.args[0])), e.args[:2], shape_of(node), "float32")  # type: ignore[arg-type]
     query, cache = node.args[2:4]
-    kernel = portable("cosine_distance", shape_of(query), shape_of(cache), stride, dtype_of(cache))  # type: ignore[arg-type]
+    kernel = e.chosen("cosine_distance", shape_of(query), shape_of(cache), stride, dtype_of(cache))  # type: ignore[arg-type]
     distance = e.kernel(kernel, e.args[2:5], shape_of(node), "float32")
     weighted = e.builder.emit(relax.op.multiply(distance, relax.const(weight, "float32")))
     return e.builder.emit(relax.op.add(change, weighted))

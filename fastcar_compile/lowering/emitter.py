@@ -9,6 +9,8 @@ from torch import fx
 from tvm import relax
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.kernels.choice import chosen
+
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """Shape of a node's tensor."""
@@ -29,6 +31,10 @@ class Emitter:
     def __init__(self, node: fx.Node, importer: Any) -> None:
         self.node, self.importer, self.builder = node, importer, importer.block_builder
         self.args = importer.retrieve_args(node)
+
+    def chosen(self, kind: str, *options: Any) -> PrimFunc:
+        """The kernel of that kind for the instruction set that is lowered for."""
+        return chosen(self.importer.isa, kind, *options)
 
     def kernel(self, function: PrimFunc, args: list[Any], shape: tuple[int, ...], dtype: str) -> relax.Var:
         """A call of the kernel, whose last argument is the result of this shape."""

@@ -11,32 +11,36 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.lowering.kernels.choice import KIND, LINEARS, OPTIONS, portable
+from fastcar_compile.lowering.isa import InstructionSet
+from fastcar_compile.lowering.kernels.choice import KIND, LINEARS, OPTIONS, chosen
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 
-@tvm.transform.module_pass(opt_level=0)
-def share_rows(module: tvm.IRModule, _context: Any) -> tvm.IRModule:
-    """A module pass: linears that multiply the same rows by parameters become one call of one kernel.
+def share_rows(isa: InstructionSet) -> Any:
+    """A module pass: linears that multiply the same rows by parameters become one call of one kernel for `isa`.
 
     Their weights stay where they are: the kernel takes all of them. Equal calls must have been merged before, so that
     linears of one input have the very same rows. The single kernels are left in the module.
     """
-    for variable, function in module.functions_items():
-        if isinstance(function, relax.Function):
-            sharing = _Sharing(module, function)
-            module = sharing.result(variable, function)
-    return module
+
+    @tvm.transform.module_pass(opt_level=0)
+    def run(module: tvm.IRModule, _context: Any) -> tvm.IRModule:
+        for variable, function in module.functions_items():
+            if isinstance(function, relax.Function):
+                module = _Sharing(module, function, isa).result(variable, function)
+        return module
+
+    return run
 
 
 @mutator
 class _Sharing(PyExprMutator):
     """Emits the one call in place of the first of its linears, and drops the others."""
 
-    def __init__(self, module: tvm.IRModule, function: relax.Function) -> None:
+    def __init__(self, module: tvm.IRModule, function: relax.Function, isa: InstructionSet) -> None:
         super().__init__(module)
-        self._module = module
+        self._module, self._isa = module, isa
         self._group_of = {one.var: group for group in _groups(module, function) for one in group}
 
     def result(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> tvm.IRModule:
@@ -57,7 +61,7 @@ class _Sharing(PyExprMutator):
 
     def _call(self, calls: Sequence[Any]) -> relax.Call:
         kind, (m, _, k) = _kernel(self._module, calls[0])  # type: ignore[misc]
-        kernel = portable("linears", kind, m, tuple(int(call.ty_args[0].shape[1]) for call in calls), k)
+        kernel = chosen(self._isa, "linears", kind, m, tuple(int(call.ty_args[0].shape[1]) for call in calls), k)
         shared = LINEARS[kind].shared
         arguments = [*calls[0].args[1].fields[:shared], *(a for call in calls for a in call.args[1].fields[shared:])]
         target = self.builder_.add_func(kernel, kernel.__name__)

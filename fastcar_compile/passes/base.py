@@ -135,7 +135,7 @@ def _fingerprint(program: DecoderProgram) -> tuple[object, ...]:
 
 
 def _graph_fingerprint(module: fx.GraphModule) -> tuple[object, ...]:
-    """Every node of a graph and of its branches. Its generated code would say the same, and takes ten times as long."""
-    nodes = tuple((n.name, n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes)
+    """Every node of a graph and of its branches; fx keeps arguments in tuples and lists that cannot be modified."""
+    nodes = tuple((n.name, n.op, n.target, n.args, n.kwargs) for n in module.graph.nodes)
     branches = [(name, m) for name, m in module.named_children() if isinstance(m, fx.GraphModule)]
     return (nodes, *((name, _graph_fingerprint(branch)) for name, branch in branches))

@@ -25,8 +25,18 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 def fake_like(graph: fx.Graph, value: Tensor) -> Tensor:
     """A CPU value of the graph's fake mode with the shape and dtype of `value`, which may be on the meta device."""
-    with fake_mode_of(graph):
-        return torch.empty(value.shape, dtype=value.dtype)
+    mode = fake_mode_of(graph)
+    known, key = _known_values(mode), (value.dtype, tuple(value.shape))
+    if key not in known:
+        with mode:
+            known[key] = torch.empty(value.shape, dtype=value.dtype)
+    return known[key]
+
+
+def _known_values(mode: FakeTensorMode) -> dict[object, Any]:
+    """Values that nodes of the mode's graph share: layers mostly repeat each other, and making a fake value takes longer
+    than the rest of an edit."""
+    return vars(mode).setdefault("fastcar_values", {})
 
 
 def set_origin(node: fx.Node, origin: fx.Node, made_by: str) -> None:
@@ -60,11 +70,10 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
 
 
 def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
-    """What the node yields on its arguments' fake values. Equal calls share one value: layers mostly repeat each other,
-    and a fake definition takes longer than the rest of an edit."""
+    """What the node yields on its arguments' fake values; equal calls share one value."""
     arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = fake_mode_of(graph)
-    known: dict[object, Any] = vars(mode).setdefault("fastcar_values", {})
+    known = _known_values(mode)
     key = (node.target, _signature(arguments))
     if key not in known:
         args, kwargs = arguments

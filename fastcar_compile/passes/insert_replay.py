@@ -13,7 +13,7 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
 from fastcar_compile.gates.weights import gate_parameter
-from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec
+from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec, graph_module
 from fastcar_compile.passes.base import Pass
 from fastcar_compile.passes.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.edit import (
@@ -269,7 +269,7 @@ def _compute_branch(entry: fx.Node, output: fx.Node, site: LayerSite) -> tuple[l
     rows = call(graph, aten.view.default, (values[output], list(cached.meta["val"].shape)), **common)
     mask = call(graph, aten.unsqueeze.default, (replay, 1), **common)
     graph.output((call(graph, aten.where.self, (mask, cached, rows), **common),))
-    return constants, fx.GraphModule(torch.nn.Module(), graph)
+    return constants, graph_module(torch.nn.Module(), graph)
 
 
 def _replay_branch(
@@ -282,7 +282,7 @@ def _replay_branch(
     for i, constant in enumerate(constants):
         _branch_input(graph, f"weight_{i}", constant)
     graph.output((call(graph, aten.clone.default, (value,), origin=cached, made_by=InsertReplay.name),))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)
 
 
 def _gate_inputs(graph: fx.Graph, site: LayerSite, entry: fx.Node) -> tuple[fx.Node, fx.Node]:

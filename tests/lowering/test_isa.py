@@ -13,7 +13,8 @@ import tvm
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.lowering import isa as table
 from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.lowering.kernels.choice import KIND, portable, specialise
+from fastcar_compile.lowering.kernels.choice import KIND, chosen, specialise
+from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
 from fastcar_compile.lowering.target import board_instruction_set, host_target
 
 from .programs import Case, lowered
@@ -103,4 +104,12 @@ def test_kernels_of_a_module_follow_the_instruction_set() -> None:
     special = specialise(module, X86[0])
     same = {v for v, f in module.functions_items() if f.same_as(special[v])}
     assert same == {v for v, _ in module.functions_items()} - marked
-    assert portable("linear_w8a8", 1, 8, 64).__name__ == "linear_i8"
+    assert not any(f.attrs is not None and KIND in f.attrs for _, f in special.functions_items())
+
+
+def test_a_kernel_is_made_once() -> None:
+    kernel = chosen(X86[0], "linear_w8a8", 1, 8, 64)
+    assert kernel.__name__ == "linear_i8"
+    assert chosen(X86[0], "linear_w8a8", 1, 8, 64) is kernel
+    assert linear_w8a8(1, 8, 64, isa=X86[0]) is linear_w8a8(1, 8, 64, isa=X86[0])
+    assert linear_w8a8(1, 8, 64, isa=X86[0]) is not linear_w8a8(1, 8, 64)

@@ -12,9 +12,11 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.activation_factor import LANES, blend, fixed_input, knot
 from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS, quantize_row
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.activations import KNOTS
 
 
+@kernel
 def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
     """gate, up float32 [m, k], table int32 [513] -> q int8 [m, k], scale float32 [m] of gate * factor(gate) * up."""
     knots, whole = KNOTS, k // LANES

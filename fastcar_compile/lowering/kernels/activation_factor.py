@@ -7,6 +7,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.activations import FACTORS, INPUT_STEPS, KNOTS
 
 LANES = 16
@@ -31,6 +32,7 @@ def blend(low: Any, high: Any, u: Any) -> Any:
     return T.Cast("float32", T.shift_right(low * (64 - f) + high * f + 32, 6)) * T.float32(2.0**-24)
 
 
+@kernel
 def activation_factor(size: int, activation: str) -> PrimFunc:
     """Factor of x float32 [size] by the activation's table int32 [513]."""
     knots = KNOTS

@@ -11,6 +11,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.online_softmax import BLOCK, KEYS, context_parts, online_softmax
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
@@ -25,6 +26,7 @@ def _itself(row: Any) -> Any:
     return row
 
 
+@kernel
 def attention(
     query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:

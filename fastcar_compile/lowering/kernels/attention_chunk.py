@@ -11,6 +11,7 @@ from fastcar_compile.lowering.kernels.attention import filled_rows
 from fastcar_compile.lowering.kernels.cached import element
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
 from fastcar_compile.lowering.kernels.online_softmax import LOWEST, context_parts
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.cached import BLOCK as SHARING
 from fastcar_compile.ops.cached import row_size
 
@@ -24,6 +25,7 @@ def tile_rows(t: int) -> int:
     return next(r for r in (4, 2, 1) if t % r == 0)
 
 
+@kernel
 def attention_chunk(
     query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:

@@ -12,6 +12,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import power_of_two
 from fastcar_compile.lowering.kernels.half import narrowed
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import vector_lanes
 from fastcar_compile.ops import cached
 from fastcar_compile.ops.cached import row_size
@@ -24,6 +25,7 @@ _LARGEST = (254 << 23) | (0x7E << 16)
 """Bits of `cached.INT8_MAX`."""
 
 
+@kernel
 def cache_write(cache: Shape, rows: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """In place: cache [B, H, S, D] of `dtype` gets value [B, H, rows, D] from row `position` on.
 
@@ -32,6 +34,7 @@ def cache_write(cache: Shape, rows: int, dtype: str = "float32", isa: Instructio
     return _append(cache, rows, lambda position: position, dtype, isa)
 
 
+@kernel
 def ring_write(cache: Shape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """In place: ring cache [B, H, sinks + R, D] gets value [B, H, rows, D] from position `position` on."""
 

@@ -1,4 +1,4 @@
-"""Kernels that depend on the instruction set: imported in their portable form, replaced when the target is known."""
+"""Kernels that depend on the instruction set: marked, so that a module for one gets those of another."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ LINEARS: dict[str, Linear] = {
 }
 
 
-@cache
 def _single(kind: str, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """Kept, because parsing a kernel takes longer than compiling it."""
     return LINEARS[kind].kernel(m, n, k, isa=isa)
 
 
@@ -94,9 +92,9 @@ KIND, OPTIONS = "fastcar.kernel", "fastcar.options"
 
 
 @cache
-def portable(kind: str, *options: Any) -> PrimFunc:
-    """The kernel of that kind in its portable form, marked so that `specialise` finds it."""
-    kernel = KERNELS[kind](*options)
+def chosen(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
+    """The kernel of that kind for the instruction set, marked so that `specialise` finds it."""
+    kernel = KERNELS[kind](*options, isa=isa)
     marked = kernel.with_attrs({KIND: kind, OPTIONS: json.dumps(options)})
     assert isinstance(marked, PrimFunc)
     marked.__name__ = kernel.__name__
@@ -109,7 +107,7 @@ def _special(kind: str, options: str, isa: InstructionSet) -> PrimFunc:
 
 
 def specialise(module: tvm.IRModule, isa: InstructionSet) -> tvm.IRModule:
-    """The module with every marked kernel replaced by the best one of the instruction set."""
+    """The module with every marked kernel replaced by the one of the instruction set, without its marks."""
     functions = {}
     for variable, function in module.functions_items():
         if isinstance(function, PrimFunc) and function.attrs is not None and KIND in function.attrs:

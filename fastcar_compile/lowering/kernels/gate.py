@@ -6,8 +6,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.script import kernel
 
 
+@kernel
 def gate(
     batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
 ) -> PrimFunc:

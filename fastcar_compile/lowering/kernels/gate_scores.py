@@ -8,12 +8,14 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import element
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
 from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
 
 Shape = tuple[int, int, int, int]
 
 
+@kernel
 def tas_heads(
     query: Shape, cache: Shape, stride: int, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
@@ -48,6 +50,7 @@ def tas_heads(
     return weighted_temporal_score
 
 
+@kernel
 def input_delta(rows: int, width: int) -> PrimFunc:
     """||x - cached|| / ||x|| of every row, sums of absolute values."""
 
@@ -73,6 +76,7 @@ def input_delta(rows: int, width: int) -> PrimFunc:
     return relative_change
 
 
+@kernel
 def cosine_distance(
     query: Shape, cache: Shape, stride: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
@@ -111,6 +115,7 @@ def cosine_distance(
     return temporal_distance
 
 
+@kernel
 def random_score(rows: int, layer: int) -> PrimFunc:
     """The hash of (forward, layer, row) as a number in (0, 1]: the integer steps of `ops.gates.random_score`."""
     by_step, by_row, by_layer = HASH_FACTORS

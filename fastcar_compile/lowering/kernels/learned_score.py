@@ -7,6 +7,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
 from fastcar_compile.lowering.kernels.weights import widened
 
@@ -17,6 +18,7 @@ LINE_WEIGHTS = LINE // 2
 """bfloat16 weights in a cache line."""
 
 
+@kernel
 def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     """x, cached [rows, width], w1 bfloat16 [units, 2 width], b1, w2 [units], b2 [1] -> y [rows], all others float32.
 

@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import live_rows
 from fastcar_compile.lowering.kernels.live_rows import in_tiles, none_seen, note_float32
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
@@ -21,6 +22,7 @@ PARALLEL_ELEMENTS = 1 << 18
 """Weights from which a second thread pays for launching and awaiting a parallel region."""
 
 
+@kernel
 def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
 

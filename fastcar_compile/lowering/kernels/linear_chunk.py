@@ -9,6 +9,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
 from fastcar_compile.lowering.kernels.live_rows import LANES, none_seen, note_float32
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
 TURNED = 16
@@ -27,6 +28,7 @@ def tile(m: int, isa: InstructionSet) -> tuple[int, int]:
     return columns, 6 if columns == largest else 12
 
 
+@kernel
 def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
 

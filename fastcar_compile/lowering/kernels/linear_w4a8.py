@@ -9,6 +9,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
 from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     fence,
@@ -40,6 +41,7 @@ def float_scales(scales: list[Expr]) -> Expr:
     return T.reinterpret(f"float32x{count}", moved)
 
 
+@kernel
 def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Group by group: y = float(sum q * w) * ws, added in ascending order; then times the row's scale.
 

@@ -9,6 +9,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
 from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     folded,
@@ -32,6 +33,7 @@ def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
     return min(accumulators // columns, n), columns
 
 
+@kernel
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
 

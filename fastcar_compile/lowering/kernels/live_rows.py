@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from fastcar_compile.lowering.kernels.script import inlined
 from fastcar_compile.lowering.kernels.vectors import Expr, pure
 
 LANES = 16
 
 
-@T.inline
+@inlined
 def note_int8(q, i, k, seen):
     """seen uint32 [16]: not zero where row i of q int8 [m, k] is not. With k = 0 nothing is."""
     found = T.alloc_buffer((LANES,), "int8")
@@ -21,7 +22,7 @@ def note_int8(q, i, k, seen):
     seen[T.Ramp(0, 1, LANES)] = T.Cast(f"uint32x{LANES}", found[T.Ramp(0, 1, LANES)])
 
 
-@T.inline
+@inlined
 def note_float32(x, i, k, seen):
     """The same for x float32 [m, k]; both zeros count as zero, so the sign bit is dropped."""
     seen[T.Ramp(0, 1, LANES)] = T.Broadcast(T.uint32(0), LANES)
@@ -43,7 +44,7 @@ def none_seen(seen: Expr) -> Expr:
     return pure("uint32", f"llvm.vector.reduce.or.v{LANES}i32", seen[T.Ramp(0, 1, LANES)]) == T.uint32(0)
 
 
-@T.inline
+@inlined
 def in_tiles(loop, tile, n, rows, count, columns):
     """tile(first weight row, first live row, weight rows, live rows) over n weight rows and `count` live rows.
 

@@ -11,12 +11,13 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS, quantize_row
+from fastcar_compile.lowering.kernels.script import inlined, kernel
 from fastcar_compile.lowering.kernels.vectors import fence
 
 LANES = 32
 
 
-@T.inline
+@inlined
 def _rms_row(x, w, i, y, at, k, epsilon):
     """y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
     squares = T.alloc_buffer((LANES,), "float32")
@@ -34,7 +35,7 @@ def _rms_row(x, w, i, y, at, k, epsilon):
         y[at, c] = (x[i, c] * squares[0]) * w[c]
 
 
-@T.inline
+@inlined
 def _layer_row(x, w, b, i, y, at, k, epsilon):
     """y[at] = (x[i] - mean) / sqrt(variance + epsilon) * w + b; two passes, as deviations are small beside a mean."""
     sums = T.alloc_buffer((LANES,), "float32")
@@ -77,6 +78,7 @@ def _parallel(m: int, k: int) -> bool:
     return m > 1 and m * k >= PARALLEL_ELEMENTS
 
 
+@kernel
 def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     """x float32 [m, k], w float32 [k] -> y float32 [m, k] = x / sqrt(mean(x^2) + epsilon) * w."""
     loop = T.parallel if _parallel(m, k) else T.serial
@@ -93,6 +95,7 @@ def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     return normalize_rows
 
 
+@kernel
 def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     """x float32 [m, k], w float32 [k] -> q int8 [m, k], scale float32 [m] of the normalised rows."""
     loop = T.parallel if _parallel(m, k) else T.serial
@@ -116,6 +119,7 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     return normalize_quantize_rows
 
 
+@kernel
 def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     """x float32 [m, k], w and b float32 [k] -> y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b."""
     loop = T.parallel if _parallel(m, k) else T.serial
@@ -137,6 +141,7 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     return center_rows
 
 
+@kernel
 def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     """x float32 [m, k], w and b float32 [k] -> q int8 [m, k], scale float32 [m] of the normalised rows."""
     loop = T.parallel if _parallel(m, k) else T.serial

@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 from fastcar_compile.lowering.isa import InstructionSet
 from fastcar_compile.lowering.kernels.cached import chunks_of_block, element_bytes, product, row_bytes, weighted
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
+from fastcar_compile.lowering.kernels.script import inlined
 from fastcar_compile.lowering.kernels.vectors import LINE, PREFETCH_BYTES, prefetch, vector_lanes
 
 KEYS = 4
@@ -75,7 +76,7 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
     lines, step = -(-size // LINE), LINE // element_bytes(dtype)
     stride = lanes * chunks_of_block(d, dtype, lanes)
 
-    @T.macro
+    @inlined
     def clear(slot, tops, totals, sums):
         for g in range(group):
             tops[slot + g] = T.float32(LOWEST)
@@ -83,7 +84,7 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
             for c in T.vectorized(d):
                 sums[slot + g, c] = T.float32(0)
 
-    @T.macro
+    @inlined
     def attend(q, i, keys, values, bi, h, slot, first, last, row, ask, weights, dot, acc, stat, tops, totals, sums):
         for block in range((last - first + BLOCK - 1) // BLOCK):
             for g in range(group):
@@ -145,7 +146,7 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
                     for v in T.vectorized(lanes):
                         sums[slot + g, c * lanes + v] = acc[c * lanes + v]
 
-    @T.macro
+    @inlined
     def finish(y, bi, h, i, start, parts, acc, stat, tops, totals, sums):
         for g in range(group):
             stat[0] = T.float32(LOWEST)

@@ -8,6 +8,8 @@ import numpy as np
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.lowering.kernels.script import inlined, kernel
+
 TINY = 1e-30
 INV_127 = float(np.float32(1.0) / np.float32(127.0))
 LANES = 32
@@ -22,7 +24,7 @@ def quantized(x: Any, inverse: Any) -> Any:
     return T.Cast("int8", T.max(T.min(T.nearbyint(x * inverse), T.float32(127.0)), T.float32(-127.0)))
 
 
-@T.inline
+@inlined
 def quantize_row(x, at, q, s, i, k):
     """Row `at` of x [., k] -> row i of q int8 and s[i]. A maximum is exact in any order, so it is taken in lanes."""
     largest = T.alloc_buffer((LANES,), "float32")
@@ -42,6 +44,7 @@ def quantize_row(x, at, q, s, i, k):
         q[i, c] = quantized(x[at, c], inverse[0])
 
 
+@kernel
 def quantize_rows(m: int, k: int) -> PrimFunc:
     """Dynamic symmetric int8 per row: x float32 [m, k] -> q int8 [m, k], scale float32 [m].
 

@@ -6,12 +6,14 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.script import kernel
 
 Shape = tuple[int, int, int, int]
 PARALLEL_ELEMENTS = 1 << 17
 """Elements from which a second thread pays for launching and awaiting a parallel region."""
 
 
+@kernel
 def rotary(shape: Shape, tables: int) -> PrimFunc:
     """x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin of x [B, H, T, D].
 

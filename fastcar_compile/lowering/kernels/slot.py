@@ -6,8 +6,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.kernels import OPAQUE
+from fastcar_compile.lowering.kernels.script import kernel
 
 
+@kernel
 def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
     """Row step mod F of a float32 cache [F, B, H]."""
     slots, rows, width = shape
@@ -28,6 +30,7 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
     return read_slot
 
 
+@kernel
 def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
     """In place: row step mod F of a float32 cache [F, B, H] becomes value [B, H]."""
     slots, rows, width = shape
@@ -48,6 +51,7 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
     return write_slot
 
 
+@kernel
 def chain_read(slots: int, rows: int) -> PrimFunc:
     """Row step mod F of the counters int32 [F, B]."""
 
@@ -65,6 +69,7 @@ def chain_read(slots: int, rows: int) -> PrimFunc:
     return read_chain
 
 
+@kernel
 def chain_write(slots: int, rows: int) -> PrimFunc:
     """In place: row step mod F of the counters int32 [F, B] becomes value [B]."""
 

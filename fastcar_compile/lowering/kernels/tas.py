@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.lowering.kernels.vectors import LINE, prefetch
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 from fastcar_compile.ops.cached import row_size
@@ -15,6 +16,7 @@ from fastcar_compile.ops.cached import row_size
 Shape = tuple[int, int, int, int]
 
 
+@kernel
 def tas(
     query: Shape, cache: Shape, stride: int, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:

@@ -11,11 +11,13 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.online_softmax import BLOCK, KEYS, context_parts, online_softmax
+from fastcar_compile.lowering.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
 
 
+@kernel
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     """The row of position - back, clamped to 0: int64 [1]."""
 
@@ -31,6 +33,7 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     return row_of_earlier_key
 
 
+@kernel
 def window_attention(
     query: Shape,
     cache: Shape,
