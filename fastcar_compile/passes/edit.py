@@ -34,7 +34,7 @@ def fake_like(graph: fx.Graph, value: Tensor) -> Tensor:
 
 
 def _known_values(mode: FakeTensorMode) -> dict[object, Any]:
-    """Values that nodes of the mode's graph share: layers mostly repeat each other, and making a fake value takes longer
+    """Values that nodes of a graph share: layers mostly repeat each other, and to make a fake value takes longer
     than the rest of an edit."""
     return vars(mode).setdefault("fastcar_values", {})
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import live_rows
 from fastcar_compile.lowering.kernels.live_rows import in_tiles, none_seen, note_float32
-from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.script import inlined, kernel
 from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
@@ -38,6 +40,43 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
     scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
 
+    @inlined
+    def tile(x, w, y, live, j, first, rs, cs):
+        with T.sblock("tile"):
+            T.reads(x[0:m, 0:k], w[0:n, 0:k], live[0:m])
+            T.writes(y[0:m, 0:n])
+            acc = T.alloc_buffer((rs * cs * lanes,), "float32")
+            for r in T.unroll(rs * cs):
+                for v in T.vectorized(lanes):
+                    acc[r * lanes + v] = T.float32(0)
+            for c in range(whole):
+                for r in T.unroll(rs):
+                    for u in T.unroll(lines):
+                        T.evaluate(prefetch(w[j + ahead + r, c * lanes + u * (LINE // size)]))
+                for r in T.unroll(rs):
+                    for i in T.unroll(cs):
+                        for v in T.vectorized(lanes):
+                            acc[(r * cs + i) * lanes + v] += x[live[first + i], c * lanes + v] * widened(
+                                w[j + r, c * lanes + v], dtype
+                            )
+            for r in T.unroll(rs):
+                for i in T.unroll(cs):
+                    if lanes >= 32:
+                        for v in T.vectorized(16):
+                            acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 16]
+                    if lanes >= 16:
+                        for v in T.vectorized(8):
+                            acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 8]
+                    for v in T.vectorized(4):
+                        acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 4]
+                    for v in T.unroll(3):
+                        acc[(r * cs + i) * lanes] += acc[(r * cs + i) * lanes + v + 1]
+                    for t in range(tail):
+                        acc[(r * cs + i) * lanes] += x[live[first + i], whole * lanes + t] * widened(
+                            w[j + r, whole * lanes + t], dtype
+                        )
+                    y[live[first + i], j + r] = acc[(r * cs + i) * lanes]
+
     @T.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         T.func_attr({"tir.noalias": True})
@@ -46,43 +85,6 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
             T.writes(y[0:m, 0:n])
             live = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
-
-            @T.inline
-            def tile(j, first, rs, cs):
-                with T.sblock("tile"):
-                    T.reads(x[0:m, 0:k], w[0:n, 0:k], live[0:m])
-                    T.writes(y[0:m, 0:n])
-                    acc = T.alloc_buffer((rs * cs * lanes,), "float32")
-                    for r in T.unroll(rs * cs):
-                        for v in T.vectorized(lanes):
-                            acc[r * lanes + v] = T.float32(0)
-                    for c in range(whole):
-                        for r in T.unroll(rs):
-                            for u in T.unroll(lines):
-                                T.evaluate(prefetch(w[j + ahead + r, c * lanes + u * (LINE // size)]))
-                        for r in T.unroll(rs):
-                            for i in T.unroll(cs):
-                                for v in T.vectorized(lanes):
-                                    acc[(r * cs + i) * lanes + v] += x[live[first + i], c * lanes + v] * widened(
-                                        w[j + r, c * lanes + v], dtype
-                                    )
-                    for r in T.unroll(rs):
-                        for i in T.unroll(cs):
-                            if lanes >= 32:
-                                for v in T.vectorized(16):
-                                    acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 16]
-                            if lanes >= 16:
-                                for v in T.vectorized(8):
-                                    acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 8]
-                            for v in T.vectorized(4):
-                                acc[(r * cs + i) * lanes + v] += acc[(r * cs + i) * lanes + v + 4]
-                            for v in T.unroll(3):
-                                acc[(r * cs + i) * lanes] += acc[(r * cs + i) * lanes + v + 1]
-                            for t in range(tail):
-                                acc[(r * cs + i) * lanes] += x[live[first + i], whole * lanes + t] * widened(
-                                    w[j + r, whole * lanes + t], dtype
-                                )
-                            y[live[first + i], j + r] = acc[(r * cs + i) * lanes]
 
             count[0] = 0
             for i in range(m):
@@ -97,6 +99,6 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
                     else:
                         live[count[0]] = i
                         count[0] += 1
-            in_tiles(loop, tile, n, rows, count[0], m)
+            in_tiles(loop, partial(tile, x, w, y, live), n, rows, count[0], m)
 
     return linear_float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -9,7 +11,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
 from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
-from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.script import inlined, kernel
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     fence,
@@ -62,6 +64,49 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     def nothing(offset: int, size: int) -> Expr:
         return T.Broadcast(T.uint8(0), size)
 
+    @inlined
+    def tile(x, s, w, ws, y, excess, live, j, i, rs, cs):
+        with T.sblock("tile"):
+            T.reads(x[0:m, 0:padded], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups], excess[0:m, 0:groups], live[0:m])
+            T.writes(y[0:m, 0:n])
+            parts = T.alloc_buffer((4 * lanes,), "int32")
+            pairs = T.alloc_buffer((2 * lanes,), "int32")
+            fours = T.alloc_buffer((lanes,), "int32")
+            total = T.alloc_buffer((-(-rs * cs // 4) * 4,), "float32")
+            for p in T.unroll(-(-rs * cs // 4)):
+                total[T.Ramp(p * 4, 1, 4)] = T.Broadcast(T.float32(0), 4)
+            for g in range(groups):
+                if streamed:
+                    for v in T.unroll(rs):
+                        T.evaluate(prefetch(w[j + ahead + v, g * HALF]))
+                for p in T.unroll(-(-rs * cs // 4)):
+                    for v in T.unroll(4):
+                        parts[T.Ramp(v * lanes, 1, lanes)] = group(
+                            row(w, [j + T.min(p * 4 + v, rs * cs - 1) // cs], g * HALF),
+                            row(x, [i + T.min(p * 4 + v, rs * cs - 1) % cs], g * GROUP),
+                        )
+                    for h in T.unroll(2):
+                        pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
+                            parts[T.Ramp(2 * h * lanes, 1, lanes)],
+                            parts[T.Ramp((2 * h + 1) * lanes, 1, lanes)],
+                            lanes,
+                            1,
+                        )
+                    fours[T.Ramp(0, 1, lanes)] = interleaved(
+                        pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+                    )
+                    total[T.Ramp(p * 4, 1, 4)] = total[T.Ramp(p * 4, 1, 4)] + fence(
+                        "float32x4",
+                        T.Cast(
+                            "float32x4",
+                            folded(row(fours, [], 0), lanes)
+                            - gather([excess[i + T.min(p * 4 + v, rs * cs - 1) % cs, g] for v in range(4)]),
+                        )
+                        * float_scales([ws[j + T.min(p * 4 + v, rs * cs - 1) // cs, g] for v in range(4)]),
+                    )
+            for v in T.unroll(rs * cs):
+                y[live[i + v % cs], j + v // cs] = total[v] * s[live[i + v % cs]]
+
     @T.prim_func(private=True, s_tir=True)
     def linear_i4(
         q: T.Buffer((m, k), "int8"),
@@ -79,51 +124,6 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
 
             live = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
-
-            @T.inline
-            def tile(j, i, rs, cs):
-                with T.sblock("tile"):
-                    T.reads(
-                        x[0:m, 0:padded], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups], excess[0:m, 0:groups], live[0:m]
-                    )
-                    T.writes(y[0:m, 0:n])
-                    parts = T.alloc_buffer((4 * lanes,), "int32")
-                    pairs = T.alloc_buffer((2 * lanes,), "int32")
-                    fours = T.alloc_buffer((lanes,), "int32")
-                    total = T.alloc_buffer((-(-rs * cs // 4) * 4,), "float32")
-                    for p in T.unroll(-(-rs * cs // 4)):
-                        total[T.Ramp(p * 4, 1, 4)] = T.Broadcast(T.float32(0), 4)
-                    for g in range(groups):
-                        if streamed:
-                            for v in T.unroll(rs):
-                                T.evaluate(prefetch(w[j + ahead + v, g * HALF]))
-                        for p in T.unroll(-(-rs * cs // 4)):
-                            for v in T.unroll(4):
-                                parts[T.Ramp(v * lanes, 1, lanes)] = group(
-                                    row(w, [j + T.min(p * 4 + v, rs * cs - 1) // cs], g * HALF),
-                                    row(x, [i + T.min(p * 4 + v, rs * cs - 1) % cs], g * GROUP),
-                                )
-                            for h in T.unroll(2):
-                                pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
-                                    parts[T.Ramp(2 * h * lanes, 1, lanes)],
-                                    parts[T.Ramp((2 * h + 1) * lanes, 1, lanes)],
-                                    lanes,
-                                    1,
-                                )
-                            fours[T.Ramp(0, 1, lanes)] = interleaved(
-                                pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
-                            )
-                            total[T.Ramp(p * 4, 1, 4)] = total[T.Ramp(p * 4, 1, 4)] + fence(
-                                "float32x4",
-                                T.Cast(
-                                    "float32x4",
-                                    folded(row(fours, [], 0), lanes)
-                                    - gather([excess[i + T.min(p * 4 + v, rs * cs - 1) % cs, g] for v in range(4)]),
-                                )
-                                * float_scales([ws[j + T.min(p * 4 + v, rs * cs - 1) // cs, g] for v in range(4)]),
-                            )
-                    for v in T.unroll(rs * cs):
-                        y[live[i + v % cs], j + v // cs] = total[v] * s[live[i + v % cs]]
 
             count[0] = 0
             for i in range(m):
@@ -147,6 +147,6 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                                 excess[count[0], g] = 0
                         live[count[0]] = i
                         count[0] += 1
-            in_tiles(loop, tile, n, rows, count[0], columns)
+            in_tiles(loop, partial(tile, x, s, w, ws, y, excess, live), n, rows, count[0], columns)
 
     return linear_i4

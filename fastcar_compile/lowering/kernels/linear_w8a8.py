@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -9,7 +11,7 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
 from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
-from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.script import inlined, kernel
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
     folded,
@@ -53,6 +55,49 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     def nothing(offset: int, size: int) -> Expr:
         return T.Broadcast(T.int8(0), size)
 
+    @inlined
+    def tile(q, s, w, ws, y, excess, live, j, i, rs, cs):
+        with T.sblock("tile"):
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m], live[0:m])
+            T.writes(y[0:m, 0:n])
+            acc = T.alloc_buffer((rs * cs * lanes,), "int32")
+            pairs = T.alloc_buffer((2 * lanes,), "int32")
+            fours = T.alloc_buffer((lanes,), "int32")
+            sums = T.alloc_buffer((-(-rs * cs // 4) * 4,), "int32")
+            for v in T.unroll(rs * cs):
+                acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
+            for c in range(whole):
+                if streamed:
+                    for v in T.unroll(rs):
+                        T.evaluate(prefetch(w[j + ahead + v, c * width]))
+                for v in T.unroll(rs * cs):
+                    acc[T.Ramp(v * lanes, 1, lanes)] = step(
+                        acc[T.Ramp(v * lanes, 1, lanes)],
+                        row(w, [j + v // cs], c * width),
+                        row(q, [live[i + v % cs]], c * width),
+                    )
+            for p in T.unroll(-(-rs * cs // 4)):
+                for h in T.unroll(2):
+                    pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
+                        acc[T.Ramp(T.min(p * 4 + 2 * h, rs * cs - 1) * lanes, 1, lanes)],
+                        acc[T.Ramp(T.min(p * 4 + 2 * h + 1, rs * cs - 1) * lanes, 1, lanes)],
+                        lanes,
+                        1,
+                    )
+                fours[T.Ramp(0, 1, lanes)] = interleaved(
+                    pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
+                )
+                sums[T.Ramp(p * 4, 1, 4)] = folded(row(fours, [], 0), lanes)
+            for t in range(tail):
+                for v in T.unroll(rs * cs):
+                    sums[v] += T.Cast("int32", q[live[i + v % cs], whole * width + t]) * T.Cast(
+                        "int32", w[j + v // cs, whole * width + t]
+                    )
+            for v in T.unroll(rs * cs):
+                y[live[i + v % cs], j + v // cs] = T.Cast("float32", sums[v] - excess[live[i + v % cs]]) * (
+                    s[live[i + v % cs]] * ws[j + v // cs]
+                )
+
     @T.prim_func(private=True, s_tir=True)
     def linear_i8(
         q: T.Buffer((m, k), "int8"),
@@ -68,49 +113,6 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             excess = T.alloc_buffer((m,), "int32")
             live = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
-
-            @T.inline
-            def tile(j, i, rs, cs):
-                with T.sblock("tile"):
-                    T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m], live[0:m])
-                    T.writes(y[0:m, 0:n])
-                    acc = T.alloc_buffer((rs * cs * lanes,), "int32")
-                    pairs = T.alloc_buffer((2 * lanes,), "int32")
-                    fours = T.alloc_buffer((lanes,), "int32")
-                    sums = T.alloc_buffer((-(-rs * cs // 4) * 4,), "int32")
-                    for v in T.unroll(rs * cs):
-                        acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
-                    for c in range(whole):
-                        if streamed:
-                            for v in T.unroll(rs):
-                                T.evaluate(prefetch(w[j + ahead + v, c * width]))
-                        for v in T.unroll(rs * cs):
-                            acc[T.Ramp(v * lanes, 1, lanes)] = step(
-                                acc[T.Ramp(v * lanes, 1, lanes)],
-                                row(w, [j + v // cs], c * width),
-                                row(q, [live[i + v % cs]], c * width),
-                            )
-                    for p in T.unroll(-(-rs * cs // 4)):
-                        for h in T.unroll(2):
-                            pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
-                                acc[T.Ramp(T.min(p * 4 + 2 * h, rs * cs - 1) * lanes, 1, lanes)],
-                                acc[T.Ramp(T.min(p * 4 + 2 * h + 1, rs * cs - 1) * lanes, 1, lanes)],
-                                lanes,
-                                1,
-                            )
-                        fours[T.Ramp(0, 1, lanes)] = interleaved(
-                            pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
-                        )
-                        sums[T.Ramp(p * 4, 1, 4)] = folded(row(fours, [], 0), lanes)
-                    for t in range(tail):
-                        for v in T.unroll(rs * cs):
-                            sums[v] += T.Cast("int32", q[live[i + v % cs], whole * width + t]) * T.Cast(
-                                "int32", w[j + v // cs, whole * width + t]
-                            )
-                    for v in T.unroll(rs * cs):
-                        y[live[i + v % cs], j + v // cs] = T.Cast("float32", sums[v] - excess[live[i + v % cs]]) * (
-                            s[live[i + v % cs]] * ws[j + v // cs]
-                        )
 
             count[0] = 0
             for i in range(m):
@@ -133,6 +135,6 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
                     else:
                         live[count[0]] = i
                         count[0] += 1
-            in_tiles(loop, tile, n, rows, count[0], columns)
+            in_tiles(loop, partial(tile, q, s, w, ws, y, excess, live), n, rows, count[0], columns)
 
     return linear_i8
