@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py --json out.json --plot out.png
     python benchmarks/decode.py --docs          # writes docs/speed_table.md and docs/images/speed.png
-    python benchmarks/decode.py --quick         # a small decoder, less than a minute
+    python benchmarks/decode.py --quick         # a small decoder, one to two minutes
 
 All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that
 is stopped between its blocks of tokens; blocks of a group's engines alternate. How peers are set up: docs/speed.md.

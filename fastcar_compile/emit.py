@@ -95,4 +95,5 @@ def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: fx.G
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, sort_keys=True, indent=1) + "\n"
+    """For programs; people have the listing beside it. With an indent, Python's slow encoder would write it."""
+    return json.dumps(value, sort_keys=True) + "\n"
