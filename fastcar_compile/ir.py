@@ -197,7 +197,17 @@ class DecoderProgram:
 def graph_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """A module of the graph. Its Python code is written when it is first called, which a build mostly never does: the
     branches of all layers take a good part of the passes' time otherwise."""
-    return _LazyGraphModule(root, graph)  # type: ignore[arg-type]
+    return _GraphModule(root, graph)  # type: ignore[arg-type]
+
+
+class _GraphModule(_LazyGraphModule):
+    """The first call is one call for hooks, too; torch's own calls the module again."""
+
+    def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.real_recompile()
+        return type(self).forward(self, *args, **kwargs)
+
+    forward = _lazy_forward
 
 
 def _zeros_like(node: fx.Node) -> Tensor:

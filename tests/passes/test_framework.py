@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir import DecoderProgram, graph_module
 from fastcar_compile.passes.base import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
@@ -253,3 +255,22 @@ def test_all_broken_invariants_are_reported_at_once() -> None:
     with pytest.raises(InternalError) as error:
         run_pipeline(program, [])
     assert [t for t, _ in cases if t not in str(error.value)] == []
+
+
+def test_a_module_of_a_graph_writes_its_code_at_its_first_call() -> None:
+    """And a hook sees that call once."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (x, 1)))
+    module = graph_module(torch.nn.Module(), graph)
+    assert "_code" not in vars(module)
+    seen: list[torch.Tensor] = []
+    module.register_forward_hook(lambda _module, _args, result: seen.append(result))
+    for _ in range(2):
+        assert module(torch.ones(1)).item() == 2
+    assert len(seen) == 2
+    assert "add" in module.code
+    next(iter(x.users)).args = (x, 2)
+    module.recompile()
+    assert copy.deepcopy(module)(torch.ones(1)).item() == 3
+    assert module(torch.ones(1)).item() == 3
