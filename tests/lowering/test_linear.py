@@ -1,4 +1,4 @@
-"""Products with float32 and bfloat16 weights against PyTorch, for this machine and in the portable form."""
+"""Products with float32 and bfloat16 weights against PyTorch, for this machine and with portable kernels."""
 
 from __future__ import annotations
 
