@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from fastcar_compile.lowering.isa import (
     host_instruction_set,
     instruction_set,
 )
-from fastcar_compile.lowering.kernels import linear_w4a8, linear_w8a8
+from fastcar_compile.lowering.kernels import int4_tiles, linear_w8a8
+from fastcar_compile.lowering.kernels.int4_dot import INT4_DOTS
+from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
 from fastcar_compile.lowering.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
@@ -84,11 +87,12 @@ def test_parallel_blocks_are_exact(kind: str, m: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 64])
 def test_accumulators_stay_on_the_stack(count: int) -> None:
     """TVM puts temporaries of 1024 bytes or more, and LLVM then keeps in memory what should be in registers."""
-    rows, columns = linear_w8a8.tile_of(count, 4096, 12)
+    rows, columns = linear_w8a8.tile_of(count, 4096, INT8_DOTS["vnni512"])
     assert 4 * 16 * rows * columns < 1024
-    assert (rows, columns) == {1: (8, 1), 2: (6, 2), 3: (4, 3), 5: (3, 4)}.get(count, (3, 4))
-    rows, columns = linear_w4a8.tile_of(count, 4096)
-    assert rows * columns == 8
+    assert (rows, columns) == {1: (1, 1), 2: (1, 2), 3: (4, 3), 5: (3, 4)}.get(count, (3, 4))
+    tiles = [int4_tiles.tile_of(count, 4096, k, INT4_DOTS["vnni512"]) for k in (4096, 5504)]
+    assert [math.prod(tile) for tile in tiles] == [1 if count == 1 else 8, 8]
+    assert linear_w8a8.tile_of(count, 4096, INT8_DOTS["sdot"])[0] == {1: 8, 2: 6, 3: 4, 5: 3}.get(count, 3)
 
 
 UNREADABLE = """

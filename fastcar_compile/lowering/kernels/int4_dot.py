@@ -22,11 +22,13 @@ class Int4Dot:
     Args:
         lanes: int32 sums of a group.
         unsigned: 8 is added to every weight: a group of zero weights gives what to subtract.
+        streams: as of `Int8Dot`, for rows that fit a page.
         group: (64 bytes of weights, 128 activations) -> sums.
     """
 
     lanes: int
     unsigned: bool
+    streams: int
     group: Callable[[Load, Load], Expr]
 
 
@@ -98,10 +100,10 @@ def _portable(w: Load, q: Load) -> Expr:
 
 
 INT4_DOTS: dict[Int8, Int4Dot] = {
-    "vnni512": Int4Dot(16, True, _vpdpbusd(64)),
-    "vnni256": Int4Dot(8, True, _vpdpbusd(32)),
-    "madd": Int4Dot(8, True, _vpmaddubsw),
-    "sdot": Int4Dot(4, False, _sdot),
-    "smull": Int4Dot(4, False, _smull),
-    "portable": Int4Dot(8, False, _portable),
+    "vnni512": Int4Dot(16, True, 1, _vpdpbusd(64)),
+    "vnni256": Int4Dot(8, True, 1, _vpdpbusd(32)),
+    "madd": Int4Dot(8, True, 8, _vpmaddubsw),
+    "sdot": Int4Dot(4, False, 8, _sdot),
+    "smull": Int4Dot(4, False, 8, _smull),
+    "portable": Int4Dot(8, False, 8, _portable),
 }

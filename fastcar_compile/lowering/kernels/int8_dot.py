@@ -20,6 +20,8 @@ class Int8Dot:
         lanes: int32 sums that a step adds to.
         unsigned: 128 is added to every weight: a step over weights of zero gives what to subtract.
         tile: accumulators that fit the registers.
+        streams: weight rows that few activation rows meet side by side. One where the CPU then waits for memory only,
+            as a prefetcher follows one stream best; several where they must share a load of activations.
         step: (sums, weights, activations) -> sums.
     """
 
@@ -27,6 +29,7 @@ class Int8Dot:
     lanes: int
     unsigned: bool
     tile: int
+    streams: int
     step: Callable[[Expr, Load, Load], Expr]
 
 
@@ -65,10 +68,10 @@ def _portable(acc: Expr, w: Load, q: Load) -> Expr:
 
 
 INT8_DOTS: dict[Int8, Int8Dot] = {
-    "vnni512": Int8Dot(64, 16, True, 12, _vpdpbusd(64)),
-    "vnni256": Int8Dot(32, 8, True, 8, _vpdpbusd(32)),
-    "madd": Int8Dot(16, 8, False, 8, _vpmaddwd),
-    "sdot": Int8Dot(16, 4, False, 12, _sdot),
-    "smull": Int8Dot(16, 4, False, 8, _smull),
-    "portable": Int8Dot(16, 8, False, 4, _portable),
+    "vnni512": Int8Dot(64, 16, True, 12, 1, _vpdpbusd(64)),
+    "vnni256": Int8Dot(32, 8, True, 8, 1, _vpdpbusd(32)),
+    "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
+    "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
+    "smull": Int8Dot(16, 4, False, 8, 8, _smull),
+    "portable": Int8Dot(16, 8, False, 4, 8, _portable),
 }

@@ -8,7 +8,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS
 from fastcar_compile.lowering.kernels.script import kernel
-from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
+from fastcar_compile.lowering.kernels.vectors import LINE, ahead, prefetch
 from fastcar_compile.lowering.kernels.weights import widened
 
 LANES = 16
@@ -27,7 +27,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     order from b2 on. Products may be fused with their sums: decisions are equal where the code is.
     """
     whole, tail = width // LANES, width % LANES
-    ahead = prefetch_ahead(1, 4 * width)
+    later, _ = ahead(2, 4 * width)
     loop = T.parallel if units * 2 * width * rows >= PARALLEL_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
@@ -52,8 +52,8 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
                         acc[v] = T.float32(0)
                     for c in range(whole):
                         if i == 0 and c % (LINE_WEIGHTS // LANES) == 0:
-                            T.evaluate(prefetch(w1[u + ahead, c * LANES]))
-                            T.evaluate(prefetch(w1[u + ahead, width + c * LANES]))
+                            T.evaluate(prefetch(w1[u + later, c * LANES]))
+                            T.evaluate(prefetch(w1[u + later, width + c * LANES]))
                         for v in T.vectorized(LANES):
                             acc[v] += x[i, c * LANES + v] * widened(w1[u, c * LANES + v], "bfloat16")
                         for v in T.vectorized(LANES):

@@ -11,11 +11,15 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import live_rows
 from fastcar_compile.lowering.kernels.live_rows import in_tiles, none_seen, note_float32
 from fastcar_compile.lowering.kernels.script import inlined, kernel
-from fastcar_compile.lowering.kernels.vectors import LINE, prefetch, prefetch_ahead
+from fastcar_compile.lowering.kernels.vectors import LINE, ahead, prefetch
 from fastcar_compile.lowering.kernels.weights import WeightType, widened
 
 ROWS = 4
 """Weight rows read together: enough independent sums to hide the multiply-add latency, and four memory streams."""
+
+SHORT = 2048
+"""Most values of x that stay in the first cache while weights pass, so that rows of weights need not share a load of
+them: one stream then, which a prefetcher follows best."""
 
 SMALL_BATCH = 8
 """Most rows of x that this kernel takes; its work per weight is still hidden behind the memory."""
@@ -34,9 +38,9 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
     """
     lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
     whole, tail = k // lanes, k % lanes
-    rows = min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
+    rows = min(n, 1 if m == 1 and k <= SHORT else ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
     size = 4 if dtype == "float32" else 2
-    ahead, lines = prefetch_ahead(rows, k * size), -(-lanes * size // LINE)
+    (later, further), lines = ahead(rows, k * size), -(-lanes * size // LINE)
     scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
 
@@ -52,7 +56,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
             for c in range(whole):
                 for r in T.unroll(rs):
                     for u in T.unroll(lines):
-                        T.evaluate(prefetch(w[j + ahead + r, c * lanes + u * (LINE // size)]))
+                        T.evaluate(prefetch(w[j + later + r, c * lanes + u * (LINE // size) + further // size]))
                 for r in T.unroll(rs):
                     for i in T.unroll(cs):
                         for v in T.vectorized(lanes):

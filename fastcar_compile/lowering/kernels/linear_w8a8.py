@@ -8,31 +8,28 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
-from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
+from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS, Int8Dot
 from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
 from fastcar_compile.lowering.kernels.live_rows import LANES, in_tiles, none_seen, note_int8
 from fastcar_compile.lowering.kernels.script import inlined, kernel
 from fastcar_compile.lowering.kernels.vectors import (
     Expr,
+    ahead,
     folded,
     interleaved,
     lane_total,
     prefetch,
-    prefetch_ahead,
     row,
 )
 
-_STREAMS = 8
-"""Weight rows that are read side by side for one activation row."""
 
-
-def tile_of(m: int, n: int, accumulators: int) -> tuple[int, int]:
+def tile_of(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     """Weight rows and activation rows that are multiplied together; the fewest tiles that cover m."""
-    if m == 1:
-        return min(_STREAMS, n), 1
-    widest = (3, 4) if accumulators >= 12 else (2,)
+    if m == 1 or (m == 2 and dot.streams == 1):
+        return min(dot.streams, n), m
+    widest = (3, 4) if dot.tile >= 12 else (2,)
     columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
-    return min(accumulators // columns, n), columns
+    return min(dot.tile // columns, n), columns
 
 
 @kernel
@@ -47,8 +44,9 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     dot = INT8_DOTS[isa.int8]
     lanes, width, step = dot.lanes, dot.width, dot.step
     whole, tail = k // width, k % width
-    rows, columns = tile_of(m, n, dot.tile)
-    ahead, streamed = prefetch_ahead(rows, k), m <= SMALL_BATCH
+    rows, columns = tile_of(m, n, dot)
+    later, further = ahead(rows, k)
+    streamed = m <= SMALL_BATCH
     scanned = k if m > 1 else 0
     loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
 
@@ -69,7 +67,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             for c in range(whole):
                 if streamed:
                     for v in T.unroll(rs):
-                        T.evaluate(prefetch(w[j + ahead + v, c * width]))
+                        T.evaluate(prefetch(w[j + later + v, c * width + further]))
                 for v in T.unroll(rs * cs):
                     acc[T.Ramp(v * lanes, 1, lanes)] = step(
                         acc[T.Ramp(v * lanes, 1, lanes)],

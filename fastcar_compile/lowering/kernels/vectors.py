@@ -69,16 +69,19 @@ def folded(load: Load, lanes: int) -> Expr:
 
 
 PREFETCH_BYTES = 1 << 15
-"""How far ahead weights, keys and values are asked for. The second cache keeps more misses under way than the first,
-and a prefetcher gives up on rows that are read side by side within a page."""
+"""How far ahead rows that are read side by side are asked for, as keys and values are. The second cache keeps more
+misses under way than the first, and a prefetcher gives up on several streams within a page."""
+
+NEAR_BYTES = 1 << 9
+"""How far ahead one stream is asked for. The prefetcher of the CPU goes along, unless it is overtaken by a page."""
 
 LINE = 64
 """Bytes of a cache line."""
 
 
-def prefetch_ahead(rows: int, row_bytes: int) -> int:
-    """By how many weight rows to prefetch while `rows` of them are read together: past those, far enough ahead."""
-    return max(rows, -(-PREFETCH_BYTES // row_bytes))
+def ahead(rows: int, row_bytes: int) -> tuple[int, int]:
+    """Weight rows, and bytes of a row, by which to prefetch while `rows` of them are read together."""
+    return (0, NEAR_BYTES) if rows == 1 else (max(rows, -(-PREFETCH_BYTES // row_bytes)), 0)
 
 
 def prefetch(element: Expr) -> Expr:

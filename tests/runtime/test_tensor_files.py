@@ -1,0 +1,85 @@
+"""Weights on disk: any sizes in any order, written in whole chunks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastcar_compile.runtime import tensor_files
+from fastcar_compile.runtime.tensor_files import CHUNK, Placement, _Chunks, write_streamed
+
+DTYPES = (torch.float32, torch.float16, torch.int8, torch.uint8, torch.int64)
+
+
+class _Tensors(dict[str, torch.Tensor]):
+    def spec(self, name: str) -> torch.Tensor:
+        return self[name].to("meta")
+
+
+class _Recorded(io.FileIO):
+    """A file that remembers where it was written, and takes at most `most` bytes at a time, as files may."""
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        super().__init__(path, "wb")
+        self.writes: list[tuple[int, int]] = []
+        self._most = most
+
+    def write(self, data: memoryview) -> int:  # type: ignore[override]
+        self.writes.append((self.tell(), len(data)))
+        return super().write(data[: self._most])
+
+
+@given(
+    tensors=st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 700)), min_size=1, max_size=8),
+    chunk=st.sampled_from([64, 256, 1000, CHUNK]),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tensor_is_where_it_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: list[tuple[torch.dtype, int]], chunk: int
+) -> None:
+    monkeypatch.setattr(tensor_files, "CHUNK", chunk)
+    made = _Tensors({f"t{i}": torch.arange(n).to(dtype) * (i + 1) for i, (dtype, n) in enumerate(tensors)})
+    places = write_streamed(tmp_path, "w.safetensors", made, made)
+    read = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    data = (tmp_path / "w.safetensors").read_bytes()
+    for name, value in made.items():
+        assert torch.equal(read[name], value)
+        assert read[name].dtype == value.dtype
+        raw = value.numpy().tobytes()
+        place = places[name]
+        assert place == Placement("w.safetensors", place.offset, len(raw))
+        assert data[place.offset : place.offset + place.length] == raw
+
+
+def test_writes_are_whole_chunks(tmp_path: Path) -> None:
+    """Two regions that are filled in turns, as weights and their scales are, with pieces of no round size."""
+    size = 5 * CHUNK + 12345
+    whole = bytes(range(251)) * (size // 251 + 1)
+    with _Recorded(tmp_path / "file") as stream:
+        chunks = _Chunks(stream, size)
+        middle, step = 3 * CHUNK + 777, 999_983
+        for at in range(0, middle, step):
+            for begin, end in ((at, min(at + step, middle)), (middle + at, min(middle + at + step, size))):
+                chunks.write(begin, memoryview(whole[begin:end]))
+    assert (tmp_path / "file").read_bytes() == whole[:size]
+    assert all(at % CHUNK == 0 and (n % CHUNK == 0 or at + n == size) for at, n in stream.writes)
+    assert len(stream.writes) == 6
+
+
+def test_large_tensors_are_not_copied_chunk_by_chunk(tmp_path: Path) -> None:
+    with _Recorded(tmp_path / "file") as stream:
+        _Chunks(stream, 4 * CHUNK).write(0, memoryview(bytes(4 * CHUNK)))
+    assert stream.writes == [(0, 4 * CHUNK)]
+
+
+def test_a_file_may_take_less_than_it_is_given(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 1000
+    with _Recorded(tmp_path / "file", most=70_001) as stream:
+        _Chunks(stream, len(data)).write(0, memoryview(data))
+    assert (tmp_path / "file").read_bytes() == data
