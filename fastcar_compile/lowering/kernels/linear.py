@@ -17,10 +17,6 @@ from fastcar_compile.lowering.kernels.weights import WeightType, widened
 ROWS = 4
 """Weight rows read together: enough independent sums to hide the multiply-add latency, and four memory streams."""
 
-SHORT = 2048
-"""Most values of x that stay in the first cache while weights pass, so that rows of weights need not share a load of
-them: one stream then, which a prefetcher follows best."""
-
 SMALL_BATCH = 8
 """Most rows of x that this kernel takes; its work per weight is still hidden behind the memory."""
 
@@ -38,7 +34,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
     """
     lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
     whole, tail = k // lanes, k % lanes
-    rows = min(n, 1 if m == 1 and k <= SHORT else ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
+    rows = min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
     size = 4 if dtype == "float32" else 2
     (later, further), lines = ahead(rows, k * size), -(-lanes * size // LINE)
     scanned = k if m > 1 else 0
