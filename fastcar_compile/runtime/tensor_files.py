@@ -121,7 +121,7 @@ class _Chunks:
     """Writes a file in any order, but in whole chunks of the size of a huge page.
 
     A kernel whose page cache has large folios makes them as large as the write that fills them, and maps such a chunk
-    with one entry: weights that were written piece by piece are read a quarter slower until they leave the cache.
+    with one entry of the page table.
 
     Args:
         stream: unbuffered. size: of the file, all of which will be written, each byte once.

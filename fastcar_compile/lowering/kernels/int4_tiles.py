@@ -18,7 +18,7 @@ _FLOAT_EXPONENT = 112 << 23
 """Difference of the exponent biases of float32 and float16, in place."""
 
 PAGE = 4096
-"""Bytes within which a prefetcher works."""
+"""Bytes of the longest row that is one stream."""
 
 Tile = Callable[..., None]
 """(x, s, w, ws, y, excess, live, first weight row, first row of x, weight rows, rows of x): the kernel's arguments and
@@ -39,7 +39,7 @@ def tile_for(m: int, n: int, k: int, isa: InstructionSet) -> Tile:
 
 
 def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
-    """Several rows within a page keep a prefetcher from following them; longer ones it follows side by side."""
+    """Measured: short rows are faster one after the other, longer ones, or those with a rest, side by side."""
     groups = -(-k // GROUP)
     return m == 1 and dot.streams == 1 and groups % 4 == 0 and groups * HALF <= PAGE
 
@@ -90,7 +90,7 @@ def _four_products(isa: InstructionSet) -> Callable[..., None]:
 
 
 def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> Tile:
-    """One weight row after the other, as a prefetcher follows one stream best; four groups of it at a time."""
+    """One weight row after the other, four groups of it at a time."""
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
     _, further = ahead(1, packed)

@@ -20,8 +20,8 @@ class Int8Dot:
         lanes: int32 sums that a step adds to.
         unsigned: 128 is added to every weight: a step over weights of zero gives what to subtract.
         tile: accumulators that fit the registers.
-        streams: weight rows that few activation rows meet side by side. One where the CPU then waits for memory only,
-            as a prefetcher follows one stream best; several where they must share a load of activations.
+        streams: weight rows that few activation rows meet side by side. One where that was measured to be
+            faster; several where they share a load of activations.
         step: (sums, weights, activations) -> sums.
     """
 

@@ -70,10 +70,10 @@ def folded(load: Load, lanes: int) -> Expr:
 
 PREFETCH_BYTES = 1 << 15
 """How far ahead rows that are read side by side are asked for, as keys and values are. The second cache keeps more
-misses under way than the first, and a prefetcher gives up on several streams within a page."""
+misses under way than the first."""
 
 NEAR_BYTES = 1 << 9
-"""How far ahead one stream is asked for. The prefetcher of the CPU goes along, unless it is overtaken by a page."""
+"""How far ahead one stream is asked for. Measured: 256 to 1024 are alike, beyond a page it gets slower."""
 
 LINE = 64
 """Bytes of a cache line."""
