@@ -29,7 +29,7 @@ ONNX_INLINE, ONNX_EXTERNAL = "graph/decoder.onnx", "decoder.onnx"
 """Name in the artifact of a model with its weights inside, and of one whose weights are the artifact's weight files:
 external data must lie below the folder of the model, so that one is beside `weights/`."""
 
-EXTERNAL_DATA_FROM = 1 << 28
+EXTERNAL_DATA_FROM = 1 << 26
 """Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
 
 _TYPES = {
