@@ -15,14 +15,15 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.lowering.isa import host_instruction_set
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
-from fastcar_compile.lowering.kernels.online_softmax import BLOCK, PARALLEL_ELEMENTS, context_parts
-from fastcar_compile.ops.cached import stored
+from fastcar_compile.lowering.kernels.online_softmax import PARALLEL_ELEMENTS, context_parts
+from fastcar_compile.lowering.kernels.softmax_block import BLOCK
+from fastcar_compile.ops.cached import loaded, stored
 
 from .kernel_runs import few, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
-DIMS = st.sampled_from([1, 6, 8, 20, 32, 80])
+DIMS = st.sampled_from([1, 6, 8, 20, 32, 64, 80, 128])
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.int8])
 ISA = host_instruction_set()
 
@@ -74,6 +75,33 @@ def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, dt
     _check(b, heads, rows[0], 100, d, rows[1], dtype)
 
 
+@few
+@given(HEADS, st.integers(0, 99), st.sampled_from([64, 128, 192, 256]), st.integers(0, 99))
+def test_int8_rows_of_whole_vectors(heads: Heads, position: int, d: int, seed: int) -> None:
+    """What AVX-512 VNNI multiplies as integers: the query has 21 bits of its largest element, a weight 24."""
+    torch.manual_seed(seed)
+    q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
+    y = run(_kernel(1, heads, 1, 100, d, torch.int8), q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
+    keys, values = (loaded(rows[:, :, : position + 1], d).double() for rows in (k, v))
+    group = heads[0] // heads[1]
+    logits = torch.einsum("bhd,bhsd->bhs", q[:, :, 0].double(), keys.repeat_interleave(group, 1)) * 0.3
+    expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.repeat_interleave(group, 1))
+    torch.testing.assert_close(y[:, :, 0].double(), expected, atol=6e-7 * d**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("query", [0.0, 1e-35, 1e30])
+@pytest.mark.parametrize("value", [0.0, 1e-35, 1e30])
+def test_int8_rows_of_any_magnitude(d: int, query: float, value: float) -> None:
+    """Logits are 0, or one is far above the others; values that are too small for a weight's digits vanish."""
+    torch.manual_seed(0)
+    q, k, v, at = _inputs(1, (2, 2), 1, 70, d, 66)
+    q, k, v = q * query, stored(k * min(1.0, 1e4 / max(query, 1.0)), torch.int8), stored(v * value, torch.int8)
+    y = run(_kernel(1, (2, 2), 1, 70, d, torch.int8), q, k, v, at, torch.zeros(1, 2, 1, d))[-1]
+    expected = torch.ops.fastcar.attention(q, k, v, at, 0.3)
+    torch.testing.assert_close(y, expected, atol=max(1e-5 * value, 1e-30), rtol=1e-4)
+
+
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
 def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
@@ -110,10 +138,22 @@ def test_attention_of_large_logits(t: int, large: float) -> None:
 
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("what", ["query", "key", "value"])
-def test_attention_does_not_hide_a_nan(t: int, what: str) -> None:
+@pytest.mark.parametrize(("d", "dtype"), [(16, torch.float32), (16, torch.int8), (128, torch.int8)])
+def test_attention_does_not_hide_a_nan(t: int, what: str, d: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    q, k, v, at = _inputs(1, (1, 1), t, 70, 16, 40)
+    q, k, v = torch.randn(1, 1, t, d), torch.randn(1, 1, 70, d), torch.randn(1, 1, 70, d)
     {"query": q, "key": k, "value": v}[what][0, 0, 0, 3] = torch.nan
-    make = attention if t == 1 else attention_chunk
-    y = run(make((1, 1, t, 16), (1, 1, 70, 16), 0.25), q, k, v, at, torch.zeros(1, 1, t, 16))[-1]
+    caches = stored(k, dtype), stored(v, dtype)
+    y = run(_kernel(1, (1, 1), t, 70, d, dtype), q, *caches, torch.tensor([40]), torch.zeros(1, 1, t, d))[-1]
     assert torch.isnan(y[0, 0, 0]).any()
+
+
+@pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("d", [16, 128])
+def test_an_infinite_query_is_no_number(infinity: float, d: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, at = _inputs(1, (1, 1), 1, 70, d, 40, torch.int8)
+    q[0, 0, 0, 3] = infinity
+    y = run(_kernel(1, (1, 1), 1, 70, d, torch.int8), q, k, v, at, torch.zeros(1, 1, 1, d))[-1]
+    assert torch.isnan(y).all()
+    assert torch.isnan(torch.ops.fastcar.attention(q, k, v, at, 0.3)).all()

@@ -19,7 +19,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
-from fastcar_compile.lowering.isa import host_instruction_set
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.lowering.kernels import window as kernels
 from fastcar_compile.lowering.kernels.cache_write import ring_write
 from fastcar_compile.lowering.kernels.online_softmax import context_parts
@@ -111,7 +111,7 @@ def test_the_sinks_meet_their_own_query() -> None:
     window=st.integers(1, 9),
     spare=st.integers(0, 5),
     count=st.integers(1, 4),
-    dim=st.sampled_from([1, 3, 8, 16, 48]),
+    dim=st.sampled_from([1, 3, 8, 16, 48, 64]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
     seed=st.integers(0, 99),
 )
@@ -132,7 +132,8 @@ def test_kernel_of_attention(
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_window_in_pieces() -> None:
+@pytest.mark.parametrize("isa", [PORTABLE, host_instruction_set()], ids=lambda isa: isa.name)
+def test_a_window_in_pieces(isa: InstructionSet) -> None:
     """Few heads over a long window: pieces of it in parallel, some of them empty; the ring wraps inside of one."""
     torch.manual_seed(0)
     hq, hkv, sinks, window, dim = 2, 1, 5, 1030, 128
@@ -140,7 +141,7 @@ def test_a_window_in_pieces() -> None:
     shape = (1, hkv, sinks + window + 3, dim)
     caches = stored(torch.randn(2, *shape), torch.int8)
     query, other = torch.randn(2, 1, hq, 1, dim)
-    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8"))
+    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8", isa))
     for position in (0, sinks, 40, window, 3000):
         expected = fastcar.window_attention(query, *caches, at(position), 0.1, sinks, window, other)
         actual = library(query, *caches, at(position), other, torch.zeros_like(query))

@@ -10,8 +10,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.online_softmax import BLOCK, KEYS, context_parts, online_softmax
+from fastcar_compile.lowering.kernels.online_softmax import context_parts, online_softmax
 from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.softmax_block import BLOCK
 from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
@@ -70,10 +71,6 @@ def attention(
             tops = T.alloc_buffer((b * hkv * parts * group,), "float32")
             totals = T.alloc_buffer((b * hkv * parts * group,), "float32")
             for item in loop(b * hkv * parts):
-                weights = T.alloc_buffer((BLOCK,), "float32")
-                dot = T.alloc_buffer((KEYS * steps.lanes,), "float32")
-                acc = T.alloc_buffer((d,), "float32")
-                stat = T.alloc_buffer((3,), "float32")
                 bi: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 filled: T.let = filled_rows(position[0], 0, s)
@@ -83,7 +80,7 @@ def attention(
                 steps.clear(item * group, tops, totals, sums)
                 steps.attend(
                     q, 0, keys, values, bi, h, item * group, first, last, _itself,
-                    partial(ahead_of, last), weights, dot, acc, stat, tops, totals, sums,
+                    partial(ahead_of, last), tops, totals, sums,
                 )  # fmt: skip
             for head in range(b * hkv):
                 merged = T.alloc_buffer((d,), "float32")

@@ -10,8 +10,9 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.attention import filled_rows
 from fastcar_compile.lowering.kernels.cached import element
 from fastcar_compile.lowering.kernels.exponential import exp_not_positive
-from fastcar_compile.lowering.kernels.online_softmax import LOWEST, context_parts
+from fastcar_compile.lowering.kernels.online_softmax import context_parts
 from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.softmax_block import LOWEST
 from fastcar_compile.ops.cached import BLOCK as SHARING
 from fastcar_compile.ops.cached import row_size
 

@@ -13,7 +13,7 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import power_of_two
 from fastcar_compile.lowering.kernels.half import narrowed
 from fastcar_compile.lowering.kernels.script import kernel
-from fastcar_compile.lowering.kernels.vectors import vector_lanes
+from fastcar_compile.lowering.kernels.vectors import along, cast, pure, vector_lanes
 from fastcar_compile.ops import cached
 from fastcar_compile.ops.cached import row_size
 
@@ -98,19 +98,19 @@ def _append_blocks(cache: Shape, rows: int, row_of: Callable[[Any], Any]) -> Pri
                         for c in range(T.min(block, d - e * block) // lanes):
                             for v in T.vectorized(lanes):
                                 top[v] = T.max(top[v], _magnitude(value[i, j, r, e * block + c * lanes + v]))
-                        for v in T.unroll(lanes - 1):
-                            top[0] = T.max(top[0], top[v + 1])
+                        if lanes > 1:
+                            top[0] = pure("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[T.Ramp(0, 1, lanes)])
                         exponent[0] = T.max(_exponent(T.min(top[0], _LARGEST)), cached.LEAST_EXPONENT)
                         inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
                         keys[i, j, at, d + e] = T.Cast(
                             "int8", T.Select(top[0] > _INFINITY, cached.NOT_A_NUMBER, exponent[0])
                         )
                         for c in range(T.min(block, d - e * block) // lanes):
-                            for v in T.vectorized(lanes):
-                                keys[i, j, at, e * block + c * lanes + v] = T.Cast(
-                                    "int8",
-                                    T.nearbyint(_bounded(value[i, j, r, e * block + c * lanes + v]) * inverse[0]),
-                                )
+                            keys[i, j, at, along(e * block + c * lanes, lanes)] = cast(
+                                "int8",
+                                T.nearbyint(_bounded(value[i, j, r, along(e * block + c * lanes, lanes)]) * inverse[0]),
+                                lanes,
+                            )
 
     return append_blocks
 

@@ -9,11 +9,18 @@ from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import element, element_bytes, row_bytes
 from fastcar_compile.lowering.kernels.script import kernel
-from fastcar_compile.lowering.kernels.vectors import LINE, prefetch
+from fastcar_compile.lowering.kernels.vectors import LINE, Expr, along, cast, prefetch, spread
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
+
+
+def _fixed_point(x: Expr, lanes: int) -> Expr:
+    """int64 of float64 in units of the score, within its limits; a NaN or an infinity gives the lower one."""
+    limit = T.float64(TAS_LIMIT)
+    bounded = T.max(T.min(T.nearbyint(x), limit), -limit)
+    return cast("int64", T.Select(T.max(x, -x) < T.infinity("float64"), bounded, spread(-limit, lanes)), lanes)
 
 
 @kernel
@@ -26,7 +33,7 @@ def tas(
     group, width = hq // hkv, row_size(d, dtype)
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
     lines = -(-row_bytes(d, dtype) // LINE) + 1  # a row need not begin with a line
-    factor, one, limit = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS), float(TAS_LIMIT)
+    factor, one = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS)
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -59,15 +66,7 @@ def tas(
                                 )
                                 * T.float64(one)
                             )
-                        for v in T.vectorized(lanes):
-                            acc[v] += T.Cast(
-                                "int64",
-                                T.if_then_else(
-                                    T.fabs(product[v]) < T.infinity("float64"),  # also false for NaN
-                                    T.max(T.min(T.nearbyint(product[v]), T.float64(limit)), T.float64(-limit)),
-                                    T.float64(-limit),
-                                ),
-                            )
+                        acc[along(0, lanes)] = acc[along(0, lanes)] + _fixed_point(product[along(0, lanes)], lanes)
                 for v in T.unroll(lanes - 1):
                     acc[0] += acc[v + 1]
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)

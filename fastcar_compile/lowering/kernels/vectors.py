@@ -28,6 +28,22 @@ def row(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
     return lambda offset, lanes: buffer[(*index, T.Ramp(start + offset, 1, lanes))]
 
 
+def along(start: Expr, lanes: int) -> Expr:
+    """The index of that many elements, or of one. TVM takes a loop that rounds (T.nearbyint) or asks (T.if_then_else,
+    T.fabs) one lane at a time, T.vectorized or not; vectors stay vectors."""
+    return T.Ramp(start, 1, lanes) if lanes > 1 else start
+
+
+def spread(value: Expr, lanes: int) -> Expr:
+    """A scalar in all lanes; arithmetic does so by itself, T.Select does not."""
+    return T.Broadcast(value, lanes) if lanes > 1 else value
+
+
+def cast(dtype: str, value: Expr, lanes: int) -> Expr:
+    """A conversion, lane by lane."""
+    return T.Cast(f"{dtype}x{lanes}" if lanes > 1 else dtype, value)
+
+
 def pure(dtype: str, name: str, *arguments: Expr) -> Expr:
     """A call of an LLVM intrinsic without side effects."""
     return T.call_llvm_pure_intrin(dtype, name, *arguments)

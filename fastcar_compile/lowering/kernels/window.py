@@ -10,8 +10,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.lowering.isa import PORTABLE, InstructionSet
 from fastcar_compile.lowering.kernels import OPAQUE
-from fastcar_compile.lowering.kernels.online_softmax import BLOCK, KEYS, context_parts, online_softmax
+from fastcar_compile.lowering.kernels.online_softmax import context_parts, online_softmax
 from fastcar_compile.lowering.kernels.script import kernel
+from fastcar_compile.lowering.kernels.softmax_block import BLOCK
 from fastcar_compile.ops.cached import row_size
 
 Shape = tuple[int, int, int, int]
@@ -97,10 +98,6 @@ def window_attention(
             tops = T.alloc_buffer((slots,), "float32")
             totals = T.alloc_buffer((slots,), "float32")
             for item in loop(b * hkv * t * parts):
-                weights = T.alloc_buffer((BLOCK,), "float32")
-                dot = T.alloc_buffer((KEYS * steps.lanes,), "float32")
-                acc = T.alloc_buffer((d,), "float32")
-                stat = T.alloc_buffer((3,), "float32")
                 bi: T.let = item // (hkv * t * parts)
                 h: T.let = item // (t * parts) % hkv
                 i: T.let = item // parts % t
@@ -115,12 +112,12 @@ def window_attention(
                     met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
                     steps.attend(
                         sink_q, i, keys, values, bi, h, item * group, 0, met, sink,
-                        sink_of_next_head if t == 1 else None, weights, dot, acc, stat, tops, totals, sums,
+                        sink_of_next_head if t == 1 else None, tops, totals, sums,
                     )  # fmt: skip
                 steps.attend(
                     q, i, keys, values, bi, h, item * group, first, T.min(first + span, seen),
                     partial(recent, base), partial(ahead_of, seen, base) if t == 1 else None,
-                    weights, dot, acc, stat, tops, totals, sums,
+                    tops, totals, sums,
                 )  # fmt: skip
             for row in range(b * hkv * t):
                 merged = T.alloc_buffer((d,), "float32")
