@@ -103,7 +103,7 @@ def attention_chunk(
                                         weights[r * BLOCK + v] += q[bi, head, i + r, c] * turned[c, v]
                             for r in T.unroll(tile):
                                 for v in T.vectorized(BLOCK):
-                                    weights[r * BLOCK + v] = T.if_then_else(
+                                    weights[r * BLOCK + v] = T.Select(
                                         at + v < filled_rows(position[0], i + r, s),
                                         weights[r * BLOCK + v] * T.float32(scale),
                                         T.float32(LOWEST),

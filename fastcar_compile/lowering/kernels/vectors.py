@@ -29,8 +29,8 @@ def row(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
 
 
 def along(start: Expr, lanes: int) -> Expr:
-    """The index of that many elements, or of one. TVM takes a loop that rounds (T.nearbyint) or asks (T.if_then_else,
-    T.fabs) one lane at a time, T.vectorized or not; vectors stay vectors."""
+    """The index of that many elements, or of one. TVM takes a loop with T.nearbyint or T.if_then_else one lane at a
+    time, T.vectorized or not; vectors stay vectors."""
     return T.Ramp(start, 1, lanes) if lanes > 1 else start
 
 
