@@ -1,10 +1,12 @@
-"""GB/s of weights that the linears stream, and the share of this machine's read bandwidth.
+"""GB/s of weights that the linears stream, or attention of keys and values, and the share of the read bandwidth.
 
     python benchmarks/kernel_speed.py --json out.json
     python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
+    python benchmarks/kernel_speed.py --kernels attention_int8 --sizes 512x2048,2048x2048 --rows 1,2
 
 Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
-that of a kernel that only reads, measured in turns with the others; times are the least of all calls.
+that of a kernel that only reads, measured in turns with the others; times are the least of all calls. For attention n
+is the context and k the width of the decoder, in heads of 128; rows are the batch.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ from fastcar_compile.lowering.isa import (
     host_instruction_set,
     instruction_set,
 )
+from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.choice import KERNELS
 from fastcar_compile.lowering.target import host_target
+from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count
 from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.cpu import adopt
 from fastcar_compile.runtime.threads import use_threads
 
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
+ATTENTION = {f"attention_{name}": getattr(torch, name) for name in ("int8", "float16", "float32")}
+HEAD_DIM = 128
 FLOATS = {"linear_float32": torch.float32, "linear_bfloat16": torch.bfloat16}
 STREAMED = 192 << 20
 """Bytes of weights that calls go through before they meet the same again: several times the largest cache."""
@@ -49,7 +55,10 @@ Run = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel on one shape; milliseconds of one call, gigabytes of weights per second, share of read bandwidth."""
+    """One kernel on one shape; milliseconds of one call, gigabytes per second, share of read bandwidth.
+
+    Bytes are those of weights and their scales, or of keys and values.
+    """
 
     kernel: str
     isa: str
@@ -125,6 +134,20 @@ def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     return lambda i: function(*given[0], weights[i % copies], *given[1]), bytes_of_call
 
 
+def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
+    """Decode attention at the last of n positions on caches in turn; bytes of keys and values of a call."""
+    shape, heads = (m, k // HEAD_DIM, n, HEAD_DIM), k // HEAD_DIM
+    dtype = ATTENTION[kind]
+    scale = HEAD_DIM**-0.5
+    function = compiled(kind, attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa), isa)
+    rows = stored(torch.randn(shape), dtype)
+    copies = -(-STREAMED // (2 * rows.nbytes))
+    caches = [(adopt(rows.clone()), adopt(rows.clone())) for _ in range(copies)]
+    query, position = adopt(torch.randn(m, heads, 1, HEAD_DIM)), adopt(torch.tensor([n - 1]))
+    y = adopt(torch.zeros(m, heads, 1, HEAD_DIM))
+    return lambda i: function(query, *caches[i % copies], position, y), 2 * rows.nbytes
+
+
 def least(runs: Sequence[Run], seconds: float) -> list[float]:
     """Seconds of the fastest call of each, which take turns of a few calls until the time is over."""
     best, number, end = [float("inf")] * len(runs), 0, time.perf_counter() + seconds
@@ -141,12 +164,13 @@ def least(runs: Sequence[Run], seconds: float) -> list[float]:
 def measure(isa: InstructionSet, kind: str, shape: tuple[int, int, int], threads: int, seconds: float) -> Row:
     """One row."""
     m, n, k = shape
-    run, size = linear(kind, isa, m, n, k)
+    run, size = (attend if kind in ATTENTION else linear)(kind, isa, m, n, k)
     read, read_size = reader(isa)
     taken, reading = least([run, read], seconds)
     speed = size / taken
     share = speed / (read_size / reading)
-    return Row(kind, isa.name, m, n, k, threads, taken * 1e3, speed / 1e9, share, m * n * k / taken / 1e9)
+    products = 2 if kind in ATTENTION else 1  # of the query with keys, and of the weights with values
+    return Row(kind, isa.name, m, n, k, threads, taken * 1e3, speed / 1e9, share, products * m * n * k / taken / 1e9)
 
 
 def numbers(text: str) -> list[int]:
@@ -157,10 +181,10 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="2048x5504,5504x2048", help="n x k of the weights")
-    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 64], help="activation rows")
+    parser.add_argument("--sizes", default="2048x5504,5504x2048", help="n x k of the weights; context x width")
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 64], help="activation rows; batch")
     parser.add_argument("--isa", help="names; default: the best one of this CPU")
-    parser.add_argument("--kernels", default=",".join(KINDS))
+    parser.add_argument("--kernels", default=",".join(KINDS), help=f"also {', '.join(ATTENTION)}")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--seconds", type=float, default=2.0, help="per row")
     parser.add_argument("--json", type=Path)
