@@ -12,7 +12,8 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.lowering.isa import host_instruction_set
+from fastcar_compile.lowering.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.lowering.kernels.attend_digits import suits
 from fastcar_compile.lowering.kernels.attention import attention
 from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
 from fastcar_compile.lowering.kernels.online_softmax import PARALLEL_ELEMENTS, context_parts
@@ -75,13 +76,18 @@ def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, dt
     _check(b, heads, rows[0], 100, d, rows[1], dtype)
 
 
+@pytest.mark.parametrize("isa", [instruction_set("avx512-vnni"), PORTABLE], ids=lambda isa: isa.name)
 @few
 @given(HEADS, st.integers(0, 99), st.sampled_from([64, 128, 192, 256]), st.integers(0, 99))
-def test_int8_rows_of_whole_vectors(heads: Heads, position: int, d: int, seed: int) -> None:
-    """What AVX-512 VNNI multiplies as integers: the query has 21 bits of its largest element, a weight 24."""
+def test_int8_rows_of_whole_vectors(isa: InstructionSet, heads: Heads, position: int, d: int, seed: int) -> None:
+    """AVX-512 VNNI multiplies them as integers: the query has 21 bits of its largest element, a weight 24."""
+    if lacking := sorted(isa.flags - cpu_flags()):
+        pytest.skip(f"this CPU has no {', '.join(lacking)}")
+    assert suits(d, "int8", isa) == (isa is not PORTABLE)
     torch.manual_seed(seed)
     q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
-    y = run(_kernel(1, heads, 1, 100, d, torch.int8), q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
+    kernel = attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", isa)
+    y = run(kernel, q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
     keys, values = (loaded(rows[:, :, : position + 1], d).double() for rows in (k, v))
     group = heads[0] // heads[1]
     logits = torch.einsum("bhd,bhsd->bhs", q[:, :, 0].double(), keys.repeat_interleave(group, 1)) * 0.3

@@ -13,7 +13,7 @@ from fastcar_compile.lowering.kernels import OPAQUE
 from fastcar_compile.lowering.kernels.cached import power_of_two
 from fastcar_compile.lowering.kernels.half import narrowed
 from fastcar_compile.lowering.kernels.script import kernel
-from fastcar_compile.lowering.kernels.vectors import along, cast, pure, vector_lanes
+from fastcar_compile.lowering.kernels.vectors import along, cast, magnitudes, pure, vector_lanes
 from fastcar_compile.ops import cached
 from fastcar_compile.ops.cached import row_size
 
@@ -97,7 +97,7 @@ def _append_blocks(cache: Shape, rows: int, row_of: Callable[[Any], Any]) -> Pri
                             top[v] = 0
                         for c in range(T.min(block, d - e * block) // lanes):
                             for v in T.vectorized(lanes):
-                                top[v] = T.max(top[v], _magnitude(value[i, j, r, e * block + c * lanes + v]))
+                                top[v] = T.max(top[v], magnitudes(value[i, j, r, e * block + c * lanes + v], 1))
                         if lanes > 1:
                             top[0] = pure("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[T.Ramp(0, 1, lanes)])
                         exponent[0] = T.max(_exponent(T.min(top[0], _LARGEST)), cached.LEAST_EXPONENT)
@@ -113,11 +113,6 @@ def _append_blocks(cache: Shape, rows: int, row_of: Callable[[Any], Any]) -> Pri
                             )
 
     return append_blocks
-
-
-def _magnitude(value: Any) -> Any:
-    """The bits of a float32 without its sign, int32: in the order of the magnitudes, and a NaN is above them all."""
-    return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
 
 
 def _exponent(bits: Any) -> Any:

@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from fastcar_compile.lowering.isa import InstructionSet
 from fastcar_compile.lowering.kernels.half import widened
+from fastcar_compile.lowering.kernels.vectors import spread, typed
 from fastcar_compile.ops.cached import BIAS, BLOCK, MANTISSA_BITS, row_size
 
 _BYTES = {"float32": 4, "float16": 2, "int8": 1}
@@ -72,6 +73,7 @@ def product(
     return total * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
 
 
-def power_of_two(exponent: Any) -> Any:
-    """2^exponent of an int32 expression, by its bits; -128 gives minus infinity, whose product with 0 is a NaN."""
-    return T.reinterpret("float32", T.shift_left(exponent + T.int32(BIAS), T.int32(MANTISSA_BITS)))
+def power_of_two(exponent: Any, lanes: int = 1) -> Any:
+    """2^exponent of int32, by its bits; -128, which is NaN, gives minus infinity, whose product with 0 is one."""
+    biased = exponent + spread(T.int32(BIAS), lanes)
+    return T.reinterpret(typed("float32", lanes), T.shift_left(biased, spread(T.int32(MANTISSA_BITS), lanes)))

@@ -10,8 +10,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from fastcar_compile.lowering.kernels.cached import power_of_two
 from fastcar_compile.lowering.kernels.vectors import Expr, pure
-from fastcar_compile.ops.cached import BIAS, MANTISSA_BITS
 
 BYTES = 64
 LANES = BYTES // 4
@@ -21,8 +21,6 @@ DIGITS = 3
 
 LEAST = 1e-30
 """A smaller maximum is taken for this one: its inverse stays finite, and what is lost is below it."""
-
-_MAGNITUDE = 0x7FFFFFFF
 
 
 def lanes_of(buffer: Any, vector: Expr) -> Expr:
@@ -40,17 +38,6 @@ def raised(acc: Expr, bits: int) -> Expr:
     return T.shift_left(acc, T.Broadcast(T.int32(bits), LANES))
 
 
-def powers(exponents: Expr, lanes: int) -> Expr:
-    """2^exponent of int8 lanes, by its bits; -128, which stands for NaN, gives minus infinity."""
-    biased = T.Cast(f"int32x{lanes}", exponents) + T.Broadcast(T.int32(BIAS), lanes)
-    return T.reinterpret(f"float32x{lanes}", T.shift_left(biased, T.Broadcast(T.int32(MANTISSA_BITS), lanes)))
-
-
-def magnitudes(values: Expr, lanes: int) -> Expr:
-    """Bits of float32 lanes without their sign, int32: in the order of the magnitudes, a NaN above them all."""
-    return T.bitwise_and(T.reinterpret(f"int32x{lanes}", values), T.Broadcast(T.int32(_MAGNITUDE), lanes))
-
-
 def unit(largest: Expr, count: float) -> Expr:
     """largest / count; NaN where the largest is none or infinite."""
     return largest * T.float32(1 / count) + (largest - largest)
@@ -66,7 +53,8 @@ def rows_from(row: Callable[[Any], Any], index: Sequence[Any], first: Any, last:
     return [(*index, row(T.min(first + r, last - 1))) for r in range(count)]
 
 
-def exponents_of(cache: Any, places: Sequence[Any], start: Expr, count: int, order: Sequence[int]) -> Expr:
-    """int8: `count` exponents of each of some rows from element `start` on; `order` numbers them row by row."""
+def powers_of(cache: Any, places: Sequence[Any], start: Expr, count: int, order: Sequence[int]) -> Expr:
+    """2^exponent for `count` exponents of some rows from element `start` on, which `order` numbers row by row."""
     loads = [cache[(*place, T.Ramp(start, 1, count))] for place in places]
-    return T.Shuffle(loads * -(-len(order) // (count * len(loads))), list(order))
+    exponents = T.Shuffle(loads * -(-len(order) // (count * len(loads))), list(order))
+    return power_of_two(T.Cast(f"int32x{len(order)}", exponents), len(order))

@@ -20,17 +20,15 @@ from fastcar_compile.lowering.kernels.digits import (
     LANES,
     LEAST,
     dot,
-    exponents_of,
     lanes_of,
-    magnitudes,
-    powers,
+    powers_of,
     raised,
     rows_from,
     unit,
 )
 from fastcar_compile.lowering.kernels.script import inlined
 from fastcar_compile.lowering.kernels.softmax_block import KEYS, LOWEST
-from fastcar_compile.lowering.kernels.vectors import LINE, Expr, folded, interleaved, prefetch, pure
+from fastcar_compile.lowering.kernels.vectors import LINE, Expr, folded, interleaved, magnitudes, prefetch, pure
 from fastcar_compile.ops.cached import BLOCK as SHARING
 
 LOW_BITS = 5
@@ -166,10 +164,7 @@ def logits_macro(d: int) -> Callable[..., None]:
                 sums.logit[T.Ramp(0, 1, LANES)] = lanes_of(sums.logit, 0) + T.Cast(
                     f"float32x{LANES}", _of_four(sums.pairs) - lanes_of(query.excess, g * chunks + c)
                 ) * (
-                    powers(
-                        exponents_of(keys, rows_from(row, (bi, h), at + part * KEYS, last, KEYS), d + 2 * c, 2, order),
-                        LANES,
-                    )
+                    powers_of(keys, rows_from(row, (bi, h), at + part * KEYS, last, KEYS), d + 2 * c, 2, order)
                     * lanes_of(query.scales, g * chunks + c)
                 )
             weights[T.Ramp(part * KEYS, 1, KEYS)] = folded(vectors.row(sums.logit, [], 0), LANES)

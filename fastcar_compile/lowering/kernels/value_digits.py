@@ -18,18 +18,16 @@ from fastcar_compile.lowering.kernels.digits import (
     LANES,
     LEAST,
     dot,
-    exponents_of,
     halves,
     lanes_of,
-    magnitudes,
-    powers,
+    powers_of,
     raised,
     rows_from,
     unit,
 )
 from fastcar_compile.lowering.kernels.script import inlined
 from fastcar_compile.lowering.kernels.softmax_block import KEYS
-from fastcar_compile.lowering.kernels.vectors import LINE, Expr, prefetch
+from fastcar_compile.lowering.kernels.vectors import LINE, Expr, magnitudes, prefetch
 from fastcar_compile.ops.cached import BLOCK as SHARING
 
 LARGEST = (1 << 24) - (1 << 8)
@@ -54,7 +52,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class Totals:
-    """Temporaries: bytes of four rows that change places, int8 [256] each; sums by digit, int32 [width] each."""
+    """Temporaries: bytes of four rows that change places, int8 [256] each; sums by digit, int32 [width] each,
+    because one of all three would be too large for the stack."""
 
     turned: Any
     columns: Any
@@ -114,6 +113,13 @@ def _by_columns(values, rows, start, turned, columns):
     columns[T.Ramp(3 * BYTES, 1, BYTES)] = _of_four_rows(turned, 1, 1)
 
 
+@inlined
+def _accumulate(total, vector, weights, columns, quarter):
+    total[T.Ramp(vector * LANES, 1, LANES)] = dot(
+        lanes_of(total, vector), weights, columns[T.Ramp(quarter * BYTES, 1, BYTES)]
+    )
+
+
 def _shares_macro(d: int) -> Callable[..., None]:
     """(values, batch row, kv head, start, at, last, count, row, weights, shares): those of the blocks whose exponents
     are from `start` on, split; bound becomes the unit of their integers."""
@@ -133,9 +139,8 @@ def _shares_macro(d: int) -> Callable[..., None]:
     def split(values, bi, h, start, at, last, count, row, weights, shares):
         shares.largest[T.Ramp(0, 1, lanes)] = T.Broadcast(0, lanes)
         for part in range((count + KEYS - 1) // KEYS):
-            shares.exact[T.Ramp(part * lanes, 1, lanes)] = powers(
-                exponents_of(values, rows_from(row, (bi, h), at + part * KEYS, last, KEYS), start, blocks, of_blocks),
-                lanes,
+            shares.exact[T.Ramp(part * lanes, 1, lanes)] = powers_of(
+                values, rows_from(row, (bi, h), at + part * KEYS, last, KEYS), start, blocks, of_blocks
             ) * T.Shuffle([weights[T.Ramp(part * KEYS, 1, KEYS)]] * blocks, list(range(lanes)))
             shares.largest[T.Ramp(0, 1, lanes)] = T.max(
                 shares.largest[T.Ramp(0, 1, lanes)], magnitudes(shares.exact[T.Ramp(part * lanes, 1, lanes)], lanes)
@@ -197,21 +202,9 @@ def add_macro(d: int) -> Callable[..., None]:
                         totals.columns,
                     )
                     for v in T.unroll(4):
-                        totals.low[T.Ramp((4 * c + v) * LANES, 1, LANES)] = dot(
-                            lanes_of(totals.low, 4 * c + v),
-                            digit(shares, part, c, 0),
-                            totals.columns[T.Ramp(v * BYTES, 1, BYTES)],
-                        )
-                        totals.middle[T.Ramp((4 * c + v) * LANES, 1, LANES)] = dot(
-                            lanes_of(totals.middle, 4 * c + v),
-                            digit(shares, part, c, 1),
-                            totals.columns[T.Ramp(v * BYTES, 1, BYTES)],
-                        )
-                        totals.high[T.Ramp((4 * c + v) * LANES, 1, LANES)] = dot(
-                            lanes_of(totals.high, 4 * c + v),
-                            digit(shares, part, c, 2),
-                            totals.columns[T.Ramp(v * BYTES, 1, BYTES)],
-                        )
+                        _accumulate(totals.low, 4 * c + v, digit(shares, part, c, 0), totals.columns, v)
+                        _accumulate(totals.middle, 4 * c + v, digit(shares, part, c, 1), totals.columns, v)
+                        _accumulate(totals.high, 4 * c + v, digit(shares, part, c, 2), totals.columns, v)
             for c in T.unroll(width // BYTES):
                 for v in T.unroll(4):
                     sums[slot, T.Ramp(piece * width + (4 * c + v) * LANES, 1, LANES)] = (

@@ -39,9 +39,19 @@ def spread(value: Expr, lanes: int) -> Expr:
     return T.Broadcast(value, lanes) if lanes > 1 else value
 
 
+def typed(dtype: str, lanes: int) -> str:
+    """The type of a vector, or of a scalar."""
+    return f"{dtype}x{lanes}" if lanes > 1 else dtype
+
+
 def cast(dtype: str, value: Expr, lanes: int) -> Expr:
     """A conversion, lane by lane."""
-    return T.Cast(f"{dtype}x{lanes}" if lanes > 1 else dtype, value)
+    return T.Cast(typed(dtype, lanes), value)
+
+
+def magnitudes(values: Expr, lanes: int) -> Expr:
+    """Bits of float32 without their sign, int32: in the order of the magnitudes, a NaN above them all."""
+    return T.bitwise_and(T.reinterpret(typed("int32", lanes), values), spread(T.int32(0x7FFFFFFF), lanes))
 
 
 def pure(dtype: str, name: str, *arguments: Expr) -> Expr:
