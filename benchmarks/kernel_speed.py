@@ -25,16 +25,16 @@ import torch
 import tvm
 from tvm.script import tirx as T
 
-from fastcar_compile.lowering.isa import (
+from fastcar_compile.codegen.tvm.isa import (
     INSTRUCTION_SETS,
     InstructionSet,
     cpu_flags,
     host_instruction_set,
     instruction_set,
 )
-from fastcar_compile.lowering.kernels.attention import attention
-from fastcar_compile.lowering.kernels.choice import KERNELS
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.kernels.attention.attention import attention
+from fastcar_compile.codegen.tvm.kernels.choice import KERNELS
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count
 from fastcar_compile.parallel import usable_cores

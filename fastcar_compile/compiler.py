@@ -11,19 +11,19 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.codegen.emit import emit_artifact
+from fastcar_compile.codegen.tvm.emit import host_variants
+from fastcar_compile.codegen.tvm.isa import NATIVE
+from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
-from fastcar_compile.emit import emit_artifact
-from fastcar_compile.emit_host import host_variants
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.lowering.isa import NATIVE
-from fastcar_compile.passes.base import Pass, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.runtime.artifact import Artifact
 from fastcar_compile.targets import Target, load_target
 
 DEFAULT_TOKENS_PER_FRAME = 256
@@ -67,8 +67,8 @@ def compile(
         kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent.
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
-            `fastcar_compile.lowering.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that its CPU
-            runs.
+            `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
+            its CPU runs.
         output: folder of the artifact; written atomically.
         progress: called with the name of each stage.
 
@@ -121,13 +121,13 @@ def _configure(
 ) -> CompileConfig:
     if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
-        mend = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
-        raise CompileError(what, mend=mend)
+        hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
+        raise CompileError(what, hint=hint)
     facts = ModelFacts.of(model)
     length = max_seq_len or facts.max_seq_len
     if length is None:
-        mend = "give max_seq_len, or set it on the model's config"
-        raise CompileError("the model does not say its max_seq_len", mend=mend)
+        hint = "give max_seq_len, or set it on the model's config"
+        raise CompileError("the model does not say its max_seq_len", hint=hint)
     frame = tokens_per_frame or facts.tokens_per_frame
     if frame is None:
         frame = DEFAULT_TOKENS_PER_FRAME
@@ -138,7 +138,7 @@ def _configure(
     if offload == "linears" and board.kind != "fpga":
         raise CompileError(
             f"offload='linears' needs an accelerator, and target {board.name} has none",
-            mend="choose an FPGA target, or leave offload out",
+            hint="choose an FPGA target, or leave offload out",
         )
     return CompileConfig(
         target=board.name,
@@ -166,5 +166,5 @@ def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
     if program.config.batch_size != config.batch_size:
         raise CompileError(
             f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}",
-            mend=f"give batch_size={program.config.batch_size}, or export again",
+            hint=f"give batch_size={program.config.batch_size}, or export again",
         )

@@ -98,7 +98,7 @@ def describe_validation(error: ValidationError) -> list[str]:
 def _raise_compile_error(name: str, error: ValidationError) -> NoReturn:
     lines = describe_validation(error)
     raise CompileError(
-        f"{name} is not valid: " + "; ".join(lines), mend=f"correct the field{'s' if len(lines) > 1 else ''} named"
+        f"{name} is not valid: " + "; ".join(lines), hint=f"correct the field{'s' if len(lines) > 1 else ''} named"
     ) from error
 
 
@@ -221,7 +221,7 @@ class ReplayConfig(_Config):
             raise UserError(
                 f"heads of {len(self.heads)} layers were given for a decoder of {num_layers} layers",
                 where="ReplayConfig.heads",
-                mend=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
+                hint=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
             )
         return self.heads
 
@@ -237,7 +237,7 @@ class ReplayConfig(_Config):
             raise UserError(
                 f"{len(self.threshold)} thresholds were given for a decoder of {num_layers} layers",
                 where="ReplayConfig.threshold",
-                mend=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
+                hint=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
             )
         return tuple(self.threshold)
 
@@ -298,12 +298,12 @@ class CompileConfig(_Config):
             raise CompileError(
                 f"tokens_per_frame ({self.tokens_per_frame}) is not smaller than max_seq_len ({self.max_seq_len}): "
                 "no token would have a previous frame to replay",
-                mend="lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
+                hint="lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
                 f"({2 * self.tokens_per_frame})",
             )
         if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
             raise CompileError(
                 f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}",
-                mend="use an even batch_size, or couple_cfg=False",
+                hint="use an even batch_size, or couple_cfg=False",
             )
         return self

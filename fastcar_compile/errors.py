@@ -1,4 +1,4 @@
-"""Error types. A user error can be mended by the caller; an internal error is a defect of this package."""
+"""Error types. A user error can be fixed by the caller; an internal error is a defect of this package."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ class FastcarError(Exception):
 
 
 class UserError(FastcarError):
-    """Something in the call, the model or the files is wrong; the text says what, where and how to mend it.
+    """Something in the call, the model or the files is wrong; the text says what, where and how to fix it.
 
     Args:
         what: one sentence: what is wrong.
         where: module path, source line, graph node or file, if known.
-        mend: what the user can do about it.
+        hint: what the user can do about it.
     """
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = what, where, mend
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
         lines = [what]
         if where:
             lines.append(f"  where: {where}")
-        if mend:
-            lines.append(f"  mend:  {mend}")
+        if hint:
+            lines.append(f"  hint:  {hint}")
         super().__init__("\n".join(lines))
 
 
@@ -33,9 +33,9 @@ class CompileError(UserError):
 
     @classmethod
     def collect(cls, problems: Sequence[UserError]) -> CompileError:
-        """One error that lists every problem found, so that a user mends them in one round."""
+        """One error that lists every problem found, so that a user can fix them in one round."""
         if len(problems) == 1:
-            return cls(problems[0].what, where=problems[0].where, mend=problems[0].mend)
+            return cls(problems[0].what, where=problems[0].where, hint=problems[0].hint)
         body = "\n".join(f"[{i}] {p}" for i, p in enumerate(problems, 1))
         return cls(f"{len(problems)} problems were found:\n{body}")
 

@@ -15,20 +15,20 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact import tensor_files
 from fastcar_compile.codegen.onnx import export
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
-from fastcar_compile.graph_io import graph_to_text
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir.graph_json import graph_to_text
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.weights import LazyWeights, Parameters
 from fastcar_compile.ops.quant import quantize_weight
-from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.runtime import tensor_files
-from fastcar_compile.weights import LazyWeights, Parameters
 
 LAYERS, FRAME = 4, 8
 SHARDS = 3
@@ -97,7 +97,7 @@ def test_all_problems_of_the_weights_are_listed_at_once(damaged: Path) -> None:
     assert "tensor model.layers.0.mlp.up_proj.weight is missing" in text
     assert "model.layers.0.mlp.down_proj.weight has shape [64, 95], but config.json implies [64, 96]" in text
     assert "model.layers.0.self_attn.q_proj.weight holds I8" in text
-    assert text.count("mend:") == 5
+    assert text.count("hint:") == 5
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
     """Bit for bit, also with the weights in several files and the ONNX model reading those."""
     whole = artifact(loaded(folder), tmp_path / "whole", quant)
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr("fastcar_compile.emit.EXTERNAL_DATA_FROM", 0)
+    monkeypatch.setattr("fastcar_compile.codegen.emit.EXTERNAL_DATA_FROM", 0)
     lazy = artifact(folder, tmp_path / "lazy", quant)
     files = set(lazy.manifest.files)
     assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", export.ONNX_EXTERNAL} <= files
@@ -303,7 +303,7 @@ class Stored:
 
 def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(10, 6)
-    monkeypatch.setattr("fastcar_compile.weights.BLOCK_ELEMENTS", 18)
+    monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 18)
     source = Stored(**{"a.0.w": weight, "a.1.w": 2 * weight})
     lazy = LazyWeights(source)
     lazy.derive(("a.0.w_int8", "a.0.w_scale"), "a.0.w", quantize_weight)
@@ -330,11 +330,11 @@ import resource, sys
 from pathlib import Path
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.runtime.tensor_files import write_streamed
+from fastcar_compile.artifact.tensor_files import write_streamed
 
 place = Path(sys.argv[1])
 program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)

@@ -34,7 +34,7 @@ def test_thresholds_of_wrong_length_name_both_numbers() -> None:
     with pytest.raises(UserError) as caught:
         ReplayConfig(threshold=[1.0, 2.0]).thresholds(4)
     assert "2 thresholds were given for a decoder of 4 layers" in str(caught.value)
-    assert "exactly 4" in caught.value.mend
+    assert "exactly 4" in caught.value.hint
 
 
 def test_infinity_is_a_string_in_json() -> None:
@@ -83,7 +83,7 @@ def test_frame_not_smaller_than_sequence(frame: int) -> None:
     with pytest.raises(CompileError) as caught:
         CompileConfig(**{**BASE, "tokens_per_frame": frame})
     assert f"tokens_per_frame ({frame}) is not smaller than max_seq_len (2049)" in str(caught.value)
-    assert f"at least two frames ({2 * frame})" in caught.value.mend
+    assert f"at least two frames ({2 * frame})" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.cli.inspect import host_lines
-from fastcar_compile.lowering.isa import cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.codegen.tvm.isa import cpu_flags, host_instruction_set, instruction_set
 from fastcar_compile.runtime import backends
 
 

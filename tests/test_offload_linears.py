@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.store import load_tensors
 from fastcar_compile.errors import CompileError
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.runtime.store import load_tensors
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
 FRAME, TOKENS, LAYERS = 256, 300, 2

@@ -12,9 +12,9 @@ from decoders import llama
 from torch import Tensor
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.drs.reader import read_table
-from fastcar_compile.codegen.drs.simulator import simulate_step
-from fastcar_compile.codegen.drs.table import DrsTable, Opcode
+from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.simulator import simulate_step
+from fastcar_compile.drs.table import DrsTable, Opcode
 from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate.explore import design_from_json, mlp_of
 from fastcar_compile.runtime.session import Session

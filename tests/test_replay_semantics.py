@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from passes.tiny import FRAME, ROWS, VOCAB, TinyBlock, TinyDecoder, backend_of, captured
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.runtime.session import Session

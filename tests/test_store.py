@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.runtime.store import (
+from fastcar_compile.artifact.store import (
     SCHEMA_VERSION,
     ArtifactWriter,
     Manifest,
@@ -23,6 +22,7 @@ from fastcar_compile.runtime.store import (
     save_tensors,
     verify_files,
 )
+from fastcar_compile.errors import ArtifactError, InternalError
 
 TENSORS = {"b": torch.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
 

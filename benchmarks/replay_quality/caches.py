@@ -6,8 +6,8 @@ import numpy as np
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import Evaluator, program_of, rules_of
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.calibration import Evaluator, program_of, rules_of
+from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.narrow_cache import TYPES, NarrowCache
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
-from fastcar_compile.calibrate.scorers import LearnedScorer
+from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
+from fastcar_compile.training.scorers import LearnedScorer
 
 HINDSIGHT_VIDEOS = 4
 STEPS, RATE, SAY_EVERY = 300, 0.1, 20
@@ -35,7 +35,7 @@ PARTS = 2000
 """Of all scores, by which the threshold rises until the target is reached: the last frame may not be whole."""
 
 PRICE, PRICE_GAIN, SHORTFALL_GAIN = 2.0, 1.0, 60.0
-"""As in `fastcar_compile.calibrate.train`, but steeper: the few videos are the same in every step."""
+"""As in `fastcar_compile.training.train`, but steeper: the few videos are the same in every step."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 READ_BYTES = 1 << 28
 _STREAM = 256

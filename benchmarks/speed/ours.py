@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import fastcar_compile as fc
-from fastcar_compile.ir import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram, StateRole
 from fastcar_compile.runtime.backends import open_backend
 from speed.base import Engine
 from speed.sizes import DENSE, GROUP, Job, Traffic

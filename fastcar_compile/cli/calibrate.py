@@ -30,7 +30,7 @@ def calibrate_command(
     import fastcar_compile as fc
 
     if output is None and not store and not as_json:
-        raise UserError("the thresholds would go nowhere", mend="give --output FILE, --store or --json")
+        raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
     tokens = read_prompt(videos)
     if tokens.ndim != 2:
         raise UserError(f"the videos are {list(tokens.shape)}, expected [N, T]", where=str(videos))

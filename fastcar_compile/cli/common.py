@@ -85,7 +85,7 @@ def report_error(error: BaseException, as_json: bool) -> ExitCode:
     if as_json:
         fields = {"type": kind, "message": text, "exit_code": int(code)}
         if isinstance(error, UserError):
-            fields |= {"message": error.what, "where": error.where, "mend": error.mend}
+            fields |= {"message": error.what, "where": error.where, "hint": error.hint}
         print_json({"error": fields})
         return code
     title = "error" if user else "internal error"
@@ -182,7 +182,7 @@ def _threshold(part: str, whole: str) -> float | None:
         raise UserError(
             f"{part!r} is not a threshold",
             where=f"--threshold {whole}",
-            mend="give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)",
+            hint="give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)",
         )
     return value
 
@@ -195,7 +195,7 @@ def require_one(options: Sequence[tuple[str, bool]]) -> None:
     """
     given = [name for name, is_set in options if is_set]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} cannot be given together", mend="choose one of them")
+        raise UserError(f"{' and '.join(given)} cannot be given together", hint="choose one of them")
 
 
 def existing(path: Path, what: str) -> Path:

@@ -115,7 +115,7 @@ def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -
     if options:
         flags = {"sinks": "--sinks", "positions": "--window-positions"}
         what = f"{' and '.join(flags[name] for name in options)} given without --window"
-        raise UserError(what, mend="give --window too, for example --window 256")
+        raise UserError(what, hint="give --window too, for example --window 256")
     return None
 
 
@@ -134,8 +134,8 @@ def _layer_heads(text: str) -> Any:
             return [int(word) for word in text.split(",")]
         return {int(head): float(weight) for head, weight in (word.split(":") for word in text.split(","))}
     except ValueError as error:
-        mend = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
-        raise UserError(f"{text!r} is no list of heads", where="--heads", mend=mend) from error
+        hint = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
+        raise UserError(f"{text!r} is no list of heads", where="--heads", hint=hint) from error
 
 
 def load_model(path: Path) -> Any:
@@ -155,7 +155,7 @@ def load_model(path: Path) -> Any:
         raise UserError(
             "the model is neither a folder nor a .pt2 file",
             where=str(path),
-            mend="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
+            hint="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
         )
     import torch
 

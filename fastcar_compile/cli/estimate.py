@@ -60,7 +60,7 @@ def estimate_command(
     require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
-        raise UserError("nothing to estimate", mend="give the folder of an artifact, or --shape NAME")
+        raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
     if artifact is not None:
         work, board, design = _of_artifact(artifact, target)
     else:
@@ -124,9 +124,9 @@ def _with_options(
     sink_window: str | None,
 ) -> Workload:
     if quant is not None and quant not in ENGINE_QUANTS:
-        raise UserError(f"there is no engine for --quant {quant}", mend="give w8a8 or w4a8")
+        raise UserError(f"there is no engine for --quant {quant}", hint="give w8a8 or w4a8")
     if offload is not None and offload not in OFFLOADS:
-        raise UserError(f"--offload {offload} is not known", mend=f"give one of {', '.join(OFFLOADS)}")
+        raise UserError(f"--offload {offload} is not known", hint=f"give one of {', '.join(OFFLOADS)}")
     given: dict[str, Any] = {
         "quant": quant,
         "context": context,
@@ -151,7 +151,7 @@ def parse_sink_window(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) == 2 and all(p.strip().isdecimal() for p in parts) and int(parts[1]) > 0:
         return int(parts[0]), int(parts[1])
-    raise UserError(f"--sink-window {text!r} is not SINKS,WINDOW", mend="give two whole numbers, for example 4,256")
+    raise UserError(f"--sink-window {text!r} is not SINKS,WINDOW", hint="give two whole numbers, for example 4,256")
 
 
 def _gate(result: Estimate) -> str:

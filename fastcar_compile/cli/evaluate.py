@@ -115,7 +115,7 @@ def read_videos(path: Path) -> np.ndarray:
     except Exception as error:  # three libraries, many kinds; all of them mean that the file is not what it should be
         raise UserError(f"the videos cannot be read: {error}", where=str(path)) from error
     if len(arrays) != 1:
-        raise UserError(f"{len(arrays)} arrays ({', '.join(sorted(arrays))})", where=str(path), mend="keep one")
+        raise UserError(f"{len(arrays)} arrays ({', '.join(sorted(arrays))})", where=str(path), hint="keep one")
     array = next(iter(arrays.values()))
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise UserError(f"the videos are {array.dtype} {list(array.shape)}, expected integers [N, T]", where=str(path))
@@ -134,8 +134,8 @@ def read_decoder(path: Path) -> Any:
     if (path / "manifest.json").is_file():
         return fc.load(str(path))
     if not (path / "config.json").is_file():
-        mend = "give a folder with manifest.json (an artifact) or config.json (a Hugging Face decoder)"
-        raise UserError("neither an artifact nor a Hugging Face decoder", where=str(path), mend=mend)
+        hint = "give a folder with manifest.json (an artifact) or config.json (a Hugging Face decoder)"
+        raise UserError("neither an artifact nor a Hugging Face decoder", where=str(path), hint=hint)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,8 +151,8 @@ def read_gate_weights(path: Path | None, source: Any) -> Any:
     Raises:
         UserError: the file cannot be read, or is malformed.
     """
+    from fastcar_compile.compiled import Artifact
     from fastcar_compile.gates.weights import GateWeights, weights_in
-    from fastcar_compile.runtime.artifact import Artifact
 
     if path is not None:
         return GateWeights.load(path)
@@ -185,8 +185,8 @@ def parse_attentions(text: str) -> list[Any]:
     for part in (word.strip() for word in text.split(",")):
         window, slash, sinks = part.partition("/")
         if part != "none" and not (slash and window.isdigit() and sinks.isdigit()):
-            mend = "give none, or window/sinks as in 256/16"
-            raise UserError(f"{part!r} is no attention", where="--sparse-attention", mend=mend)
+            hint = "give none, or window/sinks as in 256/16"
+            raise UserError(f"{part!r} is no attention", where="--sparse-attention", hint=hint)
         found.append(None if part == "none" else SinkWindow(int(window), int(sinks)))
     return found
 

@@ -40,7 +40,7 @@ def inspect_command(
     require_one([("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)])
     require_one([("--layer", layer is not None), ("--node", node is not None)])
     if (layer is not None or node is not None) and not explain:
-        raise UserError("--layer and --node select a part of --explain", mend="add --explain")
+        raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     with stages(as_json, "inspect") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))

@@ -11,6 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
+from fastcar_compile.artifact.store import load_tensors
 from fastcar_compile.cli.common import (
     ExitCode,
     JsonOption,
@@ -25,7 +26,6 @@ from fastcar_compile.cli.common import (
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import UserError
 from fastcar_compile.estimate.trace import save_trace
-from fastcar_compile.runtime.store import load_tensors
 
 
 class Sampler:
@@ -38,7 +38,7 @@ class Sampler:
 
     def __init__(self, temperature: float, seed: int, total: int, show: Any) -> None:
         if temperature < 0:
-            raise UserError(f"the temperature is {temperature}", mend="give 0 (greedy) or a positive number")
+            raise UserError(f"the temperature is {temperature}", hint="give 0 (greedy) or a positive number")
         self.temperature, self.total, self.show = temperature, total, show
         self.generator = torch.Generator().manual_seed(seed)
         self.first: float | None = None
@@ -80,7 +80,7 @@ def run_command(
     require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
     for option, path in (("output", output), ("trace", trace)):
         if path is not None and path.suffix != ".npy":
-            raise UserError(f"the {option} {path} is not a .npy file", mend="end its name in .npy")
+            raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
     ids = parse_prompt(prompt) if prompt is not None else read_prompt(prompt_file)
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "run") as show:
@@ -156,7 +156,7 @@ def parse_prompt(text: str) -> np.ndarray:
         ids = []
     if not ids:
         raise UserError(
-            f"the prompt {text!r} is not a list of token ids", mend='give integers, for example "16" or "16,3"'
+            f"the prompt {text!r} is not a list of token ids", hint='give integers, for example "16" or "16,3"'
         )
     return np.array(ids, np.int64)
 
@@ -199,6 +199,6 @@ def to_rows(ids: np.ndarray, rows: int) -> Tensor:
     table = np.atleast_2d(ids)
     if table.shape[0] not in (1, rows):
         raise UserError(
-            f"the prompt has {table.shape[0]} rows, the artifact decodes {rows}", mend=f"give 1 or {rows} rows"
+            f"the prompt has {table.shape[0]} rows, the artifact decodes {rows}", hint=f"give 1 or {rows} rows"
         )
     return torch.from_numpy(np.ascontiguousarray(np.broadcast_to(table, (rows, table.shape[1]))).copy())

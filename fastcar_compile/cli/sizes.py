@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastcar_compile.artifact.store import Manifest
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.runtime.store import Manifest
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def decoder_sizes(manifest: Manifest) -> Sizes:
     required = ("batch_size", "max_seq_len", "tokens_per_frame")
     missing = [name for name in required if not isinstance(fields.get(name), int)]
     if missing:
-        raise ArtifactError(f"the manifest does not state {', '.join(missing)}", mend="compile the model again")
+        raise ArtifactError(f"the manifest does not state {', '.join(missing)}", hint="compile the model again")
     return Sizes(
         batch_size=fields["batch_size"],
         max_seq_len=fields["max_seq_len"],

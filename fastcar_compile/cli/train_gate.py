@@ -73,8 +73,8 @@ def not_compiled(decoder: Path) -> None:
     """Raises UserError where the decoder is an artifact."""
     existing(decoder, "decoder")
     if (decoder / "manifest.json").is_file():
-        mend = "give the decoder's Hugging Face folder, then compile with the gate"
-        raise UserError("gates are trained before a decoder is compiled", where=str(decoder), mend=mend)
+        hint = "give the decoder's Hugging Face folder, then compile with the gate"
+        raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
 
 
 def read_start(path: Path | None) -> Any:

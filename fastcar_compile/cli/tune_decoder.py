@@ -56,7 +56,7 @@ def tune_decoder_command(
 
     not_compiled(decoder)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError("the output is there already", where=str(output), mend="give a new folder")
+        raise UserError("the output is there already", where=str(output), hint="give a new folder")
     tokens, first = read_videos(videos), read_start(start)
     with stages(as_json, "tune-decoder") as show:
         show("reading the decoder")

@@ -102,7 +102,7 @@ def default_tolerance(sections: Mapping[str, Any]) -> float:
 def _names(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise UserError(f"no backend in {text!r}", mend="for example --backends cpu,onnxruntime")
+        raise UserError(f"no backend in {text!r}", hint="for example --backends cpu,onnxruntime")
     return names
 
 
@@ -119,7 +119,7 @@ def steps_for(sizes: Sizes, tokens: int | None) -> int:
         raise UserError(
             f"{tokens} decode steps after a prompt of 1 token do not fit max_seq_len {sizes.max_seq_len}",
             where="--tokens",
-            mend=f"give at most {most}",
+            hint=f"give at most {most}",
         )
     return tokens
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fastcar_compile.codegen.drs.table import AttentionShape, Limits
 from fastcar_compile.codegen.hls import design as mlp_design
 from fastcar_compile.codegen.hls import engine_design
 from fastcar_compile.codegen.hls.design import (
@@ -22,6 +21,7 @@ from fastcar_compile.codegen.hls.engine_design import EngineDesign, choose_engin
 from fastcar_compile.codegen.hls.linear_spec import EngineSpec, LinearSpec
 from fastcar_compile.codegen.hls.resources import Usage
 from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
+from fastcar_compile.drs.table import AttentionShape, Limits
 from fastcar_compile.errors import TargetError
 from fastcar_compile.estimate.engine import memory_rate
 from fastcar_compile.targets import Target
@@ -152,7 +152,7 @@ def budget_of(target: Target) -> BoardBudget:
         TargetError: the target has no fabric.
     """
     if target.fabric is None:
-        raise TargetError(f"{target.name} has no fabric to place an engine on", mend="choose a board (fastcar targets)")
+        raise TargetError(f"{target.name} has no fabric to place an engine on", hint="choose a board (fastcar targets)")
     return BoardBudget(
         part=target.part or "",
         clock_mhz=target.fabric.clock_mhz,

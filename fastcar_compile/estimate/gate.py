@@ -40,9 +40,9 @@ class GateModel:
             InputError: unknown, or units for a gate without a network.
         """
         if name not in GATES:
-            raise InputError(f"unknown gate {name!r}", mend=f"known gates: {', '.join(GATES)}")
+            raise InputError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
         if units is not None and not GATES[name].takes_weights:
-            raise InputError(f"gate {name!r} has no hidden units", mend="leave them out, or choose gate learned")
+            raise InputError(f"gate {name!r} has no hidden units", hint="leave them out, or choose gate learned")
         own = (units or DEFAULT_UNITS) if GATES[name].takes_weights else 0
         return cls(name, own, not decided_on_accelerator(name, None, None))
 

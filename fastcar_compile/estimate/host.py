@@ -42,6 +42,6 @@ def host_of(target: Target) -> HostModel:
     if target.host.cpu not in table:
         raise TargetError(
             f"there are no figures for the host {target.host.cpu} of {target.name}",
-            mend=f"known hosts: {', '.join(sorted(table))}",
+            hint=f"known hosts: {', '.join(sorted(table))}",
         )
     return HostModel(**table[target.host.cpu], cores=target.host.cores or SERVER_CORES)

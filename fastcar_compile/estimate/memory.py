@@ -63,5 +63,5 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
         f"KV cache {footprint.kv_cache / GB:.2f} GB ({positions} positions), "
         f"MLP cache {footprint.mlp_cache / GB:.2f} GB, {gate}together {footprint.total / GB:.2f} GB; "
         f"the board has room for {room / GB:.2f} GB",
-        mend="; or ".join(options),
+        hint="; or ".join(options),
     )

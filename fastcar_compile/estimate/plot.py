@@ -36,7 +36,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise BackendError("a plot needs matplotlib", mend='pip install "fastcar_compile[example]"') from error
+        raise BackendError("a plot needs matplotlib", hint='pip install "fastcar_compile[example]"') from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

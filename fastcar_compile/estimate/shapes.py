@@ -117,7 +117,7 @@ def load_shape(name: str) -> DecoderShape:
     """
     table = _table()
     if name not in table:
-        raise UserError(f"there is no decoder shape {name!r}", mend=f"choose one of {', '.join(sorted(table))}")
+        raise UserError(f"there is no decoder shape {name!r}", hint=f"choose one of {', '.join(sorted(table))}")
     return DecoderShape(name=name, **table[name])
 
 
@@ -155,5 +155,5 @@ def _require_equal(sites: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> N
         if differing:
             raise UserError(
                 f"layer {site['layer']} differs from layer 0 in {', '.join(differing)}",
-                mend="the hardware model covers decoders whose layers have one size",
+                hint="the hardware model covers decoders whose layers have one size",
             )

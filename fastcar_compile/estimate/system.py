@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.codegen.hls.drs_cost import controller_cycles
 from fastcar_compile.codegen.hls.linear_spec import LinearSpec
 from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import Engine, peak_bandwidth
 from fastcar_compile.estimate.explore import Design, explore, resources_of
@@ -74,7 +74,7 @@ class Workload:
         if self.kv_bits not in (8, 16, 32):
             wrong.append(f"kv_bits = {self.kv_bits} (8, 16 or 32)")
         if wrong:
-            raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", mend="change the values named")
+            raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
 
     @property
     def attended(self) -> int:
@@ -262,7 +262,7 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
         raise InputError(
             f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
             f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
-            mend="give session.stats.decisions of a session of this decoder with record=True",
+            hint="give session.stats.decisions of a session of this decoder with record=True",
         )
     return decisions
 

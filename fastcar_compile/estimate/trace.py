@@ -17,7 +17,7 @@ def save_trace(decisions: NDArray[np.bool_], path: Path) -> None:
         InputError: the file's name does not end in .npy.
     """
     if path.suffix != ".npy":
-        raise InputError(f"the trace {path} is not a .npy file", mend="end its name in .npy")
+        raise InputError(f"the trace {path} is not a .npy file", hint="end its name in .npy")
     np.save(path, decisions, allow_pickle=False)
 
 
@@ -36,6 +36,6 @@ def load_trace(path: Path) -> NDArray[np.bool_]:
         raise InputError(
             f"the trace holds {kind}, expected bool [forwards, layers, rows]",
             where=str(path),
-            mend="write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)",
+            hint="write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)",
         )
     return decisions

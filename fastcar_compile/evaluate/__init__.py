@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastcar_compile.calibrate import program_key, program_of, search_of
+from fastcar_compile.calibration import program_key, program_of, search_of
+from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate.cases import CALIBRATIONS, Case, grid, load_cases, save_cases
 from fastcar_compile.evaluate.frames import Detokenize, entry_point
 from fastcar_compile.evaluate.measure import Judge, Result
 from fastcar_compile.evaluate.window import SinkWindow
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.runtime.artifact import Artifact
+from fastcar_compile.ir.program import DecoderProgram
 
 Say = Callable[[str], None]
 
@@ -91,7 +91,7 @@ class Study:
         """
         tokens = np.ascontiguousarray(np.asarray(videos))
         if {row.tobytes() for row in tokens} & {row.tobytes() for row in self._videos}:
-            raise InputError("a calibration video is a held-out video too", mend="calibrate on other videos")
+            raise InputError("a calibration video is a held-out video too", hint="calibrate on other videos")
         searches = {}
         for gate in gates:
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"

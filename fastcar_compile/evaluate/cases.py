@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fastcar_compile.calibrate.search import Search
+from fastcar_compile.calibration.search import Search
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.evaluate.window import SinkWindow
@@ -94,8 +94,8 @@ def load_cases(
     try:
         cases = [Case.from_json(item) for item in json.loads(Path(path).read_text("utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        mend = "give a file written by --save-cases"
-        raise UserError(f"the cases cannot be read: {error!r}", where=str(path), mend=mend) from error
+        hint = "give a file written by --save-cases"
+        raise UserError(f"the cases cannot be read: {error!r}", where=str(path), hint=hint) from error
     return [_with_weights(case, weights, str(path)) for case in cases if gates is None or case.gate in gates]
 
 
@@ -106,7 +106,7 @@ def _with_weights(case: Case, weights: GateWeights | None, where: str) -> Case:
     if weights != wanted:
         has = "no weights were given" if weights is None else f"those given are {weights.name}"
         what = f"case {case.name} has gate weights {wanted.name}, but {has}"
-        raise UserError(what, where=where, mend="give the file that the cases were made with: --gate-weights FILE")
+        raise UserError(what, where=where, hint="give the file that the cases were made with: --gate-weights FILE")
     return replace(case, replay=case.replay.model_copy(update={"gate_weights": weights}))
 
 
@@ -130,9 +130,9 @@ def grid(
         InputError: an unknown calibration, or a ratio outside of 0 to 1.
     """
     if unknown := [c for c in calibrations if c not in CALIBRATIONS]:
-        raise InputError(f"unknown calibration {unknown[0]!r}", mend=f"choose from {', '.join(CALIBRATIONS)}")
+        raise InputError(f"unknown calibration {unknown[0]!r}", hint=f"choose from {', '.join(CALIBRATIONS)}")
     if wrong := [r for r in ratios if not 0 <= r <= 1]:
-        raise InputError(f"a replay ratio of {wrong[0]:g}", mend="give shares from 0 to 1")
+        raise InputError(f"a replay ratio of {wrong[0]:g}", hint="give shares from 0 to 1")
     cases = [Case("dense")]
     layers = 0
     for config, search in searches.items():

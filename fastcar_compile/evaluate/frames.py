@@ -26,12 +26,12 @@ def entry_point(text: str) -> Detokenize:
     """
     module, colon, name = text.rpartition(":")
     if not colon:
-        raise UserError(f"{text!r} names no function", mend="give module:function or path/to/file.py:function")
+        raise UserError(f"{text!r} names no function", hint="give module:function or path/to/file.py:function")
     try:
         loaded = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     except (ImportError, FileNotFoundError) as error:
-        mend = "put its folder on PYTHONPATH, or give the path of the .py file"
-        raise UserError(f"{module} cannot be imported: {error}", where=text, mend=mend) from error
+        hint = "put its folder on PYTHONPATH, or give the path of the .py file"
+        raise UserError(f"{module} cannot be imported: {error}", where=text, hint=hint) from error
     found = getattr(loaded, name, None)
     if not callable(found):
         raise UserError(f"{module} has no function {name!r}", where=text)
@@ -56,11 +56,11 @@ def to_frames(detokenize: Detokenize, tokens: np.ndarray, frames: int) -> np.nda
     made = np.asarray(detokenize(tokens))
     if made.ndim not in (4, 5) or made.shape[:2] != (len(tokens), frames):
         what = f"the detokeniser gave {made.dtype} {list(made.shape)} for {len(tokens)} videos of {frames} frames"
-        raise InputError(what, mend="give [N, frames, height, width] or [N, frames, height, width, channels]")
+        raise InputError(what, hint="give [N, frames, height, width] or [N, frames, height, width, channels]")
     values = made / 255.0 if made.dtype == np.uint8 else made.astype(np.float64)
     if values.size and not (values.min() >= 0 and values.max() <= 1):
         what = f"the detokeniser gave {made.dtype} values from {made.min():g} to {made.max():g}"
-        raise InputError(what, mend="give floats from 0 to 1, or uint8 from 0 to 255")
+        raise InputError(what, hint="give floats from 0 to 1, or uint8 from 0 to 255")
     return values if values.ndim == 5 else values[..., None]
 
 
@@ -79,11 +79,11 @@ def ssim(made: np.ndarray, true: np.ndarray) -> float:
     try:
         from skimage.metrics import structural_similarity
     except ImportError as error:
-        raise UserError("SSIM needs scikit-image", mend="pip install 'fastcar_compile[evaluate]'") from error
+        raise UserError("SSIM needs scikit-image", hint="pip install 'fastcar_compile[evaluate]'") from error
     side = min(7, made.shape[2], made.shape[3])
     if side < 3:
         raise InputError(
-            f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", mend="enlarge them"
+            f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", hint="enlarge them"
         )
     options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
     pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastcar_compile.calibrate import Evaluator, Rules, rules_of
-from fastcar_compile.calibrate.evaluator import Details
+from fastcar_compile.calibration import Evaluator, Rules, rules_of
+from fastcar_compile.calibration.evaluator import Details
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate.cases import Case
 from fastcar_compile.evaluate.frames import Detokenize, psnr, ssim, to_frames
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Judge:
             InputError: there is no detokeniser, or it gave something else.
         """
         if self._detokenize is None:
-            raise InputError("there is no detokeniser", mend="give one")
+            raise InputError("there is no detokeniser", hint="give one")
         return to_frames(self._detokenize, tokens, self.frames)
 
     def _details(self, case: Case) -> Details:

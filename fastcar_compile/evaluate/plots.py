@@ -22,7 +22,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise UserError("pictures need matplotlib", mend="pip install 'fastcar_compile[evaluate]'") from error
+        raise UserError("pictures need matplotlib", hint="pip install 'fastcar_compile[evaluate]'") from error
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -50,7 +50,7 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             point = (100 * row["replay_ratio"], row["nll"] / row["nll_dense"])
             series.setdefault((row["gate"], row["calibration"]), []).append(point)
     if not series:
-        raise UserError("no row replays: there is nothing to plot", mend="evaluate a case with a gate")
+        raise UserError("no row replays: there is nothing to plot", hint="evaluate a case with a gate")
     plt = _pyplot()
     gates = [g for g in dict.fromkeys(gate for gate, _ in series) if g != "random"]
     figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")

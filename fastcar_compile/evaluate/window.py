@@ -27,7 +27,7 @@ class SinkWindow:
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:
             what = f"a window of {self.window} tokens with {self.sinks} sinks"
-            raise InputError(what, mend="window >= 1, sinks >= 0")
+            raise InputError(what, hint="window >= 1, sinks >= 0")
 
     def __str__(self) -> str:
         return f"window {self.window}, sinks {self.sinks}"

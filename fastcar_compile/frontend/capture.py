@@ -19,8 +19,8 @@ from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.ir import DecoderConfig, DecoderProgram
-from fastcar_compile.weights import LazyWeights
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.weights import LazyWeights
 
 
 def capture(
@@ -91,7 +91,7 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
     except Exception as error:
         raise CompileError(
             f"torch.export cannot capture {type(step).__name__}: {type(error).__name__}: {error}",
-            mend="the step must trace without data-dependent Python control flow; see docs/step_protocol.md",
+            hint="the step must trace without data-dependent Python control flow; see docs/step_protocol.md",
         ) from error
 
 

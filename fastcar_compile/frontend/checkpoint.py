@@ -50,8 +50,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            mend = "give a Hugging Face folder (config.json and *.safetensors)"
-            raise CompileError("there is no model folder", where=str(folder), mend=mend)
+            hint = "give a Hugging Face folder (config.json and *.safetensors)"
+            raise CompileError("there is no model folder", where=str(folder), hint=hint)
         self.folder = folder
         problems: list[CompileError] = []
         skeleton = _attempt(problems, lambda: _skeleton(folder))
@@ -104,7 +104,7 @@ class Checkpoint:
                 part = file.get_tensor(stored) if rows is None else file.get_slice(stored)[rows[0] : rows[1]]
                 return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part.clone()
         except (OSError, safetensors.SafetensorError) as error:
-            raise CompileError(f"{stored} cannot be read: {error}", where=str(place), mend=_MEND_COPY) from error
+            raise CompileError(f"{stored} cannot be read: {error}", where=str(place), hint=_MEND_COPY) from error
 
     def model(self) -> PreTrainedModel:
         """The part of the model that is captured: `skeleton.captured_layers` layers, persistent buffers filled in."""
@@ -133,14 +133,14 @@ class Checkpoint:
             place = str(self.folder / found.file)
             if found.shape != shape:
                 what = f"{stored} has shape {list(found.shape)}, but config.json implies {list(shape)}"
-                mend = "give the config.json that belongs to these weights"
-                problems.append(CompileError(what, where=place, mend=mend))
+                hint = "give the config.json that belongs to these weights"
+                problems.append(CompileError(what, where=place, hint=hint))
             elif group[0] in self.skeleton.parameters and found.dtype not in FLOATS:
-                mend = "save the model unquantised, in float32, bfloat16 or float16"
-                problems.append(CompileError(f"{stored} holds {found.dtype}", where=place, mend=mend))
+                hint = "save the model unquantised, in float32, bfloat16 or float16"
+                problems.append(CompileError(f"{stored} holds {found.dtype}", where=place, hint=hint))
         for name in missing:
             what = f"tensor {name} is missing"
-            problems.append(CompileError(what, where=str(self.folder), mend=_MEND_COPY))
+            problems.append(CompileError(what, where=str(self.folder), hint=_MEND_COPY))
         return problems
 
 
@@ -161,12 +161,12 @@ def _skeleton(folder: Path) -> Skeleton:
 def _architecture(folder: Path) -> str:
     file = folder / "config.json"
     if not file.is_file():
-        raise CompileError("the model folder has no config.json", where=str(folder), mend=_MEND_CONFIG)
+        raise CompileError("the model folder has no config.json", where=str(folder), hint=_MEND_CONFIG)
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["architectures"][0])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"config.json names no architecture ({error})"
-        raise CompileError(what, where=str(file), mend=_MEND_CONFIG) from error
+        raise CompileError(what, where=str(file), hint=_MEND_CONFIG) from error
 
 
 def _weight_map(folder: Path) -> Mapping[str, str] | None:
@@ -181,7 +181,7 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
         return listed
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompileError(
-            f"the index of the shards is malformed: {error}", where=str(file), mend=_MEND_COPY
+            f"the index of the shards is malformed: {error}", where=str(file), hint=_MEND_COPY
         ) from error
 
 
@@ -193,7 +193,7 @@ def _single_files(folder: Path) -> list[str]:
         raise CompileError(
             "the model folder has no *.safetensors file (pickled weights are not read)",
             where=str(folder),
-            mend="save it with model.save_pretrained(folder, safe_serialization=True)",
+            hint="save it with model.save_pretrained(folder, safe_serialization=True)",
         )
     return [f.name for f in files]
 
@@ -205,7 +205,7 @@ def _shards(folder: Path, listed: Mapping[str, str], problems: list[CompileError
     for name in sorted(set(names) - set(present)):
         held = sum(shard == name for shard in listed.values())
         what = f"shard {name} is missing; {INDEX} puts {held} tensors there"
-        problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
+        problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
     return present
 
 
@@ -220,5 +220,5 @@ def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -
                     found[tensor] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()))
         except (OSError, safetensors.SafetensorError) as error:
             what = f"{name} is no safetensors file, or a damaged one: {error}"
-            problems.append(CompileError(what, where=str(folder / name), mend=_MEND_COPY))
+            problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
     return found

@@ -18,13 +18,13 @@ def check_exported(exported: ExportedProgram) -> None:
     Raises:
         CompileError: dynamic shapes, more than one token per step, or another precision than float32; all at once.
     """
-    problems = [CompileError(t, where="inputs of the exported program", mend=_MEND_SHAPE) for t in _shapes(exported)]
+    problems = [CompileError(t, where="inputs of the exported program", hint=_MEND_SHAPE) for t in _shapes(exported)]
     tensors = {**exported.state_dict, **exported.constants}
     other = [n for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)]
     if other:
         dtypes = sorted({str(tensors[n].dtype).removeprefix("torch.") for n in other})
         what = f"the exported program holds {len(other)} tensors of {', '.join(dtypes)}, the first of them {other[0]}"
-        problems.append(CompileError(what, mend="export module.float(), or give the module itself"))
+        problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
     if problems:
         raise CompileError.collect(problems)
 

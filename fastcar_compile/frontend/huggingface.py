@@ -37,7 +37,7 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     except ValueError as error:
         raise CompileError(
             f"{type(model).__name__} cannot use scaled_dot_product_attention: {error}",
-            mend="compile a model whose attention has an sdpa implementation",
+            hint="compile a model whose attention has an sdpa implementation",
         ) from error
     model.generation_config = generation
     model.eval()

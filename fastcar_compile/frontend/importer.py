@@ -12,8 +12,8 @@ from torch.export.graph_signature import InputKind
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.exported import TOKEN_NAMES
-from fastcar_compile.ir import graph_module
-from fastcar_compile.passes.edit import call, fake_mode_of
+from fastcar_compile.ir.program import graph_module
+from fastcar_compile.ir.rewrite import call, fake_mode_of
 
 _MADE_BY = "import"
 _POSITION_NAMES = ("cache_position", "position")
@@ -82,7 +82,7 @@ class _Importer:
                 f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
                 f"and one of {list(_POSITION_NAMES)}",
                 where="inputs of the exported program",
-                mend="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
+                hint="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
                 "see docs/step_protocol.md",
             )
 
@@ -129,7 +129,7 @@ class _Importer:
             raise CompileError(
                 f"the step returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs",
                 where="outputs of the exported program",
-                mend="return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions",
+                hint="return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions",
             )
         self.graph.output((user[0],))
 

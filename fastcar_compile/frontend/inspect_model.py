@@ -46,7 +46,7 @@ class ModelFacts:
         if self.hidden_size is None:
             raise CompileError(
                 "a decoder that takes embeddings must give its hidden size",
-                mend="set `hidden_size` on the module or on its config",
+                hint="set `hidden_size` on the module or on its config",
             )
         return self.hidden_size
 

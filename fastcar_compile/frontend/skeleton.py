@@ -31,11 +31,11 @@ def load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        mend = "use a model type that this version of transformers knows, or give the module itself"
-        raise CompileError(f"transformers cannot read config.json: {error}", where=str(folder), mend=mend) from error
+        hint = "use a model type that this version of transformers knows, or give the module itself"
+        raise CompileError(f"transformers cannot read config.json: {error}", where=str(folder), hint=hint) from error
     if getattr(config, "quantization_config", None):
-        mend = "give the unquantised checkpoint and choose quant= here"
-        raise CompileError("config.json describes quantised weights", where=str(folder), mend=mend)
+        hint = "give the unquantised checkpoint and choose quant= here"
+        raise CompileError("config.json describes quantised weights", where=str(folder), hint=hint)
     return config
 
 
@@ -53,8 +53,8 @@ class Skeleton:
         self.config, self.architecture, self.where = config, architecture, where
         self._class = getattr(transformers, architecture, None)
         if not (isinstance(self._class, type) and issubclass(self._class, PreTrainedModel)):
-            mend = "use an architecture that this version of transformers has, or give the module itself"
-            raise CompileError(f"transformers has no architecture {architecture}", where=where, mend=mend)
+            hint = "use an architecture that this version of transformers has, or give the module itself"
+            raise CompileError(f"transformers has no architecture {architecture}", where=where, hint=hint)
         self._full = self._build(config)
 
     @property
@@ -150,7 +150,7 @@ class Skeleton:
                 return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)  # type: ignore[union-attr]
         except Exception as error:  # model code raises what it likes on a config that does not fit it
             what = f"transformers cannot build {self.architecture}: {type(error).__name__}: {error}"
-            raise CompileError(what, where=self.where, mend="correct config.json") from error
+            raise CompileError(what, where=self.where, hint="correct config.json") from error
 
 
 @contextmanager

@@ -28,15 +28,15 @@ def gate_named(
         CompileError: unknown name, or heads or weights for a gate that has none.
     """
     if name not in GATES:
-        raise CompileError(f"unknown gate {name!r}", mend=f"known gates: {', '.join(GATES)}")
+        raise CompileError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
     kind = GATES[name]
     if heads is not None and not kind.takes_heads:
         able = ", ".join(gate.name for gate in GATES.values() if gate.takes_heads)
         raise CompileError(
-            f"gate {name!r} does not average over heads", mend=f"leave heads away, or use one of: {able}"
+            f"gate {name!r} does not average over heads", hint=f"leave heads away, or use one of: {able}"
         )
     if weights is not None and not kind.takes_weights:
-        raise CompileError(needless_weights(name), mend="leave the weights away, or use gate learned")
+        raise CompileError(needless_weights(name), hint="leave the weights away, or use gate learned")
     return kind(heads=heads, weights=weights)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastcar_compile.errors import CompileError, UserError
 
 FORMAT, VERSION = "fastcar-gate", "1"
-MEND = (
+HINT = (
     f"give a safetensors file with metadata format {FORMAT!r}, version {VERSION!r}, and for every layer l "
     "layer.l.w1 [units, 2 H], layer.l.b1 [units], layer.l.w2 [units], layer.l.b2 [1] (docs/gates.md)"
 )
@@ -30,11 +30,11 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
         with safe_open(str(path), "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), mend=MEND) from error
+        raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), hint=HINT) from error
     found = metadata.get("format"), metadata.get("version")
     if found != (FORMAT, VERSION):
         what = f"the file has format {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION!r}"
-        raise CompileError(what, where=str(path), mend=MEND)
+        raise CompileError(what, where=str(path), hint=HINT)
     return metadata, tensors
 
 

@@ -40,7 +40,7 @@ class LearnedGate(Gate):
             CompileError: the gate was made without its weights.
         """
         if self.weights is None:
-            raise CompileError("gate learned has no weights", mend="give gate_weights=…, or --gate-weights FILE")
+            raise CompileError("gate learned has no weights", hint="give gate_weights=…, or --gate-weights FILE")
         return self.weights.params()
 
     def describe(self) -> str:

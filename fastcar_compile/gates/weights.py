@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.gate_file import MEND, read_gate_file, write_gate_file
+from fastcar_compile.gates.gate_file import HINT, read_gate_file, write_gate_file
 
 PARAMETERS = ("w1", "b1", "w2", "b2")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -78,7 +78,7 @@ class GateWeights:
         if not layers:
             problems.append("there is no layer")
         if problems:
-            raise CompileError.collect([CompileError(p, where=where, mend=MEND) for p in problems])
+            raise CompileError.collect([CompileError(p, where=where, hint=HINT) for p in problems])
         made = {layer: _layer(params) for layer, params in sorted(layers.items())}
         return cls(_digest(made), made)
 
@@ -95,7 +95,7 @@ class GateWeights:
         for name, tensor in sorted(tensors.items()):
             match = _NAME.fullmatch(name)
             if match is None:
-                unknown.append(CompileError(f"unknown tensor {name!r}", where=str(path), mend=MEND))
+                unknown.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=HINT))
             else:
                 layers.setdefault(int(match[1]), {})[match[2]] = tensor
         try:
@@ -126,14 +126,14 @@ class GateWeights:
         if extra := sorted(set(self.layers) - set(range(len(hidden)))):
             problems.append(f"the gate's weights have a layer {extra[0]}, but the decoder has {len(hidden)} layers")
         if problems:
-            mend = "train the gate on this decoder"
-            raise CompileError.collect([CompileError(p, where="gate_weights", mend=mend) for p in problems])
+            hint = "train the gate on this decoder"
+            raise CompileError.collect([CompileError(p, where="gate_weights", hint=hint) for p in problems])
 
     def require(self) -> None:
         """Raises CompileError where only the digest is known."""
         if not self.layers:
             what = f"the weights of the gate are known only by their digest, {self.name}"
-            raise CompileError(what, where="gate_weights", mend="give the file: gate_weights=…, or --gate-weights FILE")
+            raise CompileError(what, where="gate_weights", hint="give the file: gate_weights=…, or --gate-weights FILE")
 
     def layer(self, layer: int) -> LayerWeights:
         """One layer's network.
@@ -144,7 +144,7 @@ class GateWeights:
         self.require()
         if layer not in self.layers:
             what = f"the gate's weights have no layer {layer}; they have {_ranges(self.layers)}"
-            raise CompileError(what, where="gate_weights", mend="train the gate on this decoder")
+            raise CompileError(what, where="gate_weights", hint="train the gate on this decoder")
         return self.layers[layer]
 
 

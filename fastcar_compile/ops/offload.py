@@ -38,7 +38,7 @@ def current_accelerator() -> Accelerator:
     if accelerator is None:
         raise BackendError(
             "an offloaded MLP was reached, but no accelerator is bound",
-            mend="run the host graph through session(backend='hls-csim')",
+            hint="run the host graph through session(backend='hls-csim')",
         )
     return accelerator
 

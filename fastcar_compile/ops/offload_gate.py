@@ -63,7 +63,7 @@ def decide(
     if unit is None:
         raise BackendError(
             "an offloaded gate was reached, but no accelerator is bound",
-            mend="run the host graph through session(backend='hls-csim')",
+            hint="run the host graph through session(backend='hls-csim')",
         )
     key = loaded(key_cache[:, :, max(position - stride, 0)], query.shape[3])
     return unit(layer, query[:, :, 0], key, chain, step)

@@ -37,7 +37,7 @@ def current_linears() -> LinearAccelerator:
     if accelerator is None:
         raise BackendError(
             "an offloaded linear was reached, but no accelerator is bound",
-            mend="run the host graph through session(backend='hls-csim')",
+            hint="run the host graph through session(backend='hls-csim')",
         )
     return accelerator
 

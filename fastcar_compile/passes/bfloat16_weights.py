@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.ir import DecoderProgram, get_attribute
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import attribute, call, is_op, node_arg
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, get_attribute
+from fastcar_compile.ir.rewrite import attribute, call, is_op, node_arg
+from fastcar_compile.ir.weights import LazyWeights, quantized
 from fastcar_compile.passes.quantize import rename_sites
-from fastcar_compile.weights import LazyWeights, quantized
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 

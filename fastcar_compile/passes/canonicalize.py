@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import is_op
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rewrite import is_op
 
 aten = torch.ops.aten
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, LayerSite, module_path_of, source_of, where
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import activation_of, ancestors, descendants, in_order, is_op, node_arg
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, LayerSite, module_path_of, source_of, where
+from fastcar_compile.ir.rewrite import activation_of, ancestors, descendants, in_order, is_op, node_arg
 
 aten = torch.ops.aten
 _EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
@@ -36,8 +36,8 @@ class FindSites(Pass):
             except CompileError as error:
                 problems.append(error)
         if not attentions:
-            mend = "the decoder must call scaled_dot_product_attention on a key cache written in the same step"
-            problems.append(CompileError("no attention over a written cache was found", mend=mend))
+            hint = "the decoder must call scaled_dot_product_attention on a key cache written in the same step"
+            problems.append(CompileError("no attention over a written cache was found", hint=hint))
         if problems:
             raise CompileError.collect(problems)
         modified = sites != program.sites
@@ -147,8 +147,8 @@ class _Matcher:
 
     def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
-        mend = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
-        return CompileError(what, where=where(node), mend=mend)
+        hint = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
+        return CompileError(what, where=where(node), hint=hint)
 
 
 def _bias_of(linear: fx.Node) -> str | None:

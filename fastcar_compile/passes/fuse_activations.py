@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, descendants, evaluate, in_order, is_op
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rewrite import call, descendants, evaluate, in_order, is_op
 
 aten = torch.ops.aten
 _SEEDS = (aten.tanh, aten.erf, aten.sigmoid)

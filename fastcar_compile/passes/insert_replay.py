@@ -13,10 +13,9 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
 from fastcar_compile.gates.weights import gate_parameter
-from fastcar_compile.ir import DecoderProgram, LayerSite, StateRole, StateSpec, graph_module
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.earlier_key import earlier_key, reads_earlier_key
-from fastcar_compile.passes.edit import (
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, LayerSite, StateRole, StateSpec, graph_module
+from fastcar_compile.ir.rewrite import (
     add_placeholder,
     attribute,
     between,
@@ -25,6 +24,7 @@ from fastcar_compile.passes.edit import (
     output_nodes,
     set_outputs,
 )
+from fastcar_compile.passes.patterns.earlier_key import earlier_key, reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 Heads = tuple[tuple[tuple[int, float], ...] | None, ...]
@@ -74,30 +74,30 @@ class InsertReplay(Pass):
 
     def _check(self, program: DecoderProgram) -> None:
         if "decisions" in program.outputs:
-            raise CompileError("insert-replay ran already", mend="name it once in the pipeline")
+            raise CompileError("insert-replay ran already", hint="name it once in the pipeline")
         if len(self.thresholds) != len(program.sites):
             raise CompileError(f"{len(self.thresholds)} thresholds for {len(program.sites)} layers")
         if self.heads and len(self.heads) != len(program.sites):
             raise CompileError(f"heads of {len(self.heads)} layers for {len(program.sites)} layers")
         for site, heads in zip(program.sites, self.heads, strict=False):
             if wrong := [head for head, _ in heads or () if not 0 <= head < site.num_heads]:
-                mend = f"query heads are 0 .. {site.num_heads - 1}"
+                hint = f"query heads are 0 .. {site.num_heads - 1}"
                 raise CompileError(
-                    f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, mend=mend
+                    f"layer {site.layer} has no query head {wrong[0]}", where=site.module_path, hint=hint
                 )
         self._check_weights(program)
         if self.couple_cfg and program.config.batch_size % 2:
             raise CompileError(
                 f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}",
-                mend="use an even batch_size, or couple_cfg=False",
+                hint="use an even batch_size, or couple_cfg=False",
             )
 
     def _check_weights(self, program: DecoderProgram) -> None:
         if self.gate_weights is not None:
             self.gate_weights.check([site.hidden for site in program.sites])
         elif self.gate in GATES and GATES[self.gate].takes_weights:
-            mend = "give gate_weights=GateWeights.load(file)"
-            raise CompileError(f"gate {self.gate!r} needs its weights", where="insert-replay", mend=mend)
+            hint = "give gate_weights=GateWeights.load(file)"
+            raise CompileError(f"gate {self.gate!r} needs its weights", where="insert-replay", hint=hint)
 
 
 class _Inserter:
@@ -184,7 +184,7 @@ class _Inserter:
                 f"gate {self.options.gate} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
                 f"of {needed} rows, but sparse-attention made one of {ring.rows}"
             )
-            raise CompileError(what, mend="name insert-replay before sparse-attention in the pipeline")
+            raise CompileError(what, hint="name insert-replay before sparse-attention in the pipeline")
 
     def _decide(self, site: LayerSite, gate: Gate, score: fx.Node, chain: fx.Node) -> fx.Node:
         threshold = self.call(operator.getitem, self.each_threshold, site.layer)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, StateRole, StateSpec, where
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec, where
+from fastcar_compile.ir.rewrite import fake_like, fake_value, is_op, placeholder
 from fastcar_compile.ops.cached import row_size
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import fake_like, fake_value, is_op, placeholder
 
 fastcar = torch.ops.fastcar
 CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
@@ -35,8 +35,8 @@ class NarrowCache(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Raises CompileError for an unknown type, and where a cache is read by an operator that takes float32 only."""
         if self.dtype not in TYPES:
-            mend = f"use one of: {', '.join(sorted(TYPES))}"
-            raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, mend=mend)
+            hint = f"use one of: {', '.join(sorted(TYPES))}"
+            raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, hint=hint)
         caches = [s for s in program.state if s.role in CACHES and s.dtype == torch.float32]
         for module in program.graphs():
             for spec in caches:
@@ -65,4 +65,4 @@ class NarrowCache(Pass):
 
     def _unknown(self, cache: fx.Node, user: fx.Node) -> CompileError:
         what = f"{self.dtype} caches: {user.target} reads {cache.name} itself"
-        return CompileError(what, where=where(user), mend=f'use kv="float32", or run {self.name} after normalize-state')
+        return CompileError(what, where=where(user), hint=f'use kv="float32", or run {self.name} after normalize-state')

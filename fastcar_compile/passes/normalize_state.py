@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, StateRole, StateSpec, where
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import (
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec, where
+from fastcar_compile.ir.rewrite import (
     add_placeholder,
     call,
     evaluate,
@@ -20,7 +20,7 @@ from fastcar_compile.passes.edit import (
     placeholder,
     set_outputs,
 )
-from fastcar_compile.passes.functionalize import CacheWrite, Functionalizer
+from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 
 aten = torch.ops.aten
 _VIEWS = (aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous)
@@ -84,8 +84,8 @@ class _Normalizer:
             capacity, steps = write.buffer.meta["val"].shape[2], write.node.args[1].meta["val"].shape[2]  # type: ignore[union-attr]
             if capacity != self.max_seq_len:
                 what = f"buffer '{write.root}' holds {capacity} positions, but max_seq_len is {self.max_seq_len}"
-                mend = f"give max_seq_len={capacity}, or build the module with {self.max_seq_len} positions"
-                self._problem(write.origin, what, mend)
+                hint = f"give max_seq_len={capacity}, or build the module with {self.max_seq_len} positions"
+                self._problem(write.origin, what, hint)
                 continue
             for start in self._probe_positions(capacity, steps):
                 index = self._at(write.index, start)
@@ -166,8 +166,8 @@ class _Normalizer:
         set_outputs(self.graph, [*output_nodes(self.graph), write.node])
         return StateSpec(name, tuple(val.shape), val.dtype, role, layer)
 
-    def _problem(self, node: fx.Node, what: str, mend: str) -> None:
-        self.problems.append(CompileError(what, where=where(node), mend=mend))
+    def _problem(self, node: fx.Node, what: str, hint: str) -> None:
+        self.problems.append(CompileError(what, where=where(node), hint=hint))
 
 
 def _sdpa_options(node: fx.Node) -> dict[str, object]:

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir import DecoderProgram, LayerSite
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, is_op, node_arg, placeholder
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, LayerSite
+from fastcar_compile.ir.rewrite import call, is_op, node_arg, placeholder
 
 fastcar = torch.ops.fastcar
 

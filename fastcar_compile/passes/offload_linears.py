@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, node_arg, node_named
-from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rewrite import call, node_arg, node_named
+from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 

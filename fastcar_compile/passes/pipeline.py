@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.passes.base import Pass
+from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites

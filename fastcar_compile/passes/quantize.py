@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.ir import DecoderProgram, get_attribute
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, get_attribute
+from fastcar_compile.ir.rewrite import activation_of, attribute, call, is_op, node_arg
+from fastcar_compile.ir.weights import LazyWeights, quantized
 from fastcar_compile.ops.activations import FACTORS
 from fastcar_compile.ops.quant import quantize_weight, quantize_weight_int4
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import activation_of, attribute, call, is_op, node_arg
-from fastcar_compile.weights import LazyWeights, quantized
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 

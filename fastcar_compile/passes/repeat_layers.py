@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, LayerSite, get_attribute, module_path_of, where
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import output_nodes, set_outputs
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, LayerSite, get_attribute, module_path_of, where
+from fastcar_compile.ir.rewrite import output_nodes, set_outputs
 
 Mapping = dict[fx.Node, fx.Node]
-_MEND = "give the loaded model instead of its folder: then every layer is captured"
+_HINT = "give the loaded model instead of its folder: then every layer is captured"
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class RepeatLayers(Pass):
             return False
         if program.config.ring is not None:
             what = "repeat-layers does not copy the ring caches of sparse-attention"
-            raise CompileError(what, mend="name repeat-layers before sparse-attention in the pipeline")
+            raise CompileError(what, hint="name repeat-layers before sparse-attention in the pipeline")
         if have < 2 or have > self.count:
-            raise CompileError(f"repeat-layers cannot make {self.count} layers out of {have}", mend=_MEND)
+            raise CompileError(f"repeat-layers cannot make {self.count} layers out of {have}", hint=_HINT)
         copies = _Repeater(program.graph_module, self.path, have).run(self.count)
         _add_sites(program.sites, self.path, copies)
         added = [
@@ -97,7 +97,7 @@ class _Repeater:
         own = f"{self.path}.{layer}"
         nodes = [n for n in self.graph.nodes if n.op == "call_function" and _below(module_path_of(n), own)]
         if not nodes:
-            raise CompileError(f"the graph has no operator of layer {layer} ({own})", mend=_MEND)
+            raise CompileError(f"the graph has no operator of layer {layer} ({own})", hint=_HINT)
         return nodes
 
     def _match(self, before: list[fx.Node], layer: list[fx.Node]) -> Mapping:
@@ -167,7 +167,7 @@ class _Repeater:
     def _register(self, name: str, value: object, node: fx.Node) -> None:
         if not isinstance(value, Tensor) or not value.is_meta:
             what = f"{node.target} has a value of its own in layer {self.last}, which may be another in other layers"
-            raise CompileError(what, where=where(node), mend=_MEND)
+            raise CompileError(what, where=where(node), hint=_HINT)
         owner: torch.nn.Module = self.module
         *path, leaf = name.split(".")
         for part in path:
@@ -178,7 +178,7 @@ class _Repeater:
 
     def _error(self, node: fx.Node, found: str, here: str) -> CompileError:
         what = f"layers {self.last - 1} and {self.last} differ, so that neither stands for the others: {found} | {here}"
-        return CompileError(what, where=where(node), mend=_MEND)
+        return CompileError(what, where=where(node), hint=_HINT)
 
 
 def _below(path: str, own: str) -> bool:

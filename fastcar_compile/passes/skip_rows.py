@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import call, descendants, in_order, is_op, node_arg, placeholder
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rewrite import call, descendants, in_order, is_op, node_arg, placeholder
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 _BIAS = {aten.layer_norm: 3, aten.linear: 2, fastcar.linear_bf16: 2, fastcar.linear_w8a8: 3, fastcar.linear_w4a8: 3}

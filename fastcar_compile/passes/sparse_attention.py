@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderConfig, DecoderProgram, Ring, where
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.earlier_key import argument_names, earlier_key, reads_earlier_key
-from fastcar_compile.passes.edit import call, fake_like, is_op, node_arg, placeholder
-from fastcar_compile.passes.sink_query import SinkQueries
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, Ring, where
+from fastcar_compile.ir.rewrite import call, fake_like, is_op, node_arg, placeholder
+from fastcar_compile.passes.patterns.earlier_key import argument_names, earlier_key, reads_earlier_key
+from fastcar_compile.passes.patterns.sink_query import SinkQueries
 
 fastcar = torch.ops.fastcar
 
@@ -58,16 +58,16 @@ class SparsifyAttention(Pass):
 
     def _check(self, program: DecoderProgram) -> None:
         if program.config.ring is not None:
-            mend = "name the pass once in the pipeline"
-            raise CompileError(f"sparse-attention ran already, as {program.config.ring}", mend=mend)
+            hint = "name the pass once in the pipeline"
+            raise CompileError(f"sparse-attention ran already, as {program.config.ring}", hint=hint)
         if not program.sites:
             what = "sparse-attention finds no attention sites"
-            raise CompileError(what, mend="run it after normalize-state and find-sites")
+            raise CompileError(what, hint="run it after normalize-state and find-sites")
         if self.window < 1 or self.sinks < 0:
             what = f"sparse-attention cannot have a window of {self.window} and {self.sinks} sinks"
-            raise CompileError(what, mend="give a window of at least 1 token and no negative number of sinks")
+            raise CompileError(what, hint="give a window of at least 1 token and no negative number of sinks")
         if self.positions not in ("absolute", "cache"):
-            raise CompileError(f"positions are {self.positions!r}", mend="give 'absolute' or 'cache'")
+            raise CompileError(f"positions are {self.positions!r}", hint="give 'absolute' or 'cache'")
 
     def _rows(self, program: DecoderProgram) -> int:
         """Positions past the sinks that the ring holds.
@@ -119,7 +119,7 @@ class _Rewriter:
         cache, value = node_arg(node, 0), node_arg(node, 1)
         if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
             what = "this cache is not written by fastcar.cache_write"
-            raise CompileError(what, where=where(node), mend="run sparse-attention after normalize-state")
+            raise CompileError(what, where=where(node), hint="run sparse-attention after normalize-state")
         old = cache.meta["val"]
         shape = (*old.shape[:2], self.ring.capacity, old.shape[3])
         cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.ir import DecoderProgram, get_attribute
-from fastcar_compile.passes.base import Pass
-from fastcar_compile.passes.edit import attribute, call, is_op, node_arg
-from fastcar_compile.weights import LazyWeights
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram, get_attribute
+from fastcar_compile.ir.rewrite import attribute, call, is_op, node_arg
+from fastcar_compile.ir.weights import LazyWeights
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)

@@ -11,7 +11,7 @@ from rich.progress import track
 from torch import Tensor
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.ir import DecoderConfig
+from fastcar_compile.ir.program import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Backend
 from fastcar_compile.runtime.stats import Stats
 
@@ -75,14 +75,14 @@ class Session:
             threshold = [value if can else None for can in self._can_replay]
         if len(threshold) != layers:
             raise InputError(
-                f"{len(threshold)} thresholds for {layers} layers", mend="give one number, or one per layer"
+                f"{len(threshold)} thresholds for {layers} layers", hint="give one number, or one per layer"
             )
         for layer, value in enumerate(threshold):
             if value is not None and np.isnan(value):
                 raise InputError(f"the threshold of layer {layer} is NaN")
             if value is not None and not self._can_replay[layer]:
-                mend = "recompile with a threshold for this layer, or give None"
-                raise InputError(f"layer {layer} was compiled without replay", mend=mend)
+                hint = "recompile with a threshold for this layer, or give None"
+                raise InputError(f"layer {layer} was compiled without replay", hint=hint)
         self.thresholds = self._filled(threshold)
 
     def prefill(self, inputs: Any) -> Tensor:
@@ -98,7 +98,7 @@ class Session:
             InputError: wrong dtype or shape, prompt longer than the cache, or the session has already decoded.
         """
         if self._position:
-            raise InputError("the session already holds tokens", mend="call reset() before the next prompt")
+            raise InputError("the session already holds tokens", hint="call reset() before the next prompt")
         array = self._checked(inputs, steps=None)
         length = array.shape[1]
         self._require_room(length, "the prompt has")
@@ -146,7 +146,7 @@ class Session:
         """
         if self._config.takes_embeddings:
             raise InputError(
-                "a headless decoder has no tokens to sample", mend="use prefill() and step() with embeddings"
+                "a headless decoder has no tokens to sample", hint="use prefill() and step() with embeddings"
             )
         ids = self._checked(prompt, steps=None)
         length = ids.shape[1] + num_tokens - 1
@@ -166,8 +166,8 @@ class Session:
     def _require_room(self, count: int, who: str) -> None:
         capacity = self._config.max_seq_len
         if self._position + count > capacity:
-            mend = "shorten it, reset() the session, or compile with a larger max_seq_len"
-            raise InputError(f"{who} {count} tokens, but max_seq_len is {capacity}", mend=mend)
+            hint = "shorten it, reset() the session, or compile with a larger max_seq_len"
+            raise InputError(f"{who} {count} tokens, but max_seq_len is {capacity}", hint=hint)
 
     def _checked(self, inputs: Any, steps: int | None) -> Array:
         """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
@@ -176,7 +176,7 @@ class Session:
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
         if array.dtype != dtype:
             raise InputError(
-                f"{config.input_name} are {array.dtype}, expected {dtype}", mend=f"convert them to {dtype}"
+                f"{config.input_name} are {array.dtype}, expected {dtype}", hint=f"convert them to {dtype}"
             )
         tail = (config.hidden_size,) if config.takes_embeddings else ()
         time = () if steps == 1 else ("P",)
@@ -195,5 +195,5 @@ class Session:
         if ids.min() < 0 or ids.max() >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
             raise InputError(
-                f"token {bad} is outside the vocabulary of {vocab_size}", mend=f"use ids 0 .. {vocab_size - 1}"
+                f"token {bad} is outside the vocabulary of {vocab_size}", hint=f"use ids 0 .. {vocab_size - 1}"
             )

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from fastcar_compile.ir import StateRole, StateSpec
-from fastcar_compile.runtime.tensor_files import ALIGNMENT
+from fastcar_compile.artifact.tensor_files import ALIGNMENT
+from fastcar_compile.ir.program import StateRole, StateSpec
 
 
 class StateArena:

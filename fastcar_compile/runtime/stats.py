@@ -54,5 +54,5 @@ class Stats:
             InputError: the session was not made with record=True.
         """
         if self._trace is None:
-            raise InputError("decisions were not recorded", mend="open the session with record=True")
+            raise InputError("decisions were not recorded", hint="open the session with record=True")
         return np.stack(self._trace) if self._trace else np.zeros((0, *self._counts.shape), bool)

@@ -39,6 +39,6 @@ def use_threads(count: int) -> None:
     if found != count:
         raise BackendError(
             f"TVM's thread pool has {found} threads, {count} were asked for; it was made for {found} and cannot grow",
-            mend="open the session with the most threads first, or unset TVM_NUM_THREADS",
+            hint="open the session with the most threads first, or unset TVM_NUM_THREADS",
         )
     _pool.size = count

@@ -33,7 +33,7 @@ def load_target(target: str | Path | Target) -> Target:
     if not isinstance(target, (str, Path)):
         raise TargetError(
             f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
-            mend=f"use one of: {', '.join(available_targets())}",
+            hint=f"use one of: {', '.join(available_targets())}",
         )
     if isinstance(target, Path) or target.endswith(".toml") or "/" in target:
         return _read_file(Path(target))
@@ -48,7 +48,7 @@ def _unknown(name: str) -> TargetError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     return TargetError(
         f"unknown target {name!r}",
-        mend=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like those",
+        hint=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like those",
     )
 
 
@@ -68,5 +68,5 @@ def _read_file(path: Path) -> Target:
         raise TargetError(
             f"the target file has {len(lines)} bad field{'s' if len(lines) > 1 else ''}: " + "; ".join(lines),
             where=str(path),
-            mend="compare with the files in fastcar_compile/targets/",
+            hint="compare with the files in fastcar_compile/targets/",
         ) from error

@@ -1,4 +1,4 @@
-// Errors of the host program: what is wrong, where, and how to mend it.
+// Errors of the host program: what is wrong, where, and how to fix it.
 #ifndef FASTCAR_ERROR_HPP
 #define FASTCAR_ERROR_HPP
 
@@ -9,9 +9,9 @@ namespace fastcar_host {
 
 class Error : public std::runtime_error {
 public:
-    Error(const std::string& what, const std::string& where, const std::string& mend)
+    Error(const std::string& what, const std::string& where, const std::string& hint)
         : std::runtime_error(what + (where.empty() ? "" : "\n  where: " + where) +
-                             (mend.empty() ? "" : "\n  mend:  " + mend)) {}
+                             (hint.empty() ? "" : "\n  hint:  " + hint)) {}
 };
 
 }  // namespace fastcar_host

@@ -50,21 +50,21 @@ public:
 
     // What `work` returns; whatever it throws becomes an Error.
     template <class Work>
-    static auto attempt(const std::string& what, const std::string& where, const std::string& mend, Work work)
+    static auto attempt(const std::string& what, const std::string& where, const std::string& hint, Work work)
         -> decltype(work()) {
         try {
             return work();
         } catch (const std::exception& error) {
-            throw Error(what + ": " + error.what(), where, mend);
+            throw Error(what + ": " + error.what(), where, hint);
         }
     }
 
 private:
     void check(const xrt::xclbin& image, const KernelSpec& kernel) const {
-        const std::string mend = "link the kernels of this artifact again";
+        const std::string hint = "link the kernels of this artifact again";
         const xrt::xclbin::kernel found = image.get_kernel(kernel.name);
         if (!found) {
-            throw Error("the xclbin has no kernel " + kernel.name, where_, mend);
+            throw Error("the xclbin has no kernel " + kernel.name, where_, hint);
         }
         std::string names, expected;
         for (const xrt::xclbin::arg& argument : found.get_args()) {
@@ -75,7 +75,7 @@ private:
         }
         if (names != expected) {
             throw Error("the xclbin is of another design: " + kernel.name + " takes" + names + "; expected are" + expected,
-                        where_, mend);
+                        where_, hint);
         }
     }
 

@@ -17,8 +17,8 @@ from lowering.test_half import CASES as HALF_CASES
 from tvm.support import cc
 
 from board.conftest import FOLDERS, Machine
-from fastcar_compile.lowering.isa import instruction_set
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import instruction_set
+from fastcar_compile.codegen.tvm.target import host_target
 
 CASES = (*INTEGER_CASES, *TOGETHER, *HALF_CASES, *CACHED_CASES, *GATE_CASES)
 TYPE_CODES = {"i": 0, "u": 1, "f": 2, "V": 4}

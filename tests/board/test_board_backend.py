@@ -15,10 +15,10 @@ import torch
 
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
-from fastcar_compile.codegen.board.kernels import Argument, Kernel
+from fastcar_compile.codegen.hls.board.kernels import Argument, Kernel
 from fastcar_compile.codegen.hls.interface import KernelPort
+from fastcar_compile.codegen.tvm.isa import cpu_flags, instruction_set
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.lowering.isa import cpu_flags, instruction_set
 from fastcar_compile.runtime.backends import programs_for
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
 
@@ -105,12 +105,12 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", r"the xclbin has no kernel fastcar_mlp\n  where: .*table.bin\n  mend:  link the kernels"),
+        ("no kernel", r"the xclbin has no kernel fastcar_mlp\n  where: .*table.bin\n  hint:  link the kernels"),
         ("other design", r"of another design: fastcar_mlp has 8 arguments, expected are 9\n  where: .*table.bin"),
-        ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  mend:  another program"),
+        ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
         (
             "no memory",
-            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0\n  mend:  free",
+            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0\n  hint:  free",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> No
     session = artifact.session("board")
     session.prefill(torch.tensor([[1], [2]]))
     with pytest.raises(
-        Exception, match=r"the kernel did not complete: timeout\n  where: fastcar_drs\n  mend:  see `dmesg`"
+        Exception, match=r"the kernel did not complete: timeout\n  where: fastcar_drs\n  hint:  see `dmesg`"
     ):
         session.step(torch.tensor([3, 4]))
 
@@ -134,22 +134,22 @@ def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatc
     pyxrt(artifact)
     monkeypatch.setenv("FASTCAR_DEVICE", "first")
     with pytest.raises(
-        BackendError, match=r"'first' is no device index\n  where: \$FASTCAR_DEVICE\n  mend:  give 0, 1"
+        BackendError, match=r"'first' is no device index\n  where: \$FASTCAR_DEVICE\n  hint:  give 0, 1"
     ):
         artifact.session("board")
     monkeypatch.setenv("FASTCAR_DEVICE", "3")
     with pytest.raises(
-        BackendError, match=r"cannot be opened: No such device with index '3'\n  where: device 3\n  mend"
+        BackendError, match=r"cannot be opened: No such device with index '3'\n  where: device 3\n  hint"
     ):
         artifact.session("board")
     monkeypatch.setenv("FASTCAR_XCLBIN", "/nowhere/fastcar.xclbin")
     with pytest.raises(
-        BackendError, match=r"the xclbin does not exist\n  where: /nowhere/fastcar.xclbin\n  mend:  corr"
+        BackendError, match=r"the xclbin does not exist\n  where: /nowhere/fastcar.xclbin\n  hint:  corr"
     ):
         artifact.session("board")
     monkeypatch.delenv("FASTCAR_XCLBIN")
     with pytest.raises(
-        BackendError, match=r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  mend:  set"
+        BackendError, match=r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  hint:  set"
     ):
         artifact.session("board")
 
@@ -158,7 +158,7 @@ def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.Mon
     """The real absence: nothing stands in for pyxrt."""
     monkeypatch.delitem(sys.modules, "pyxrt", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "xilinx" not in p])
-    text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  mend:  run on the board"
+    text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  hint:  run on the board"
     with pytest.raises(BackendError, match=re.escape(text)):
         artifact.session("board")
 
@@ -200,7 +200,7 @@ def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
     arm = "aarch64-linux-gnu"
     assert programs_for(host, arm, frozenset())["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
     name = variant["instruction_set"]
-    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  mend:  use another"
+    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  hint:  use another"
     with pytest.raises(BackendError, match=re.escape(text)):
         programs_for(host, triple, frozenset())
     old = frozenset(instruction_set("sse4").flags)

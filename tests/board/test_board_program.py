@@ -14,7 +14,7 @@ import torch
 
 import fastcar_compile as fc
 from board.conftest import Machine
-from fastcar_compile.codegen.drs.table import Status
+from fastcar_compile.drs.table import Status
 
 Fake = Callable[[fc.Artifact], Path]
 
@@ -94,11 +94,11 @@ def test_tokens_are_equal_with_linears_offloaded(
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", "error: the xclbin has no kernel fastcar_mlp\n  where: {xclbin}\n  mend:  link the kernels"),
+        ("no kernel", "error: the xclbin has no kernel fastcar_mlp\n  where: {xclbin}\n  hint:  link the kernels"),
         ("other design", "error: the xclbin is of another design: fastcar_mlp takes weights_0 "),
         ("other program", "error: the device holds the xclbin 00000000-0000-0000-0000-000000000002, not 0000"),
         ("no memory", "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0"),
-        ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_drs\n  mend:  see `dmesg`"),
+        ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_drs\n  hint:  see `dmesg`"),
     ],
 )
 def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> None:
@@ -115,7 +115,7 @@ def test_missing_device_is_told(built: Built) -> None:
     done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--device", 7)
     assert done.returncode == 2
     assert "error: the device cannot be opened: No such device with index '7'\n  where: device 7\n" in done.stderr
-    assert "mend:  load the XRT driver" in done.stderr
+    assert "hint:  load the XRT driver" in done.stderr
 
 
 def test_a_damaged_table_is_told(built: Built) -> None:
@@ -135,10 +135,10 @@ def test_the_real_library_tells_a_missing_xclbin(built: Built, tmp_path: Path) -
     done = built.run("--xclbin", tmp_path / "nothing.xclbin", "--prompt", "1", real=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: the xclbin cannot be read: Failed to open file '{tmp_path}/nothing.xclbin'")
-    assert "mend:  give the file that `make link` wrote" in done.stderr
+    assert "hint:  give the file that `make link` wrote" in done.stderr
 
 
 def test_no_xclbin_is_told(built: Built) -> None:
     done = built.run("--prompt", "1", real=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: no --xclbin is given\n  mend:  fastcar_board ARTIFACT --xclbin FILE")
+    assert done.stderr.startswith("error: no --xclbin is given\n  hint:  fastcar_board ARTIFACT --xclbin FILE")

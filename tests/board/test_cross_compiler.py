@@ -14,10 +14,10 @@ import pytest
 import tvm
 from tvm import relax
 
-from fastcar_compile.emit_host import cross_compiler, emit_board
-from fastcar_compile.lowering.build import LoweredModule
-from fastcar_compile.lowering.isa import host_instruction_set
-from fastcar_compile.runtime.store import ArtifactWriter
+from fastcar_compile.artifact.store import ArtifactWriter
+from fastcar_compile.codegen.tvm.build import LoweredModule
+from fastcar_compile.codegen.tvm.emit import cross_compiler, emit_board
+from fastcar_compile.codegen.tvm.isa import host_instruction_set
 from fastcar_compile.targets import load_target
 
 

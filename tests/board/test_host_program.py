@@ -65,11 +65,11 @@ def test_tokens_equal_those_of_the_session_here(
     ("words", "text"),
     [
         (("--prompt", "16,x"), "--prompt is `x`"),
-        (("--prompt", "17"), "token 17 is outside the vocabulary of 17\n  mend:  use ids 0 .. 16"),
+        (("--prompt", "17"), "token 17 is outside the vocabulary of 17\n  hint:  use ids 0 .. 16"),
         (("--prompt", "1", "--prompt", "2,3"), "the rows of the prompt have different lengths"),
-        (("--prompt", "1", "--prompt", "2", "--prompt", "3"), "the prompt has 3 row(s)\n  mend:  give 2 of one length"),
+        (("--prompt", "1", "--prompt", "2", "--prompt", "3"), "the prompt has 3 row(s)\n  hint:  give 2 of one length"),
         (("--prompt", "1", "--num-tokens", LENGTH + 1), "1 prompt tokens and 66 new ones do not fit max_seq_len 65"),
-        (("--prompt", "1", "--speed", "2"), "`--speed` is not understood\n  mend:  fastcar_decode ARTIFACT --prompt"),
+        (("--prompt", "1", "--speed", "2"), "`--speed` is not understood\n  hint:  fastcar_decode ARTIFACT --prompt"),
         (("--num-tokens", "2"), "an artifact and a prompt are needed"),
     ],
 )
@@ -85,7 +85,7 @@ def test_bad_input_is_told(
 def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, program: Path, tmp_path: Path) -> None:
     done = aarch64.run(program, tmp_path, "--prompt", "1")
     assert done.returncode == 2
-    assert f"the weights cannot be opened\n  where: {tmp_path}/weights/model.safetensors\n  mend:  give" in done.stderr
+    assert f"the weights cannot be opened\n  where: {tmp_path}/weights/model.safetensors\n  hint:  give" in done.stderr
     (tmp_path / "weights").symlink_to(artifact.path / "weights")
     done = aarch64.run(program, tmp_path, "--prompt", "1")
     assert done.returncode == 2

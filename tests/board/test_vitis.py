@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.board.vitis import Bench, connections, vitis_files
+from fastcar_compile.codegen.hls.board.vitis import Bench, connections, vitis_files
 from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.emit_drs import table_of_sizes
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort

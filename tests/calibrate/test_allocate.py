@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.calibrate.allocate import UNITS, Point, allocate, allocate_budget
+from fastcar_compile.calibration.allocate import UNITS, Point, allocate, allocate_budget
 from fastcar_compile.errors import InputError
 
 ratios = st.integers(0, UNITS).map(lambda n: n / UNITS)

@@ -13,7 +13,7 @@ from decoders import llama
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import search
+from fastcar_compile.calibration import search
 from fastcar_compile.cli import app
 
 FRAME, LENGTH = 8, 33

@@ -11,15 +11,15 @@ from decoders import llama
 from gates.networks import networks
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import Evaluator, rules_of
-from fastcar_compile.calibrate.evaluator import _groups
-from fastcar_compile.calibrate.heads import choose_heads
+from fastcar_compile.calibration import Evaluator, rules_of
+from fastcar_compile.calibration.evaluator import _groups
+from fastcar_compile.calibration.heads import choose_heads
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerBackend
 from fastcar_compile.runtime.session import Session

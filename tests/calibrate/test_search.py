@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastcar_compile.calibrate.evaluator import Measurement
-from fastcar_compile.calibrate.search import EXCESS, HOPELESS, Journal, Search
+from fastcar_compile.calibration.evaluator import Measurement
+from fastcar_compile.calibration.search import EXCESS, HOPELESS, Journal, Search
 from fastcar_compile.gates import GATES
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import Evaluator, program_of, rules_of
-from fastcar_compile.calibrate.relaxed import RelaxedDecoder
-from fastcar_compile.calibrate.train import Options, Training
+from fastcar_compile.calibration import Evaluator, program_of, rules_of
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.training.relaxed import RelaxedDecoder
+from fastcar_compile.training.train import Options, Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -172,12 +172,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "what", "mend"), REFUSED, ids=[w for _, w, _ in REFUSED])
-def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str, Any], what: str, mend: str) -> None:
+@pytest.mark.parametrize(("options", "what", "hint"), REFUSED, ids=[w for _, w, _ in REFUSED])
+def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str, Any], what: str, hint: str) -> None:
     given = {"model": decoder, "videos": some, "target_replay": 0.5, "tokens_per_frame": FRAME} | options
     with pytest.raises(InputError) as caught:
         fc.train_gate(given.pop("model"), given.pop("videos"), **given)
-    assert (caught.value.what, caught.value.mend or "") == (what, mend)
+    assert (caught.value.what, caught.value.hint or "") == (what, hint)
 
 
 def test_a_gate_of_another_kind_is_no_start(decoder: LlamaForCausalLM, some: np.ndarray) -> None:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate.relaxed import RelaxedDecoder
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
+from fastcar_compile.training.relaxed import RelaxedDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,7 +107,7 @@ def test_an_interrupted_tuning_goes_on(decoder: LlamaForCausalLM, some: np.ndarr
 def test_no_rate(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
     with pytest.raises(InputError) as caught:
         tune(decoder, some[:16], rate=0.0)
-    assert (caught.value.what, caught.value.mend) == ("rate is 0", "give a number above 0")
+    assert (caught.value.what, caught.value.hint) == ("rate is 0", "give a number above 0")
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import fastcar_compile
+from fastcar_compile.artifact.store import FileEntry, Manifest
 from fastcar_compile.cli import app
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.store import FileEntry, Manifest
 
 ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
 
@@ -99,7 +99,7 @@ class FakeArtifact:
 
     def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> FakeSession:
         if backend not in self.make:
-            raise BackendError(f"unknown backend {backend!r}", mend=f"known: {', '.join(sorted(self.make))}")
+            raise BackendError(f"unknown backend {backend!r}", hint=f"known: {', '.join(sorted(self.make))}")
         self.sessions.append(self.make[backend]())
         return self.sessions[-1]
 

@@ -15,10 +15,10 @@ import torch
 from typer.testing import Result
 
 import fastcar_compile
+from fastcar_compile.artifact.store import Manifest
 from fastcar_compile.cli.common import jsonable, parse_thresholds
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import ArtifactError, InternalError, UserError
-from fastcar_compile.runtime.store import Manifest
 
 from .conftest import FakeArtifact
 

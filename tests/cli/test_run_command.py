@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from fastcar_compile.runtime.store import save_tensors
+from fastcar_compile.artifact.store import save_tensors
 
 from .conftest import VOCAB, FakeArtifact
 

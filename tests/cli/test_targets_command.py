@@ -42,7 +42,7 @@ def test_unknown_as_json(fastcar: Callable[..., Result]) -> None:
     error = json.loads(result.stdout)["error"]
     assert (result.exit_code, result.stderr) == (2, "")
     assert (error["type"], error["message"], error["exit_code"]) == ("TargetError", "unknown target 'zcu12'", 2)
-    assert "available: cpu" in error["mend"]
+    assert "available: cpu" in error["hint"]
 
 
 def test_brackets_in_an_error_are_not_markup(fastcar: Callable[..., Result], tmp_path: Path) -> None:

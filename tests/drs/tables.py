@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fastcar_compile.codegen.drs.gate import pack_heads
-from fastcar_compile.codegen.drs.reader import header_of
-from fastcar_compile.codegen.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, Limits, build_table
 from fastcar_compile.codegen.hls.csim_drs import DrsLibrary
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.reader import header_of
+from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, build_table
 
 LIMITS = Limits(cores=8, key_words=64)
 """Of the controller in these tests."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastcar_compile.codegen.drs.reader import Header
-from fastcar_compile.codegen.drs.simulator import simulate
-from fastcar_compile.codegen.drs.table import AttentionShape, Opcode, Status, build_table
+from fastcar_compile.drs.reader import Header
+from fastcar_compile.drs.simulator import simulate
+from fastcar_compile.drs.table import AttentionShape, Opcode, Status, build_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drs_table.md").read_text()
 EXAMPLE = build_table(

@@ -6,8 +6,8 @@ import numpy as np
 
 from drs.oracle import Situation, schedule
 from drs.tables import FRAME, LATER, Controller, call_for, table_for
-from fastcar_compile.codegen.drs.simulator import DispatchTrace, simulate_step
-from fastcar_compile.codegen.drs.table import Opcode
+from fastcar_compile.drs.simulator import DispatchTrace, simulate_step
+from fastcar_compile.drs.table import Opcode
 
 SIZES = (100, 200, 300)
 """Bytes of the next layer that fit, per layer: of layer 1, of layer 2, of layer 0."""

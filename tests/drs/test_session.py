@@ -12,16 +12,16 @@ import torch
 from lowering.programs import FRAME, LAYERS, Case, program, tokens
 
 from drs.tables import Controller, table_for
-from fastcar_compile.codegen.drs.reader import read_table
-from fastcar_compile.codegen.drs.table import AttentionShape, DrsTable, Opcode, build_table
+from fastcar_compile.codegen.hls.control import control_table, controller_json
 from fastcar_compile.codegen.hls.drs_cost import controller_cycles
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.emit_control import control_table, controller_json
+from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Opcode, build_table
 from fastcar_compile.errors import BackendError, CompileError, UserError
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ops.attention import score_factor
 from fastcar_compile.ops.offload_gate import bound_gate_unit
-from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.runtime.backends.controller import GateController
 from fastcar_compile.runtime.backends.eager import EagerBackend

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drs.tables import LIMITS, ONE, Controller, call_for, changed, repaired, table_for
-from fastcar_compile.codegen.drs.reader import Header, read_table
-from fastcar_compile.codegen.drs.simulator import CAPACITY
-from fastcar_compile.codegen.drs.table import MAGIC, NONE, VERSION, AttentionShape, Opcode, Status, build_table
+from fastcar_compile.drs.reader import Header, read_table
+from fastcar_compile.drs.simulator import CAPACITY
+from fastcar_compile.drs.table import MAGIC, NONE, VERSION, AttentionShape, Opcode, Status, build_table
 from fastcar_compile.errors import UserError
 
 INFINITY = float("inf")

@@ -44,7 +44,7 @@ def test_caches() -> None:
 
 
 def test_unknown_shape() -> None:
-    with pytest.raises(UserError, match=r"no decoder shape 'llama9'\n  mend:  choose one of llama2-7b, "):
+    with pytest.raises(UserError, match=r"no decoder shape 'llama9'\n  hint:  choose one of llama2-7b, "):
         load_shape("llama9")
     assert {"llama2-7b", "llama3-8b", "tinyllama-1.1b", "vila-u-7b"} <= set(available_shapes())
 

@@ -12,12 +12,12 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES, Comparison
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.lowering.build import lower
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.base import Backend
 from fastcar_compile.runtime.backends.cpu import CpuBackend

@@ -23,9 +23,9 @@ from fastcar_compile.estimate import estimate
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
 from fastcar_compile.gates.weights import weight_bytes
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ops.offload import bound_accelerator
-from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerBackend
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend

@@ -18,11 +18,11 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.lowering.kernels import gate_scores
-from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.learned_score import learned_score
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
+from fastcar_compile.codegen.tvm.kernels.gate import gate_scores
+from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
+from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.runtime.backends.cpu import adopt
 
 from .cases import CASES as NETWORKS

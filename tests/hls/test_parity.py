@@ -15,11 +15,11 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
-from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
-from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
-from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import factor_table
 from hls.library import DESIGNS, assert_same_bits, random_layer

@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 few = settings(max_examples=12, deadline=None, derandomize=True)
 

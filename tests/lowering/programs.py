@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastcar_compile.codegen.tvm.build import LoweredModule, lower
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.lowering.build import LoweredModule, lower
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.cpu import CpuBackend
 from fastcar_compile.runtime.backends.eager import EagerBackend

@@ -12,12 +12,12 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.lowering.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
-from fastcar_compile.lowering.kernels.attend_digits import suits
-from fastcar_compile.lowering.kernels.attention import attention
-from fastcar_compile.lowering.kernels.attention_chunk import attention_chunk
-from fastcar_compile.lowering.kernels.online_softmax import PARALLEL_ELEMENTS, context_parts
-from fastcar_compile.lowering.kernels.softmax_block import BLOCK
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.codegen.tvm.kernels.attention.attend_digits import suits
+from fastcar_compile.codegen.tvm.kernels.attention.attention import attention
+from fastcar_compile.codegen.tvm.kernels.attention.attention_chunk import attention_chunk
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_ELEMENTS, context_parts
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
 from fastcar_compile.ops.cached import loaded, stored
 
 from .kernel_runs import few, run

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
+from fastcar_compile.codegen.tvm import build
+from fastcar_compile.codegen.tvm.build import ENTRY, lower
 from fastcar_compile.errors import BackendError, CompileError
-from fastcar_compile.ir_io import program_sections
-from fastcar_compile.lowering import build
-from fastcar_compile.lowering.build import ENTRY, lower
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program_json import program_sections
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
-from fastcar_compile.passes.base import run_pipeline
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
 from fastcar_compile.runtime.backends.eager import EagerBackend
@@ -33,7 +33,7 @@ FRESH = """
 import json, sys
 import numpy as np
 from safetensors.numpy import load_file
-from fastcar_compile.ir_io import config_from_json, state_from_json
+from fastcar_compile.ir.program_json import config_from_json, state_from_json
 from fastcar_compile.runtime.backends.cpu import CpuBackend
 from pathlib import Path
 folder = Path(sys.argv[1])

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.lowering.kernels.cache_write import cache_write, ring_write
-from fastcar_compile.lowering.kernels.tas import tas
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
+from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
+from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import BLOCK, INT8_MAX, LEAST_EXPONENT, head_dim, loaded, row_size, stored
 
 from .kernel_runs import few, run

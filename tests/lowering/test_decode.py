@@ -11,8 +11,8 @@ import tvm
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline
 
-from fastcar_compile.ir import StateRole
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.ir.program import StateRole
 from fastcar_compile.runtime.backends.base import Backend
 
 from .programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, eager_backend, export, lowered, program, tokens

@@ -11,9 +11,9 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from fastcar_compile.lowering.build import CHECK, ENTRY
-from fastcar_compile.lowering.flatten import flatten
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.build import CHECK, ENTRY
+from fastcar_compile.codegen.tvm.flatten import flatten
+from fastcar_compile.codegen.tvm.target import host_target
 
 from .programs import Case, lowered
 

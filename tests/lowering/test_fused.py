@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.lowering import patterns
-from fastcar_compile.lowering.kernels.activate_quantize import activate_quantize
-from fastcar_compile.lowering.kernels.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from fastcar_compile.lowering.kernels.quantize_rows import PARALLEL_ELEMENTS
-from fastcar_compile.lowering.kernels.rotary import rotary
+from fastcar_compile.codegen.tvm import patterns
+from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ELEMENTS
+from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
+from fastcar_compile.codegen.tvm.kernels.norm.rotary import rotary
 from fastcar_compile.ops.activations import FACTORS, factor_table
 from fastcar_compile.ops.quant import quantize_rows
 

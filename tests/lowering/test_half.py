@@ -16,10 +16,10 @@ from torch import Tensor
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.lowering.kernels.cache_write import cache_write
-from fastcar_compile.lowering.kernels.half import narrowed, widened
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
+from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
+from fastcar_compile.codegen.tvm.kernels.simd.half import narrowed, widened
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 
 COUNT, LANES = 1 << 16, 16

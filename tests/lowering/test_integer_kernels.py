@@ -15,17 +15,17 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.lowering.isa import (
+from fastcar_compile.codegen.tvm.isa import (
     INSTRUCTION_SETS,
     InstructionSet,
     cpu_flags,
     host_instruction_set,
     instruction_set,
 )
-from fastcar_compile.lowering.kernels import int4_tiles, linear_w8a8
-from fastcar_compile.lowering.kernels.int4_dot import INT4_DOTS
-from fastcar_compile.lowering.kernels.int8_dot import INT8_DOTS
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.kernels.linear import int4_tiles, linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import INT4_DOTS
+from fastcar_compile.codegen.tvm.kernels.linear.int8_dot import INT8_DOTS
+from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
 
@@ -99,8 +99,8 @@ UNREADABLE = """
 import ctypes, mmap, sys
 import numpy as np
 import tvm
-from fastcar_compile.lowering.isa import host_instruction_set
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import host_instruction_set
+from fastcar_compile.codegen.tvm.target import host_target
 from lowering.integer_cases import IntegerCase, module
 
 case = IntegerCase(sys.argv[1], 2, 32, 256)

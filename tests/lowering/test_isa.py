@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import tvm
 
+from fastcar_compile.codegen.tvm import isa as table
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
+from fastcar_compile.codegen.tvm.kernels.choice import KIND, chosen, specialise
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError
-from fastcar_compile.lowering import isa as table
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.lowering.kernels.choice import KIND, chosen, specialise
-from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
-from fastcar_compile.lowering.target import board_instruction_set, host_target
 
 from .programs import Case, lowered
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.lowering.kernels.activation_factor import activation_factor
-from fastcar_compile.lowering.kernels.cache_write import cache_write
-from fastcar_compile.lowering.kernels.gate import gate
-from fastcar_compile.lowering.kernels.linear_w4a8 import linear_w4a8
-from fastcar_compile.lowering.kernels.linear_w8a8 import linear_w8a8
-from fastcar_compile.lowering.kernels.quantize_rows import quantize_rows
-from fastcar_compile.lowering.kernels.slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.lowering.kernels.tas import tas
+from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
+from fastcar_compile.codegen.tvm.kernels.cache.slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
+from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
+from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
 from fastcar_compile.ops.activations import FACTORS, factor_table
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count, pack_int4

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.lowering.kernels.choice import linear_bfloat16, linear_float32
-from fastcar_compile.lowering.kernels.linear import PARALLEL_ELEMENTS, SMALL_BATCH
-from fastcar_compile.lowering.kernels.linear_chunk import tile
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.choice import linear_bfloat16, linear_float32
+from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.linear_chunk import tile
 
 from .kernel_runs import few, run
 

@@ -10,8 +10,8 @@ import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.lowering.kernels.rows import join_rows, part_rows
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.kernels.cache.rows import join_rows, part_rows
+from fastcar_compile.codegen.tvm.target import host_target
 
 from .kernel_runs import few
 from .programs import FRAME, Case, cpu_backend, eager_backend, export, lowered, tokens

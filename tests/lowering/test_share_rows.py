@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
 
+from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.choice import LINEARS, linears
+from fastcar_compile.codegen.tvm.kernels.linear.linear import SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.linear_chunk import linear_chunk
+from fastcar_compile.codegen.tvm.kernels.linear.side_by_side import side_by_side
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
-from fastcar_compile.lowering.build import lower
-from fastcar_compile.lowering.isa import PORTABLE, host_instruction_set
-from fastcar_compile.lowering.kernels.choice import LINEARS, linears
-from fastcar_compile.lowering.kernels.linear import SMALL_BATCH
-from fastcar_compile.lowering.kernels.linear_chunk import linear_chunk
-from fastcar_compile.lowering.kernels.side_by_side import side_by_side
-from fastcar_compile.lowering.target import host_target
 
 from .kernel_runs import few
 from .programs import Case, lowered, program
@@ -121,7 +121,7 @@ def test_a_layer_has_one_call_for_q_k_v_and_one_for_gate_and_up(case: Case) -> N
 
 def test_float_chunks_keep_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 12 rows: such a kernel has two parallel loops. Quantised chunks share theirs."""
-    monkeypatch.setattr("fastcar_compile.lowering.build._compile", lambda *_: None)
+    monkeypatch.setattr("fastcar_compile.codegen.tvm.build._compile", lambda *_: None)
     for quant, expected in (("none", {1}), ("w8a8", {1, 2, 3})):
         source = program(Case(quant=quant))
         assert source.prefill is not None

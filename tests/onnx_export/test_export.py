@@ -15,8 +15,8 @@ from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.ort import OrtBackend
 

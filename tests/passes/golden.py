@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import fx
 
-from fastcar_compile.graph_io import graph_to_text
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass
+from fastcar_compile.ir.graph_json import graph_to_text
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
 
 FOLDER = Path(__file__).parent / "golden"
 # Source lines move with every edit of a model and with every release of torch; they have a test of their own.

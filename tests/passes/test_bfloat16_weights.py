@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fastcar_compile.ir.rewrite import is_op
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
-from fastcar_compile.passes.edit import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .golden import check_golden, check_origins, check_truthful, nodes_of, program_text

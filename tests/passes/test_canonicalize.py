@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fastcar_compile.ir import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
 

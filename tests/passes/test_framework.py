@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.ir import DecoderProgram, graph_module
-from fastcar_compile.passes.base import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram, graph_module
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
@@ -74,9 +74,9 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("fuse", "unknown pass 'fuse'\n  mend:  use one of: bfloat16-weights, canonicalize, "),
-        ('insert-replay{"depth": 1, "age": 2}', "pass 'insert-replay' has no option ['age', 'depth']\n  mend:  its o"),
-        ('canonicalize{"x": 1}', "pass 'canonicalize' has no option ['x']\n  mend:  its options: []"),
+        ("fuse", "unknown pass 'fuse'\n  hint:  use one of: bfloat16-weights, canonicalize, "),
+        ('insert-replay{"depth": 1, "age": 2}', "pass 'insert-replay' has no option ['age', 'depth']\n  hint:  its o"),
+        ('canonicalize{"x": 1}', "pass 'canonicalize' has no option ['x']\n  hint:  its options: []"),
         ("canonicalize,", "malformed pipeline text at character 13: ''"),
         (",canonicalize", "malformed pipeline text at character 0: ',canonicalize'"),
         ("canonicalize find-sites", "malformed pipeline text at character 12: ' find-sites'"),

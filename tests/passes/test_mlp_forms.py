@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.rewrite import is_op
 from fastcar_compile.passes.canonicalize import Canonicalize
-from fastcar_compile.passes.edit import is_op
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.passes.base import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.passes.narrow_cache import NarrowCache
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
@@ -63,10 +63,10 @@ def test_a_cache_that_something_else_reads_is_refused() -> None:
     node.meta["val"] = write.meta["val"]
     with pytest.raises(CompileError, match=f"int8 caches: aten.neg.default reads {write.name} itself") as found:
         NarrowCache("int8").apply(taken)
-    assert found.value.mend == 'use kv="float32", or run narrow-cache after normalize-state'
+    assert found.value.hint == 'use kv="float32", or run narrow-cache after normalize-state'
 
 
 def test_a_type_that_no_cache_has() -> None:
     with pytest.raises(CompileError, match="no cache has the type 'int4'") as found:
         after(*analysis_pipeline(), NarrowCache("int4"))
-    assert found.value.mend == "use one of: float16, int8"
+    assert found.value.hint == "use one of: float16, int8"

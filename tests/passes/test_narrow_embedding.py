@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastcar_compile.ir import DecoderProgram, get_attribute
-from fastcar_compile.passes.base import run_pipeline
-from fastcar_compile.passes.edit import is_op
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram, get_attribute
+from fastcar_compile.ir.rewrite import is_op
 from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import StateRole
+from fastcar_compile.ir.program import StateRole
 from fastcar_compile.passes.normalize_state import NormalizeState
 
 from .golden import check_golden, check_origins, check_truthful, nodes_of, program_text
@@ -134,7 +134,7 @@ def test_what_cannot_be_normalised(block: type[TinyBlock], text: str) -> None:
         NormalizeState().apply(captured(block, chunk=1))
     assert str(error.value).startswith(text)
     assert "where: blocks.0, passes/" in str(error.value)
-    assert "mend:  " in str(error.value)
+    assert "hint:  " in str(error.value)
 
 
 def test_every_problem_is_reported_at_once() -> None:

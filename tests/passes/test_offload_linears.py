@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir import DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rewrite import is_op
 from fastcar_compile.ops.offload_linear import bound_linears
-from fastcar_compile.passes.edit import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.linear_calls import LinearCall, linear_calls
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
+from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 

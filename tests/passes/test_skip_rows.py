@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8

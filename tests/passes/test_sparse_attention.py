@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, Ring, StateRole
-from fastcar_compile.passes.base import pipeline_from_string, pipeline_to_string, run_pipeline
-from fastcar_compile.passes.edit import is_op
+from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram, Ring, StateRole
+from fastcar_compile.ir.rewrite import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
@@ -80,7 +80,7 @@ def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
         CompileError, match=r"gate tas reads the key of 3 tokens ago.*ring of 5 rows.*one of 3"
     ) as caught:
         after(*analysis_pipeline(), SPARSE, REPLAY)
-    assert caught.value.mend == "name insert-replay before sparse-attention in the pipeline"
+    assert caught.value.hint == "name insert-replay before sparse-attention in the pipeline"
     after(*analysis_pipeline(), SPARSE, InsertReplay((0.0,), gate="input_delta"))
 
 
@@ -126,6 +126,6 @@ def test_refusals(program: object, item: SparsifyAttention, text: str) -> None:
     before = everything(given)
     with pytest.raises(CompileError, match=text) as caught:
         item.apply(given)
-    assert caught.value.mend
+    assert caught.value.hint
     if item.positions != "cache":
         assert everything(given) == before

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import Pass, run_pipeline
+from fastcar_compile.ir.pass_manager import Pass, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.base import StepResult
 from fastcar_compile.runtime.backends.eager import EagerBackend
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fastcar_compile.runtime import digest
-from fastcar_compile.runtime.digest import file_sha256
+from fastcar_compile.artifact import digest
+from fastcar_compile.artifact.digest import file_sha256
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import torch
 import tvm
 from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, program, tokens
 
+from fastcar_compile.artifact.store import load_tensors
+from fastcar_compile.artifact.tensor_files import LazyTensors, write_streamed
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir import StateRole, StateSpec
+from fastcar_compile.ir.program import StateRole, StateSpec
 from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.state import StateArena
-from fastcar_compile.runtime.store import load_tensors
-from fastcar_compile.runtime.tensor_files import LazyTensors, write_streamed
 
 STEPS = 2000
 CASE = Case()

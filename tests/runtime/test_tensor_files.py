@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.runtime import tensor_files
-from fastcar_compile.runtime.tensor_files import CHUNK, Placement, _Chunks, write_streamed
+from fastcar_compile.artifact import tensor_files
+from fastcar_compile.artifact.tensor_files import CHUNK, Placement, _Chunks, write_streamed
 
 DTYPES = (torch.float32, torch.float16, torch.int8, torch.uint8, torch.int64)
 

@@ -18,12 +18,12 @@ from test_checkpoint import save
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibrate import Evaluator, rules_of
+from fastcar_compile.calibration import Evaluator, rules_of
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.ir import DecoderProgram
-from fastcar_compile.passes.base import run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -151,14 +151,14 @@ def test_a_checkpoint_is_rewritten_without_its_weights(tmp_path: Path) -> None:
     early = run_pipeline(capture(Checkpoint(folder), **sizes), [*analysis_pipeline(), item])
     with pytest.raises(fc.CompileError, match="repeat-layers does not copy the ring caches") as found:
         repeat.apply(early)
-    assert found.value.mend == "name repeat-layers before sparse-attention in the pipeline"
+    assert found.value.hint == "name repeat-layers before sparse-attention in the pipeline"
 
 
 def test_no_other_attention_stands_in_for_a_ring() -> None:
     rules = rules_of(fc.ReplayConfig(), 2)
     with pytest.raises(fc.InputError, match="compiled with sparse attention, for which no other") as found:
         Evaluator(rewritten(2, 3, "absolute"), token_ids().numpy(), rules, attend=SinkWindow(4, 1))
-    assert found.value.mend == "evaluate it as it is, or a decoder compiled without sparse attention"
+    assert found.value.hint == "evaluate it as it is, or a decoder compiled without sparse attention"
 
 
 def test_memory_does_not_grow_with_the_sequence() -> None:

@@ -19,11 +19,11 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
-from fastcar_compile.lowering.isa import PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.lowering.kernels import window as kernels
-from fastcar_compile.lowering.kernels.cache_write import ring_write
-from fastcar_compile.lowering.kernels.online_softmax import context_parts
-from fastcar_compile.lowering.target import host_target
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.attention import window as kernels
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
+from fastcar_compile.codegen.tvm.kernels.cache.cache_write import ring_write
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.window import row_of
 

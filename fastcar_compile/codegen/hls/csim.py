@@ -47,10 +47,10 @@ def ap_types_folder() -> Path:
     else:
         spec = importlib.util.find_spec("hls4ml")
         if spec is None or not spec.submodule_search_locations:
-            raise BackendError("the C simulation needs the ap_types headers, and hls4ml is missing", mend=INSTALL_EXTRA)
+            raise BackendError("the C simulation needs the ap_types headers, and hls4ml is missing", hint=INSTALL_EXTRA)
         folder = Path(spec.submodule_search_locations[0]) / "templates" / "vivado" / "ap_types"
     if not (folder / "ap_int.h").is_file():
-        raise BackendError("the C simulation needs ap_int.h", where=str(folder), mend=INSTALL_EXTRA)
+        raise BackendError("the C simulation needs ap_int.h", where=str(folder), hint=INSTALL_EXTRA)
     return folder
 
 
@@ -65,7 +65,7 @@ def compiler() -> str:
     if path is None:
         raise BackendError(
             f"the C simulation needs {name}, which is not on PATH",
-            mend="install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`",
+            hint="install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`",
         )
     return path
 
@@ -166,7 +166,7 @@ class CsimLibrary:
             raise UserError(
                 f"the weight stream is {weights.dtype} {list(weights.shape)}; the kernel takes uint8 "
                 f"[{self.stream_bytes}]",
-                mend="pack the weights with pack_mlp and the design of these sources",
+                hint="pack the weights with pack_mlp and the design of these sources",
             )
         stream = np.ascontiguousarray(weights)
         return aligned(stream)
@@ -194,7 +194,7 @@ def _digest(hls_dir: Path, names: Sequence[str], cxx: str, headers: Path) -> str
     missing = [name for name in names if not (hls_dir / name).is_file()]
     if missing:
         raise BackendError(
-            f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), mend="compile the model again"
+            f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), hint="compile the model again"
         )
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([version, str(headers), *FLAGS]).encode())
@@ -214,6 +214,6 @@ def _compile(cxx: str, headers: Path, hls_dir: Path, names: Sequence[str], path:
             raise BackendError(
                 f"g++ could not build the C simulation:\n{done.stderr.strip()[:2000]}",
                 where=str(hls_dir),
-                mend="compile the model again; if it persists, report it with this text",
+                hint="compile the model again; if it persists, report it with this text",
             )
         os.replace(output, path)

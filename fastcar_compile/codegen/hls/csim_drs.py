@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.drs.simulator import CAPACITY, DispatchRecord, LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import MAX_ROWS, NO_LAYER, Status
 from fastcar_compile.codegen.hls.interface import RESULT_WORDS
+from fastcar_compile.drs.simulator import CAPACITY, DispatchRecord, LayerCall, LayerTrace
+from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Status
 
 Array = NDArray[Any]
 

@@ -234,7 +234,7 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
         raise CompileError(
             f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "
             f"the kernel needs {ROW_PORTS + 1} of {WORD_BITS}",
-            mend="choose a board with more or wider memory ports",
+            hint="choose a board with more or wider memory ports",
         )
     tried = list(designs(spec, budget))
     if fitting := [d for d in tried if not excess(d)]:
@@ -244,7 +244,7 @@ def choose_design(spec: MlpSpec, budget: BoardBudget) -> MlpDesign:
     raise CompileError(
         f"an MLP of {spec.hidden} / {spec.intermediate}, {spec.batch} row(s) on {spec.cores} core(s) does not fit "
         f"{budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, {least.lanes} lanes)",
-        mend="use a larger board, a smaller batch or fewer cores",
+        hint="use a larger board, a smaller batch or fewer cores",
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastcar_compile.codegen.drs.table import (
+from fastcar_compile.codegen.hls.resources import Usage, bram_blocks
+from fastcar_compile.drs.table import (
     FLOATS_PER_WORD,
     HEADER_WORDS,
     MAX_LAYER_WORDS,
@@ -11,7 +12,6 @@ from fastcar_compile.codegen.drs.table import (
     Limits,
     table_words,
 )
-from fastcar_compile.codegen.hls.resources import Usage, bram_blocks
 
 PRODUCT_DSP = 2
 """24 by 24 bits unsigned in the 27 x 18 multipliers of a DSP48E2 (UG579): two of them."""

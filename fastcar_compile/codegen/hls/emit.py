@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from fastcar_compile.codegen.board.vitis import Bench, vitis_files
-from fastcar_compile.codegen.drs.table import DrsTable, Limits
+from fastcar_compile.codegen.hls.board.vitis import Bench, vitis_files
 from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.codegen.hls.emit_drs import drs_kernel, emit_drs, limits_of, table_of_sizes
 from fastcar_compile.codegen.hls.engine_design import EngineDesign
@@ -14,6 +13,7 @@ from fastcar_compile.codegen.hls.engine_interface import engine_interface
 from fastcar_compile.codegen.hls.interface import KernelInterface, mlp_interface
 from fastcar_compile.codegen.hls.render import TEMPLATES
 from fastcar_compile.codegen.hls.render import render as _render
+from fastcar_compile.drs.table import DrsTable, Limits
 
 
 def emit_hls(

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastcar_compile.codegen.drs.gate import pack_heads
-from fastcar_compile.codegen.drs.reader import words_of
-from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table
 from fastcar_compile.codegen.hls.design import MlpDesign
 from fastcar_compile.codegen.hls.interface import RECORD_CAPACITY, KernelInterface, drs_interface
 from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.reader import words_of
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table
 
 BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""

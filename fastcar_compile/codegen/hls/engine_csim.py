@@ -66,7 +66,7 @@ class EngineLibrary(CsimLibrary):
         for row in range(self.batch):
             done = self._library.fastcar_csim_linear_sums(_at(x[row]), _at(stream), *_request(stage), _at(sums[row]))
             if not done:
-                raise UserError(f"the engine has no room for {stage}", mend="choose the design again with this linear")
+                raise UserError(f"the engine has no room for {stage}", hint="choose the design again with this linear")
         return sums if stage.bits == 4 else sums[..., 0]
 
     def _checked(self, name: str, rows: Array, width: int) -> Array:
@@ -86,6 +86,6 @@ def _stream(weights: Array, stage: LinearStage) -> Array:
     if weights.shape != (stage.stream_bytes,) or weights.dtype != np.uint8:
         raise UserError(
             f"the weight stream is {weights.dtype} {list(weights.shape)}; the linear takes uint8 [{stage.stream_bytes}]",
-            mend="pack the weights with pack_linear and the stage of this call",
+            hint="pack the weights with pack_linear and the stage of this call",
         )
     return aligned(np.ascontiguousarray(weights))

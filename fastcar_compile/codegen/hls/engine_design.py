@@ -146,7 +146,7 @@ class EngineDesign:
             raise CompileError(
                 f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {self.max_inputs}, "
                 f"and tiles of {self.max_tile_words} words per port",
-                mend="choose the design again with this linear",
+                hint="choose the design again with this linear",
             )
         return _cut(stage, largest)
 
@@ -190,7 +190,7 @@ def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
         raise CompileError(
             f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "
             f"the engine needs {ROW_PORTS + 1} of {WORD_BITS}",
-            mend="choose a board with more or wider memory ports",
+            hint="choose a board with more or wider memory ports",
         )
     tried: list[EngineDesign] = []
     for _ports, group in groupby(engines(spec, budget), key=lambda d: d.mlp.ports):
@@ -205,7 +205,7 @@ def choose_engine(spec: EngineSpec, budget: BoardBudget) -> EngineDesign:
         f"an engine for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
         f"does not fit {budget.part}: {', '.join(excess(least))} (estimates, least design: 1 port, "
         f"{least.mlp.lanes} lanes)",
-        mend="use a larger board, a smaller batch or offload='mlp'",
+        hint="use a larger board, a smaller batch or offload='mlp'",
     )
 
 

@@ -52,5 +52,5 @@ class EngineSpec:
         if wrong:
             raise CompileError(
                 f"the engine has at most {MOST_INPUTS} inputs and {MOST_CHANNELS} channels: {'; '.join(wrong)}",
-                mend="compile with offload='mlp'",
+                hint="compile with offload='mlp'",
             )

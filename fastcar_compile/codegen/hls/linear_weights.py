@@ -31,12 +31,12 @@ def pack_linear(linears: Sequence[LinearWeights], stage: LinearStage) -> Array:
     for i, linear in enumerate(linears):
         check_linear(f"linear {i}", linear, len(linear.values), stage)
         if stage.bias and linear.bias is None:
-            raise UserError(f"linear {i} has no bias; the design expects one", mend="call it apart from the others")
+            raise UserError(f"linear {i} has no bias; the design expects one", hint="call it apart from the others")
     total = sum(len(linear.values) for linear in linears)
     if total != stage.channels:
         raise UserError(
             f"the linears have {total} channels in all; the design expects {stage.channels}",
-            mend="pass the weights of the call that the design was chosen for",
+            hint="pass the weights of the call that the design was chosen for",
         )
     biases = [linear.bias for linear in linears if linear.bias is not None]
     joined = LinearWeights(

@@ -60,7 +60,7 @@ class MlpSpec:
             kind = f"{'gated' if self.gated else 'plain'} {self.quant} MLP with activation {self.activation!r}"
             raise CompileError(
                 f"there is no HLS kernel for a {kind}",
-                mend="compile for a CPU target; the HLS kernels are gated, down(act(gate(x)) * up(x)), or plain, "
+                hint="compile for a CPU target; the HLS kernels are gated, down(act(gate(x)) * up(x)), or plain, "
                 f"down(act(up(x))), with act one of {', '.join(ACTIVATIONS)}, and {' or '.join(WEIGHT_BITS)}",
             )
         sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "layers": self.layers}
@@ -74,7 +74,7 @@ class MlpSpec:
             wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
         if wrong:
             raise CompileError(
-                f"the MLP cannot be built: {'; '.join(wrong)}", mend="change the model or the batch size"
+                f"the MLP cannot be built: {'; '.join(wrong)}", hint="change the model or the batch size"
             )
 
 

@@ -77,12 +77,12 @@ def check_linear(name: str, linear: LinearWeights, channels: int, stage: StageSh
     if linear.bias is not None:
         wanted["bias"] = ((channels,), np.dtype(np.float32), linear.bias)
         if not stage.bias:
-            raise UserError(f"{name} has a bias; the design expects none", mend="choose the design with the bias")
+            raise UserError(f"{name} has a bias; the design expects none", hint="choose the design with the bias")
     for what, (shape, dtype, array) in wanted.items():
         if array.shape != shape or array.dtype != dtype:
             raise UserError(
                 f"{name}.{what} is {array.dtype} {list(array.shape)}; the design expects {dtype} {list(shape)}",
-                mend="pass the weights of the layer that the design was chosen for",
+                hint="pass the weights of the layer that the design was chosen for",
             )
 
 

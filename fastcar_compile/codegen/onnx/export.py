@@ -16,13 +16,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
+from fastcar_compile.codegen.tvm.segment import Segment, segment
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir import DecoderProgram, where
-from fastcar_compile.lowering.segment import Segment, segment
-from fastcar_compile.passes.edit import output_nodes
-from fastcar_compile.runtime.tensor_files import Placement
+from fastcar_compile.ir.program import DecoderProgram, where
+from fastcar_compile.ir.rewrite import output_nodes
 
 IR_VERSION = 10
 ONNX_INLINE, ONNX_EXTERNAL = "graph/decoder.onnx", "decoder.onnx"

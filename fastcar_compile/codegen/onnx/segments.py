@@ -13,7 +13,7 @@ from onnx import helper
 from torch import fx
 
 from fastcar_compile.codegen.onnx.ops import translation_table
-from fastcar_compile.lowering.segment import Segment
+from fastcar_compile.codegen.tvm.segment import Segment
 
 OPSET = 18
 DOMAIN = "fastcar"

@@ -6,13 +6,13 @@ import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastcar_compile.artifact.store import load_tensors
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.errors import BackendError
-from fastcar_compile.lowering.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.runtime.backends.base import Backend
-from fastcar_compile.runtime.store import load_tensors
 
 if TYPE_CHECKING:
-    from fastcar_compile.runtime.artifact import Artifact
+    from fastcar_compile.compiled import Artifact
     from fastcar_compile.runtime.backends.board import BoardLibrary
 
 BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager", "board")
@@ -34,7 +34,7 @@ def open_backend(artifact: Artifact, name: str, threads: int | None) -> Backend:
         return _hls_csim(artifact, threads)
     if name == "board":
         return _board(artifact, threads)
-    raise BackendError(f"unknown backend {name!r}", mend=f"use one of: {', '.join(BACKENDS)}")
+    raise BackendError(f"unknown backend {name!r}", hint=f"use one of: {', '.join(BACKENDS)}")
 
 
 def _eager(artifact: Artifact) -> Backend:
@@ -75,7 +75,7 @@ def _onnxruntime(artifact: Artifact, threads: int | None) -> Backend:
 
     model = next((f for f in (ONNX_INLINE, ONNX_EXTERNAL) if f in artifact.manifest.files), None)
     if model is None:
-        raise BackendError("this artifact has no ONNX model", mend="compile the model again")
+        raise BackendError("this artifact has no ONNX model", hint="compile the model again")
     return OrtBackend(artifact.path / model, artifact.state, artifact.config, threads)
 
 
@@ -97,21 +97,21 @@ def programs_for(host: Mapping[str, Any], machine: str, flags: frozenset[str]) -
             raise BackendError(
                 f"the libraries for {machine} are object files, not linked",
                 where=board["programs"]["decode"]["library"],
-                mend=f"compile again where {board['compiler']} is on PATH; docs/board.md",
+                hint=f"compile again where {board['compiler']} is on PATH; docs/board.md",
             )
         return board["programs"]
     here = [isa.name for isa in runnable(INSTRUCTION_SETS, machine.split("-", maxsplit=1)[0], flags)]
     known = [f"{v['instruction_set']} ({v['triple']})" for v in host["variants"]]
     known += [f"{board['cpu']} ({board['triple']})"] if board else []
-    mend = f"compile it with host_cpus naming one of: {', '.join(here)}" if here else "use another machine"
-    raise BackendError(f"this artifact has no library for this CPU ({machine}), only for {', '.join(known)}", mend=mend)
+    hint = f"compile it with host_cpus naming one of: {', '.join(here)}" if here else "use another machine"
+    raise BackendError(f"this artifact has no library for this CPU ({machine}), only for {', '.join(known)}", hint=hint)
 
 
 def _accelerator(artifact: Artifact) -> dict[str, Any]:
     accelerator = artifact.manifest.sections["accelerator"]
     if accelerator is None:
-        mend = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
-        raise BackendError("this artifact has no accelerator kernels", mend=mend)
+        hint = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
+        raise BackendError("this artifact has no accelerator kernels", hint=hint)
     return accelerator
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.board.kernels import Kernel
-from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import NO_LAYER
+from fastcar_compile.codegen.hls.board.kernels import Kernel
 from fastcar_compile.codegen.hls.csim_drs import read_result
 from fastcar_compile.codegen.hls.engine_design import LinearStage
 from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
 from fastcar_compile.codegen.hls.interface import RESULT_WORDS
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace
+from fastcar_compile.drs.table import NO_LAYER
 from fastcar_compile.errors import UserError
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
 
@@ -90,7 +90,7 @@ class BoardLibrary:
             what = (
                 f"`{name}` has {stream.size} bytes; the kernel takes at most {most} on each of its {len(self._ports)}"
             )
-            raise UserError(f"{what} weight ports", mend="use the files of one artifact together")
+            raise UserError(f"{what} weight ports", hint="use the files of one artifact together")
         parts = stream.reshape(len(self._ports), section)
         return [self._unit.make_buffer(port, part) for port, part in zip(self._ports, parts, strict=True)]
 

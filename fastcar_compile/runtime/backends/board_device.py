@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.board.kernels import Argument, Kernel
+from fastcar_compile.codegen.hls.board.kernels import Argument, Kernel
 from fastcar_compile.errors import BackendError, InternalError
 
 XCLBIN, DEVICE = "FASTCAR_XCLBIN", "FASTCAR_DEVICE"
@@ -37,30 +37,30 @@ class Device:
         image = attempt("the xclbin cannot be read", str(path), lambda: self.xrt.xclbin(str(path)))
         for kernel in kernels:
             _check_kernel(image, kernel, path)
-        mend = "load the XRT driver; `xbutil examine` lists the devices"
+        hint = "load the XRT driver; `xbutil examine` lists the devices"
         where = f"device {index}"
-        self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), mend)
-        mend = "build it for this board's platform"
-        self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), mend)
+        self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), hint)
+        hint = "build it for this board's platform"
+        self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), hint)
         if self.uuid.to_string() != image.get_uuid().to_string():
             what = f"the device holds the xclbin {self.uuid.to_string()}, not {image.get_uuid().to_string()}"
-            raise BackendError(what, where=where, mend="another program has loaded its own: end it")
+            raise BackendError(what, where=where, hint="another program has loaded its own: end it")
 
 
-def attempt(what: str, where: str, work: Callable[[], T], mend: str = "see docs/board.md") -> T:
+def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/board.md") -> T:
     """What `work` returns; XRT's own exceptions become a BackendError."""
     try:
         return work()
     except (RuntimeError, OSError, ValueError, MemoryError) as error:
-        raise BackendError(f"{what}: {error}", where=where, mend=mend) from error
+        raise BackendError(f"{what}: {error}", where=where, hint=hint) from error
 
 
 def _import_pyxrt() -> Any:
     try:
         return importlib.import_module("pyxrt")
     except ImportError as error:
-        mend = "run on the board, with XRT's Python bindings on PYTHONPATH (/opt/xilinx/xrt/python); docs/board.md"
-        raise BackendError(f"the board backend needs pyxrt: {error}", where="import pyxrt", mend=mend) from error
+        hint = "run on the board, with XRT's Python bindings on PYTHONPATH (/opt/xilinx/xrt/python); docs/board.md"
+        raise BackendError(f"the board backend needs pyxrt: {error}", where="import pyxrt", hint=hint) from error
 
 
 def _xclbin() -> Path:
@@ -69,11 +69,11 @@ def _xclbin() -> Path:
         raise BackendError(
             "the board backend does not know its xclbin",
             where=f"${XCLBIN} is not set",
-            mend="set it to the file's path",
+            hint="set it to the file's path",
         )
     if not Path(text).is_file():
         raise BackendError(
-            "the xclbin does not exist", where=text, mend=f"correct ${XCLBIN}; `make link` writes the file"
+            "the xclbin does not exist", where=text, hint=f"correct ${XCLBIN}; `make link` writes the file"
         )
     return Path(text)
 
@@ -81,22 +81,22 @@ def _xclbin() -> Path:
 def _index() -> int:
     text = os.environ.get(DEVICE, "0")
     if not text.isdecimal():
-        raise BackendError(f"{text!r} is no device index", where=f"${DEVICE}", mend="give 0, 1, …")
+        raise BackendError(f"{text!r} is no device index", where=f"${DEVICE}", hint="give 0, 1, …")
     return int(text)
 
 
 def _check_kernel(image: Any, kernel: Kernel, path: Path) -> None:
     """pyxrt tells a kernel's name and how many arguments it has, but not their names."""
-    mend = "link the kernels of this artifact again"
+    hint = "link the kernels of this artifact again"
     found = [k for k in image.get_kernels() if k.get_name() == kernel.name]
     if not found:
-        raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), mend=mend)
+        raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), hint=hint)
     if found[0].get_num_args() != len(kernel.arguments):
         what = (
             f"the xclbin is of another design: {kernel.name} has {found[0].get_num_args()} arguments, "
             f"expected are {len(kernel.arguments)}"
         )
-        raise BackendError(what, where=str(path), mend=mend)
+        raise BackendError(what, where=str(path), hint=hint)
 
 
 class ComputeUnit:
@@ -169,8 +169,8 @@ class ComputeUnit:
         self._run.start()
         state = self._run.wait(TIMEOUT_MS)
         if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
-            mend = "see `dmesg` and `xbutil examine`; load the xclbin again"
-            raise BackendError(f"the kernel did not complete: {state}", where=self.spec.name, mend=mend)
+            hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
+            raise BackendError(f"the kernel did not complete: {state}", where=self.spec.name, hint=hint)
 
     def _own(self, name: str, size: int) -> Any:
         limit = self.argument(name).bytes

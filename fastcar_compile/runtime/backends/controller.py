@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastcar_compile.codegen.drs.gate import pack_heads
-from fastcar_compile.codegen.drs.reader import read_table
-from fastcar_compile.codegen.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.drs.table import Opcode, Status
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace
+from fastcar_compile.drs.table import Opcode, Status
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.offload_gate import GateDecision
 from fastcar_compile.runtime.backends.base import Array
@@ -98,7 +98,7 @@ class GateController:
         trace = self._library.run(self._binary, call, self._table.rows)
         if trace.status is not Status.OK:
             what = f"the DRS controller stopped with status {trace.status.name}"
-            raise BackendError(what, where=f"layer {layer}", mend="compile the model again")
+            raise BackendError(what, where=f"layer {layer}", hint="compile the model again")
         self._held = trace.held
         self._traces[layer] = trace
         return trace

@@ -12,12 +12,12 @@ import tvm
 from torch import Tensor
 from tvm import relax
 
+from fastcar_compile.artifact.tensor_files import ALIGNMENT
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.ir.program import DecoderConfig, StateRole, StateSpec
 from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
 from fastcar_compile.runtime.state import StateArena
-from fastcar_compile.runtime.tensor_files import ALIGNMENT
 from fastcar_compile.runtime.threads import use_threads
 
 _ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)

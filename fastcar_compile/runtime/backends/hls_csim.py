@@ -12,10 +12,10 @@ import torch
 import tvm
 from torch import Tensor
 
-from fastcar_compile.codegen.drs.table import Opcode
 from fastcar_compile.codegen.hls.csim import CsimLibrary
+from fastcar_compile.codegen.tvm.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
+from fastcar_compile.drs.table import Opcode
 from fastcar_compile.errors import InternalError
-from fastcar_compile.lowering.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
 from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit

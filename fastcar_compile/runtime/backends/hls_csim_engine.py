@@ -13,7 +13,7 @@ from torch import Tensor
 from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.codegen.hls.engine_csim import EngineLibrary
 from fastcar_compile.codegen.hls.engine_design import LinearStage
-from fastcar_compile.lowering.converters import OFFLOAD_LINEAR_FUNCTION
+from fastcar_compile.codegen.tvm.converters import OFFLOAD_LINEAR_FUNCTION
 from fastcar_compile.ops.offload_linear import bound_linears, current_linears
 from fastcar_compile.runtime.backends.base import Array, StepResult
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend

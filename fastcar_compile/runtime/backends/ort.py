@@ -10,7 +10,7 @@ import onnxruntime
 
 from fastcar_compile.codegen.onnx.export import output_name
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.ir.program import DecoderConfig, StateRole, StateSpec
 from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
 

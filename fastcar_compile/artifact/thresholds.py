@@ -1,0 +1,80 @@
+"""The result of a calibration, as a file or inside an artifact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fastcar_compile.config import Threshold, describe_validation
+from fastcar_compile.errors import ArtifactError
+
+
+class Thresholds(BaseModel):
+    """Calibrated thresholds of one decoder and gate.
+
+    Args:
+        gate: name of the gate that they belong to.
+        values: one per layer; None: this layer never replays.
+        replay: share of the forwards t >= F that replayed on the calibration videos, over all layers.
+        per_layer: the same per layer.
+        nll, nll_dense: nats per token over all frames but the first, with and without replay.
+        goal: what was asked for.
+        inputs: SHA-256 of weights, gate options and videos.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gate: str
+    values: tuple[Threshold | None, ...]
+    replay: float
+    per_layer: tuple[float, ...]
+    nll: float
+    nll_dense: float
+    goal: str
+    inputs: str
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-safe; infinite thresholds are strings."""
+        return self.model_dump(mode="json")
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; same thresholds, same bytes."""
+        Path(path).write_text(json.dumps(self.to_json(), sort_keys=True, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            ArtifactError: malformed.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            text = "; ".join(describe_validation(error))
+            raise ArtifactError(f"the thresholds are malformed: {text}", where=where) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file written by `save`.
+
+        Raises:
+            ArtifactError: missing or malformed.
+        """
+        try:
+            data = json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"the thresholds cannot be read: {error}", where=str(path)) from error
+        return cls.from_json(data, str(path))
+
+    def check(self, gates: Sequence[str | None], where: str) -> None:
+        """Raises ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""
+        compiled = sorted({g for g in gates if g is not None})
+        if len(gates) != len(self.values) or compiled not in ([], [self.gate]):
+            what = f"thresholds of gate {self.gate} for {len(self.values)} layers do not fit "
+            what += f"an artifact of {len(gates)} layers with gate {', '.join(compiled) or 'none'}"
+            raise ArtifactError(what, where=where, hint="calibrate this artifact")

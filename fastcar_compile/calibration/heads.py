@@ -1,0 +1,58 @@
+"""Which query heads tell how far a token changed: chosen layer by layer, greedily, by the damage that they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from fastcar_compile.calibration.evaluator import Evaluator
+from fastcar_compile.gates import gate_named
+
+SHARE = 0.6
+"""Of a layer's forwards that replay while its heads are compared."""
+
+MOST_HEADS = 3
+"""A further head is taken only while it helps, and never more than this many."""
+
+Heads = tuple[tuple[int, float], ...]
+Say = Callable[[str], None]
+
+
+def choose_heads(
+    evaluator: Evaluator, counts: list[int], say: Say = lambda _line: None, first: int = 0
+) -> Iterator[Heads]:
+    """Per layer (head, weight 1 or -1) pairs of least NLL when SHARE of the layer replays and nothing else does.
+
+    The best single head comes first, then the head whose sum or difference with those chosen helps most.
+
+    Args:
+        evaluator: of calibration videos, with gate "tas". counts: query heads per layer.
+        first: the layer to begin with.
+
+    Yields:
+        A layer's heads as soon as they are chosen.
+    """
+    for layer, count in list(enumerate(counts))[first:]:
+        yield _layer(evaluator, layer, count, say)
+
+
+def _layer(evaluator: Evaluator, layer: int, count: int, say: Say) -> Heads:
+    best: tuple[float, Heads] = (math.inf, ())
+    while len(best[1]) < min(MOST_HEADS, count):
+        taken = {head for head, _ in best[1]}
+        free = [(head, sign) for head in range(count) if head not in taken for sign in (1.0, -1.0)]
+        tried = min((_nll(evaluator, layer, (*best[1], pair)), (*best[1], pair)) for pair in free)
+        if tried[0] >= best[0]:
+            break
+        best = tried
+        say(f"heads of layer {layer}: {', '.join(f'{h}:{w:+g}' for h, w in best[1])}, NLL {best[0]:.4g}")
+    return best[1]
+
+
+def _nll(evaluator: Evaluator, layer: int, heads: Heads) -> float:
+    """With SHARE of the layer's dense scores above the threshold."""
+    evaluator.set_gate(layer, gate_named("tas", heads))
+    scores = evaluator.scores(layer)
+    threshold = float(scores.kthvalue(max(1, round((1 - SHARE) * len(scores)))).values)
+    closed = [None] * evaluator.layers
+    return evaluator.measure([*closed[:layer], threshold, *closed[layer + 1 :]]).nll

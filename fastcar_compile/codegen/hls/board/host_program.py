@@ -1,0 +1,106 @@
+"""The C++ host program of an artifact: real headers and mains, and one generated header with this decoder's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
+from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+
+SOURCES = "host/src"
+"""Folder of the artifact that holds the host program."""
+
+WEIGHTS = "weights/model.safetensors"
+
+ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
+
+_ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""As safetensors names them, and fastcar_safetensors.hpp."""
+
+
+def host_sources(
+    program: DecoderProgram, board: Mapping[str, Any], accelerator: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Texts of the host program by file name.
+
+    Args:
+        board: the manifest's `host.board`. accelerator: the manifest's section; None: no program for it is written.
+
+    Returns:
+        Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
+    """
+    templates = files("hls_templates") / "host"
+    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))]
+    texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
+    texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
+    if accelerator is not None:
+        texts["fastcar_kernels.hpp"] = _kernels(program, accelerator)
+    texts["fastcar_program.hpp"] = render(
+        "host/fastcar_program.hpp",
+        config=program.config,
+        programs=board["programs"],
+        weights=WEIGHTS,
+        thresholds=[_float(s.threshold if s.replay else None) for s in program.sites],
+        state=[
+            {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role not in _ATTENTION}
+            for s in program.state
+        ],
+    )
+    return dict(sorted(texts.items()))
+
+
+def _kernels(program: DecoderProgram, accelerator: Mapping[str, Any]) -> str:
+    """The compute kernel, the controller, and the names that the offload library calls them by."""
+    from fastcar_compile.codegen.tvm import converters
+
+    compute, controller = accelerator["kernels"]
+    return render(
+        "host/fastcar_kernels.hpp",
+        config=program.config,
+        kernels=[compute, controller],
+        weights=accelerator["weights"],
+        table=accelerator["table"],
+        linears=accelerator["design"].get("linears", {}),
+        mlp_function=converters.OFFLOAD_FUNCTION,
+        gate_function=converters.GATE_FUNCTION,
+        linear_function=converters.OFFLOAD_LINEAR_FUNCTION,
+        operations={"OP_MLP": OP_MLP, "OP_LINEAR": OP_LINEAR, "OP_LINEAR_BIAS": OP_LINEAR_BIAS},
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type in a safetensors file.
+
+    Raises:
+        InternalError: a type that the host program does not know.
+    """
+    if dtype not in _DTYPES:
+        raise InternalError(f"the host program has no tensor of type {dtype}")
+    return _DTYPES[dtype]
+
+
+def _float(threshold: float | None) -> str:
+    """A float32 in C++, exactly; None is +inf."""
+    value = float("inf") if threshold is None else float(np.float32(threshold))
+    if np.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return f"{value.hex()}f"

@@ -1,0 +1,71 @@
+"""The DRS control table of a program, and what the manifest says of the controller that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastcar_compile.codegen.hls.drs_cost import controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.emit_drs import limits_of
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, build_table
+from fastcar_compile.errors import CompileError
+from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.ir.program import DecoderProgram
+
+
+def attention_of(program: DecoderProgram) -> AttentionShape:
+    """Heads that the TAS unit is built for.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+    """
+    shapes: dict[AttentionShape, int] = {}
+    for site in program.sites:
+        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
+    if len(shapes) > 1:
+        raise CompileError(
+            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
+            hint="compile for a CPU target; the TAS unit has one shape for all layers",
+        )
+    return next(iter(shapes))
+
+
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
+    """The DRS control table of a program; a layer whose gate the host decides has no gate in it.
+
+    Args:
+        prefetch_bytes: of the kernel's prefetch buffer; all layers have one stream size, so it is that of every layer.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+        UserError: a size is out of the table's range.
+    """
+    sites, replay = program.sites, config.replay
+    refresh = replay.refresh_every if replay else None
+    own = [decided_on_accelerator(s.gate, s.heads, refresh) for s in sites]
+    return build_table(
+        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
+        [s.threshold if unit and s.threshold is not None else float("inf") for s, unit in zip(sites, own, strict=True)],
+        attention=attention_of(program),
+        scales=[s.scale if unit else None for s, unit in zip(sites, own, strict=True)],
+        max_chain=replay.max_chain if replay else None,
+        couple_cfg=replay.couple_cfg if replay else False,
+        prefetch=[prefetch_bytes] * len(sites),
+    )
+
+
+def controller_json(table: DrsTable) -> dict[str, Any]:
+    """What the manifest and the report say of the controller and its table."""
+    limits = limits_of(table)
+    return {
+        "table_version": VERSION,
+        "gate": "tas",
+        "gated_layers": [layer for layer, factor in enumerate(table.factors) if factor != 0],
+        "couple_cfg": table.couple_cfg,
+        "max_chain": table.max_chain,
+        "prefetch_bytes": max(table.prefetch),
+        "limits": asdict(limits),
+        "usage_estimate": asdict(controller_usage(limits)),
+        "cycles_estimate": controller_cycles(table),
+    }

@@ -1,0 +1,153 @@
+"""The accelerator parts of an artifact: HLS project, packed weights and the DRS control table."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.artifact.store import ArtifactWriter
+from fastcar_compile.artifact.tensor_files import LazyTensors
+from fastcar_compile.codegen.hls.board.kernels import Kernel
+from fastcar_compile.codegen.hls.control import attention_of, control_table, controller_json
+from fastcar_compile.codegen.hls.design import MlpDesign
+from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
+from fastcar_compile.codegen.hls.engine_design import EngineDesign, LinearStage
+from fastcar_compile.codegen.hls.linear_spec import LinearSpec
+from fastcar_compile.codegen.hls.linear_weights import pack_linear
+from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import CompileError
+from fastcar_compile.estimate.explore import explore, mlp_of
+from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
+from fastcar_compile.ir.program import DecoderProgram, LayerSite, StateRole
+from fastcar_compile.ops.quant import unpack_int4
+from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
+from fastcar_compile.targets import Target
+
+WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
+
+
+def emit_accelerator(
+    writer: ArtifactWriter, program: DecoderProgram, config: CompileConfig, board: Target
+) -> dict[str, Any] | None:
+    """Write hls/, drs/ and weights/accelerator.safetensors; returns the manifest's section.
+
+    Raises:
+        CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
+    """
+    if config.quant in ("none", "bf16"):
+        text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return None
+    _check_equal(program.sites)
+    ring = program.config.ring
+    positions = config.max_seq_len if ring is None else ring.capacity
+    require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
+    calls, offloaded = _linears(program) if config.offload == "linears" else ([], {})
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
+    found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
+    design, mlp = found.design, mlp_of(found.design)
+    table = control_table(program, config, mlp.spec.cores, mlp.prefetch_bytes)
+    emit_hls(design, writer.root / "hls", table)
+    section = offloaded | {
+        "offload": config.offload,
+        "weights": WEIGHTS,
+        "table": TABLE,
+        "controller": controller_json(table),
+        "design": design.to_json(),
+        "exploration": found.to_json(),
+        "kernels": [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)],
+    }
+    streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        f"layer_{s.layer}": (mlp.stream_bytes, partial(_stream, program, s, mlp)) for s in program.sites
+    }
+    if isinstance(design, EngineDesign):
+        for c in calls:
+            stage = design.linears[c.name]
+            streams[c.name] = (stage.stream_bytes, partial(_linear_stream, program, c, stage))
+    writer.write_streamed(WEIGHTS, streams, LazyTensors(streams))
+    writer.write_bytes(TABLE, table.to_bytes())
+    writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
+    return section
+
+
+def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
+    """The MLP that all layers share; the exploration chooses the cores."""
+    site = program.sites[0]
+    return MlpSpec(
+        hidden=site.hidden,
+        intermediate=site.intermediate,
+        batch=config.batch_size,
+        layers=len(program.sites),
+        cores=1,
+        activation=site.activation,
+        gated=site.gated,
+        quant=config.quant,
+        up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
+        down_bias=any(s.biases[-1] is not None for s in program.sites),
+    )
+
+
+def _footprint(program: DecoderProgram, board: Target) -> Footprint:
+    """What the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
+    weights = program.params.nbytes()
+    if not shares_memory(board):
+        return Footprint(weights, 0, 0)
+    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    cache = sum(s.nbytes for s in program.state if s.role in attention)
+    gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
+
+
+def _linears(program: DecoderProgram) -> tuple[list[LinearCall], dict[str, Any]]:
+    """The linear calls of a forward, and what the manifest says about them."""
+    calls, kept = linear_calls(program)
+    if not calls:
+        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
+        raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", hint="use offload='mlp'")
+    return calls, {"linears": [c.to_json() for c in calls], "on_host": [asdict(k) for k in kept]}
+
+
+def _check_equal(sites: Sequence[LayerSite]) -> None:
+    """Raises CompileError when layers differ: they share one kernel."""
+
+    def shape(site: LayerSite) -> str:
+        kind = f"{'gated' if site.gated else 'plain'} {site.activation}"
+        return f"layer {site.layer}: {kind}, {site.hidden} / {site.intermediate}"
+
+    different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
+    if different:
+        raise CompileError(
+            f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}",
+            where=different[0].source,
+            hint="compile for a CPU target",
+        )
+
+
+def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Tensor:
+    """The kernel's weight stream of one layer, uint8."""
+    return torch.from_numpy(pack_mlp(_weights(program, site.weights, site.biases), design))
+
+
+def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> Tensor:
+    """The kernel's weight stream of one linear call, uint8."""
+    return torch.from_numpy(pack_linear(_weights(program, call.weights, call.biases), stage))
+
+
+def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
+    """Quantised linears by the names that their weights had before."""
+    params, linears = program.params, []
+    for name, bias in zip(names, biases, strict=True):
+        int4 = f"{name}_int4" in params
+        values = unpack_int4(params[f"{name}_int4"]) if int4 else params[f"{name}_int8"]
+        scales = params[f"{name}_scale"].numpy()
+        linears.append(LinearWeights(values.numpy(), scales, None if bias is None else params[bias].float().numpy()))
+    return linears

@@ -1,0 +1,154 @@
+"""Instruction sets as data: what a library is compiled for, and what a CPU must offer to run it.
+
+No TVM here: the runtime chooses a library with this module alone.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastcar_compile.errors import CompileError
+
+Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull"]
+"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp."""
+
+NATIVE = "native"
+"""In `host_cpus`: the best instruction set of the build machine."""
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One row of the table.
+
+    Args:
+        name: in the manifest, in `host_cpus` and in folder names.
+        triple: LLVM triple.
+        cpu: LLVM CPU name, which also says what is fast.
+        features: LLVM features beyond those of the CPU, with their sign.
+        flags: what /proc/cpuinfo must list for a library of this set to run.
+        llvm: LLVM features that a CPU name must imply for this set's kernels to suit it.
+        float_lanes: float32 lanes of a register.
+        int8: see `Int8`.
+        float16: whether it converts between float16 and float32; else that takes integer arithmetic.
+    """
+
+    name: str
+    triple: str
+    cpu: str
+    features: tuple[str, ...]
+    flags: frozenset[str]
+    llvm: tuple[str, ...]
+    float_lanes: int
+    int8: Int8
+    float16: bool
+
+    @property
+    def machine(self) -> str:
+        """The architecture as `platform.machine()` names it."""
+        return self.triple.split("-", maxsplit=1)[0]
+
+
+PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable", False)
+"""Plain vectors, for every CPU: what kernels are imported with. It is no row of the table."""
+
+_X86, _ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
+_V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
+    InstructionSet(
+        "avx512-vnni",
+        _X86,
+        "x86-64-v4",
+        ("+avx512vnni",),
+        _V4 | {"avx512_vnni"},
+        ("avx512bw", "avx512vnni"),
+        16,
+        "vnni512",
+        True,
+    ),
+    InstructionSet(
+        "avx2-vnni", _X86, "x86-64-v3", ("+avxvnni",), _V3 | {"avx_vnni"}, ("avx2", "avxvnni"), 8, "vnni256", True
+    ),
+    InstructionSet("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "fma", "f16c"), 8, "madd", True),
+    InstructionSet("sse4", _X86, "x86-64-v2", (), _V2, ("sse4.2",), 4, "portable", False),
+    InstructionSet(
+        "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
+    ),
+    InstructionSet("neon", _ARM, "cortex-a53", (), frozenset({"asimd", "crc32"}), ("neon",), 4, "smull", True),
+)
+"""Of every architecture the best one first."""
+
+
+def instruction_set(name: str) -> InstructionSet:
+    """The row of that name.
+
+    Raises:
+        CompileError: there is none.
+    """
+    for isa in INSTRUCTION_SETS:
+        if isa.name == name:
+            return isa
+    known = ", ".join(isa.name for isa in INSTRUCTION_SETS)
+    raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", hint=f"use some of: {known}, {NATIVE}")
+
+
+def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
+    """The rows of these names, "native" for the best one of this machine; in the table's order, each once.
+
+    Raises:
+        CompileError: an unknown name, or none at all.
+    """
+    if isinstance(names, str) or not names:
+        text = f"host_cpus is a list of names, not {names!r}" if names else "no instruction set is named"
+        raise CompileError(text, where="host_cpus", hint='give for example ["native", "avx2"]')
+    chosen = {(host_instruction_set() if name == NATIVE else instruction_set(name)).name for name in names}
+    return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """What the running CPU offers, as the kernel names it: the first `flags` (x86) or `Features` (Arm) line.
+
+    Empty where there is no such file or line.
+    """
+    try:
+        lines = cpuinfo.read_text("utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]) -> list[InstructionSet]:
+    """Those that a CPU with these flags runs, the best one first."""
+    able = {isa.name for isa in sets if isa.machine == machine and isa.flags <= flags}
+    return [isa for isa in INSTRUCTION_SETS if isa.name in able]
+
+
+def host_instruction_set() -> InstructionSet:
+    """The best one of this machine.
+
+    Raises:
+        CompileError: the CPU runs none of the table.
+    """
+    machine, flags = platform.machine(), cpu_flags()
+    able = runnable(INSTRUCTION_SETS, machine, flags)
+    if able:
+        return able[0]
+    sets = [isa.name for isa in INSTRUCTION_SETS if isa.machine == machine]
+    text = f"of {', '.join(sets)}" if sets else f"for {machine}"
+    raise CompileError(
+        f"this CPU runs no instruction set {text}",
+        where=str(CPUINFO),
+        hint="compile on a CPU with at least SSE 4.2 or NEON, or name the instruction sets: host_cpus",
+    )

@@ -1,0 +1,130 @@
+"""Sparse attention over a ring cache, and its addresses; ops/window.py defines the rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
+from fastcar_compile.codegen.tvm.kernels.script import kernel
+from fastcar_compile.ops.cached import row_size
+
+Shape = tuple[int, int, int, int]
+
+
+@kernel
+def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
+    """The row of position - back, clamped to 0: int64 [1]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        with T.sblock("row"):
+            T.reads(position[0:1])
+            T.writes(row[0:1])
+            p: T.let = T.max(position[0] - T.int64(back), T.int64(0))
+            row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
+
+    return row_of_earlier_key
+
+
+@kernel
+def window_attention(
+    query: Shape,
+    cache: Shape,
+    scale: float,
+    sinks: int,
+    window: int,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
+
+    First the sinks, then the window, whose row j is position begin + j of the sequence. Parallel over query rows,
+    key/value heads and, where those are few, pieces of the window. The rows of a chunk read what its first one has
+    fetched, so that only a single one asks ahead.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    group, ring, width = hq // hkv, s - sinks, row_size(d, dtype)
+    pieces = context_parts(b * hkv * t, b * hkv * t * (sinks + window) * d * 2)
+    parts = max(pieces, 1)
+    loop = T.parallel if pieces else T.serial
+    slots = b * hkv * t * parts * group
+    steps = online_softmax(d, group, scale, dtype, isa)
+
+    def sink(j: Any) -> Any:
+        return j
+
+    def sink_of_next_head(j: Any) -> Any:
+        return j + s
+
+    def recent(base: Any, j: Any) -> Any:
+        """The window's row j; base + j is below 2 * ring."""
+        return sinks + base + j - T.Select(base + j >= ring, ring, 0)
+
+    def ahead_of(seen: Any, base: Any, j: Any) -> Any:
+        """The window's row for later; one past the last is of the next head's."""
+        later = j + T.min(steps.ahead, seen)
+        past = later >= seen
+        return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
+
+    @T.prim_func(private=True, s_tir=True)
+    def attend_to_window(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        values: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        sink_q: T.Buffer((b, hq, t, d), "float32"),
+        y: T.Buffer((b, hq, t, d), "float32"),
+    ):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        with T.sblock("heads"):
+            T.reads(
+                q[0:b, 0:hq, 0:t, 0:d],
+                sink_q[0:b, 0:hq, 0:t, 0:d],
+                keys[0:b, 0:hkv, 0:s, 0:width],
+                values[0:b, 0:hkv, 0:s, 0:width],
+                position[0:1],
+            )
+            T.writes(y[0:b, 0:hq, 0:t, 0:d])
+            sums = T.alloc_buffer((slots, d), "float32")
+            tops = T.alloc_buffer((slots,), "float32")
+            totals = T.alloc_buffer((slots,), "float32")
+            for item in loop(b * hkv * t * parts):
+                bi: T.let = item // (hkv * t * parts)
+                h: T.let = item // (t * parts) % hkv
+                i: T.let = item // parts % t
+                p: T.let = T.Cast("int32", position[0]) + i
+                begin: T.let = T.max(p - (window - 1), sinks)
+                base: T.let = (begin - sinks) % ring
+                seen: T.let = T.max(p + 1 - begin, 0)
+                span: T.let = (seen + parts * BLOCK - 1) // (parts * BLOCK) * BLOCK
+                first: T.let = item % parts * span
+                steps.clear(item * group, tops, totals, sums)
+                if sinks > 0:
+                    met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
+                    steps.attend(
+                        sink_q, i, keys, values, bi, h, item * group, 0, met, sink,
+                        sink_of_next_head if t == 1 else None, tops, totals, sums,
+                    )  # fmt: skip
+                steps.attend(
+                    q, i, keys, values, bi, h, item * group, first, T.min(first + span, seen),
+                    partial(recent, base), partial(ahead_of, seen, base) if t == 1 else None,
+                    tops, totals, sums,
+                )  # fmt: skip
+            for row in range(b * hkv * t):
+                merged = T.alloc_buffer((d,), "float32")
+                share = T.alloc_buffer((3,), "float32")
+                steps.finish(
+                    y, row // (hkv * t), row // t % hkv, row % t, row * parts * group, parts,
+                    merged, share, tops, totals, sums,
+                )  # fmt: skip
+
+    return attend_to_window

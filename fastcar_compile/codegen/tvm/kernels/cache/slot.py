@@ -1,0 +1,87 @@
+"""Frame-slot reads and in-place writes: MLP caches float32 [F, B, H] and chain counters int32 [F, B]."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels.script import kernel
+
+
+@kernel
+def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
+    """Row step mod F of a float32 cache [F, B, H]."""
+    slots, rows, width = shape
+
+    @T.prim_func(private=True, s_tir=True)
+    def read_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+        y: T.Buffer((rows, width), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
+                T.writes(y[0:rows, 0:width])
+                y[i, c] = cache[T.Cast("int32", step[0]) % slots, i, c]
+
+    return read_slot
+
+
+@kernel
+def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
+    """In place: row step mod F of a float32 cache [F, B, H] becomes value [B, H]."""
+    slots, rows, width = shape
+
+    @T.prim_func(private=True, s_tir=True)
+    def write_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        value: T.Buffer((rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(value[0:rows, 0:width], step[0:1])
+                T.writes(cache[0:slots, 0:rows, 0:width])
+                cache[T.Cast("int32", step[0]) % slots, i, c] = value[i, c]
+
+    return write_slot
+
+
+@kernel
+def chain_read(slots: int, rows: int) -> PrimFunc:
+    """Row step mod F of the counters int32 [F, B]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def read_chain(
+        chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(chain[0:slots, 0:rows], step[0:1])
+                T.writes(y[0:rows])
+                y[i] = chain[T.Cast("int32", step[0]) % slots, i]
+
+    return read_chain
+
+
+@kernel
+def chain_write(slots: int, rows: int) -> PrimFunc:
+    """In place: row step mod F of the counters int32 [F, B] becomes value [B]."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def write_chain(
+        chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(value[0:rows], step[0:1])
+                T.writes(chain[0:slots, 0:rows])
+                chain[T.Cast("int32", step[0]) % slots, i] = value[i]
+
+    return write_chain

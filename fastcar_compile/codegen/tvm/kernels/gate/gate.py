@@ -1,0 +1,48 @@
+"""The replay gate."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels.script import kernel
+
+
+@kernel
+def gate(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+) -> PrimFunc:
+    """bool [B]: step >= stride, the score passes, no refresh, chain below max_chain; the pair row too when coupled."""
+    half = batch // 2 if couple else 0
+    limited = 1 if max_chain >= 0 else 0
+    period = max(refresh_every, 1)
+    refreshed = 1 if refresh_every > 0 else 0
+    sign = -1.0 if at_most else 1.0
+
+    @T.prim_func(private=True, s_tir=True)
+    def decide(
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        chain: T.Buffer((slots, batch), "int32"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                now: T.let = T.Cast("int32", step[0])
+                slot: T.let = now % slots
+                pair: T.let = (i + half) % batch
+                least: T.let = threshold[0] * T.float32(sign)
+                y[i] = (
+                    (now >= stride)
+                    and (refreshed == 0 or now // stride % period != 0)
+                    and (score[i] * T.float32(sign) >= least)
+                    and (score[pair] * T.float32(sign) >= least)
+                    and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+                )
+
+    return decide

@@ -1,0 +1,67 @@
+"""Table factor of an activation, bit for bit as fastcar_compile.ops.activations defines it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.kernels.script import kernel
+from fastcar_compile.ops.activations import FACTORS, INPUT_STEPS, KNOTS
+
+LANES = 16
+"""Elements whose integer steps run together; only the table is read one element at a time."""
+
+
+def fixed_input(x: Any, activation: str) -> Any:
+    """u of the definition: x as an int32 in 1/64 of the table's step, from 0."""
+    kind = FACTORS[activation]
+    clamped = T.max(T.min(x, T.float32(kind.limit)), T.float32(-kind.limit))
+    return T.Cast("int32", T.nearbyint(clamped * T.float32(kind.input_scale))) + INPUT_STEPS
+
+
+def knot(u: Any) -> Any:
+    """i of the definition: the table entry at or before u."""
+    return T.min(T.shift_right(u, 6), KNOTS - 2)
+
+
+def blend(low: Any, high: Any, u: Any) -> Any:
+    """The factor between two neighbouring entries."""
+    f = u - T.shift_left(knot(u), 6)
+    return T.Cast("float32", T.shift_right(low * (64 - f) + high * f + 32, 6)) * T.float32(2.0**-24)
+
+
+@kernel
+def activation_factor(size: int, activation: str) -> PrimFunc:
+    """Factor of x float32 [size] by the activation's table int32 [513]."""
+    knots = KNOTS
+
+    @T.prim_func(private=True, s_tir=True)
+    def factor_table(
+        x: T.Buffer((size,), "float32"), table: T.Buffer((knots,), "int32"), y: T.Buffer((size,), "float32")
+    ):
+        T.func_attr({"tir.noalias": True})
+        for block in range(size // LANES):
+            with T.sblock("points"):
+                T.reads(x[0:size], table[0:knots])
+                T.writes(y[0:size])
+                u = T.alloc_buffer((LANES,), "int32")
+                low = T.alloc_buffer((LANES,), "int32")
+                high = T.alloc_buffer((LANES,), "int32")
+                for v in T.vectorized(LANES):
+                    u[v] = fixed_input(x[block * LANES + v], activation)
+                for v in T.unroll(LANES):
+                    low[v] = table[knot(u[v])]
+                    high[v] = table[knot(u[v]) + 1]
+                for v in T.vectorized(LANES):
+                    y[block * LANES + v] = blend(low[v], high[v], u[v])
+        for i in range(size % LANES):
+            with T.sblock("point"):
+                T.reads(x[0:size], table[0:knots])
+                T.writes(y[0:size])
+                at: T.let = size // LANES * LANES + i
+                w: T.let = fixed_input(x[at], activation)
+                y[at] = blend(table[knot(w)], table[knot(w) + 1], w)
+
+    return factor_table

@@ -1,0 +1,77 @@
+"""Sums of int8 products of every instruction set, exact in int32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script import tirx as T
+
+from fastcar_compile.codegen.tvm.isa import Int8
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, Load, pure
+
+
+@dataclass(frozen=True)
+class Int8Dot:
+    """How a kernel adds up int8 products.
+
+    Args:
+        width: products of one step.
+        lanes: int32 sums that a step adds to.
+        unsigned: 128 is added to every weight: a step over weights of zero gives what to subtract.
+        tile: accumulators that fit the registers.
+        streams: weight rows that few activation rows meet side by side. One where that was measured to be
+            faster; several where they share a load of activations.
+        step: (sums, weights, activations) -> sums.
+    """
+
+    width: int
+    lanes: int
+    unsigned: bool
+    tile: int
+    streams: int
+    step: Callable[[Expr, Load, Load], Expr]
+
+
+def _vpdpbusd(width: int) -> Callable[[Expr, Load, Load], Expr]:
+    """Four products of an unsigned and a signed byte per lane; it does not saturate."""
+    lanes = width // 4
+
+    def step(acc: Expr, w: Load, q: Load) -> Expr:
+        flipped = T.bitwise_xor(w(0, width), T.Broadcast(T.int8(-128), width))
+        name = f"llvm.x86.avx512.vpdpbusd.{width * 8}"
+        return pure(f"int32x{lanes}", name, acc, flipped, q(0, width))
+
+    return step
+
+
+def _vpmaddwd(acc: Expr, w: Load, q: Load) -> Expr:
+    """vpmaddubsw would saturate: 2 * 127 * 255 is beyond int16."""
+    wide = (T.Cast("int16x16", v(0, 16)) for v in (w, q))
+    return acc + pure("int32x8", "llvm.x86.avx2.pmadd.wd", *wide)
+
+
+def _smull(acc: Expr, w: Load, q: Load) -> Expr:
+    """Two products fit int16: 2 * 127 * 128 < 2**15."""
+    low, high = (pure("int16x8", "llvm.aarch64.neon.smull.v8i16", w(o, 8), q(o, 8)) for o in (0, 8))
+    return acc + pure("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", low + high)
+
+
+def _sdot(acc: Expr, w: Load, q: Load) -> Expr:
+    return pure("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, w(0, 16), q(0, 16))
+
+
+def _portable(acc: Expr, w: Load, q: Load) -> Expr:
+    """Two products in int16, as for smull."""
+    low, high = (T.Cast("int16x8", w(o, 8)) * T.Cast("int16x8", q(o, 8)) for o in (0, 8))
+    return acc + T.Cast("int32x8", low + high)
+
+
+INT8_DOTS: dict[Int8, Int8Dot] = {
+    "vnni512": Int8Dot(64, 16, True, 12, 1, _vpdpbusd(64)),
+    "vnni256": Int8Dot(32, 8, True, 8, 1, _vpdpbusd(32)),
+    "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
+    "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
+    "smull": Int8Dot(16, 4, False, 8, 8, _smull),
+    "portable": Int8Dot(16, 8, False, 4, 8, _portable),
+}

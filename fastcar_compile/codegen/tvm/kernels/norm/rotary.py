@@ -1,0 +1,55 @@
+"""Rotary position embedding of queries or keys."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels.script import kernel
+
+Shape = tuple[int, int, int, int]
+PARALLEL_ELEMENTS = 1 << 17
+"""Elements from which a second thread pays for launching and awaiting a parallel region."""
+
+
+@kernel
+def rotary(shape: Shape, tables: int) -> PrimFunc:
+    """x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin of x [B, H, T, D].
+
+    cos and sin are [tables, 1, T, D], tables 1 or B.
+    """
+    b, h, t, d = shape
+    half = d // 2
+    lanes = next(v for v in (16, 8, 4, 2, 1) if half % v == 0)
+    loop = T.parallel if b * h > 1 and b * h * t * d >= PARALLEL_ELEMENTS else T.serial
+
+    @T.prim_func(private=True, s_tir=True)
+    def rotate(
+        x: T.Buffer((b, h, t, d), "float32"),
+        cos: T.Buffer((tables, 1, t, d), "float32"),
+        sin: T.Buffer((tables, 1, t, d), "float32"),
+        y: T.Buffer((b, h, t, d), "float32"),
+    ):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        for head in loop(b * h):
+            for i, c in T.grid(t, half // lanes):
+                with T.sblock("lanes"):
+                    T.reads(x[0:b, 0:h, 0:t, 0:d], cos[0:tables, 0:1, 0:t, 0:d], sin[0:tables, 0:1, 0:t, 0:d])
+                    T.writes(y[0:b, 0:h, 0:t, 0:d])
+                    bi: T.let = head // h
+                    hi: T.let = head % h
+                    e: T.let = bi % tables
+                    at: T.let = c * lanes
+                    for v in T.vectorized(lanes):
+                        y[bi, hi, i, at + v] = (
+                            x[bi, hi, i, at + v] * cos[e, 0, i, at + v]
+                            - x[bi, hi, i, half + at + v] * sin[e, 0, i, at + v]
+                        )
+                    for v in T.vectorized(lanes):
+                        y[bi, hi, i, half + at + v] = (
+                            x[bi, hi, i, half + at + v] * cos[e, 0, i, half + at + v]
+                            + x[bi, hi, i, at + v] * sin[e, 0, i, half + at + v]
+                        )
+
+    return rotate

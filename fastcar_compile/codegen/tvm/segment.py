@@ -1,0 +1,206 @@
+"""Cut a decode step into prologue, layers and epilogue, so that identical layers are lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.ir.program import LayerSite, get_attribute
+from fastcar_compile.ir.rewrite import ancestors, descendants, output_nodes
+
+fastcar = torch.ops.fastcar
+OWN_ARGUMENT = {
+    fastcar.offloaded_gate.default: 6,
+    fastcar.offloaded_mlp.default: 3,
+    fastcar.offloaded_linear.default: 1,
+}
+"""Operator -> index of the argument that tells its layer's calls from those of the others."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the graph as a function.
+
+    Attributes:
+        inputs: the outer graph's node (or, for parameters, attribute) that each placeholder stands for.
+        outputs: the outer graph's node behind each result.
+        literals: values of the arguments that `OWN_ARGUMENT` names, which are arguments of the function too.
+        key: equal for segments of equal structure.
+        nodes: the operators of the part, in order. outer: the graph that they are in.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    literals: tuple[int | str, ...]
+    key: str
+    nodes: tuple[fx.Node, ...]
+    outer: fx.GraphModule
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """fx graph with placeholders only (parameters, state and activations) and a flat tuple of results, its names by
+        position. In place of a literal is its index in `literals`, as a number or as text."""
+        return _copy_part(self)
+
+
+def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[str]) -> list[Segment]:
+    """Prologue, one segment per layer, epilogue. `state` names the state placeholders.
+
+    A node belongs to the last layer whose entry it depends on, with two corrections that keep equal layers equal: what
+    gathers results of several layers goes to the epilogue, and a layer's own state is read in the layer.
+    """
+    graph = module.graph
+    borders = _borders(graph, sites)
+    rank = _ranks(graph, borders)
+    _gather_last(graph, borders, rank)
+    _sink_state_reads(graph, state, rank)
+    parts: list[list[fx.Node]] = [[] for _ in range(len(borders) + 1)]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            parts[rank[node]].append(node)
+    results = set(output_nodes(graph))
+    return [_extract(module, part, results) for part in parts if part]
+
+
+def _borders(graph: fx.Graph, sites: Sequence[LayerSite]) -> list[fx.Node]:
+    """Where the first layer begins and every layer ends. The prefill graph has its own node names; it is cut only where
+    they agree."""
+    nodes = {n.name: n for n in graph.nodes}
+    if not all(s.entry in nodes and s.exit in nodes for s in sites):
+        return []
+    return [nodes[name] for name in [sites[0].entry, *(s.exit for s in sites)]]
+
+
+def _ranks(graph: fx.Graph, borders: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """For every node the number of the last border that it depends on; 0: none."""
+    number = {border: i for i, border in enumerate(borders, 1)}
+    rank: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        rank[node] = max((max(rank[a], number.get(a, 0)) for a in node.all_input_nodes), default=0)
+    return rank
+
+
+def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node, int]) -> None:
+    """Move nodes that read several layers' inner values, and that no layer needs, to the epilogue."""
+    needed, ends = ancestors(*borders), set(borders)
+    for node in graph.nodes:
+        if node.op != "call_function" or node in needed:
+            continue
+        layers = {rank[a] for a in node.all_input_nodes if a not in ends} - {0}
+        if len(layers) > 1 or len(borders) in layers:
+            rank[node] = len(borders)
+
+
+def _sink_state_reads(graph: fx.Graph, state: Sequence[str], rank: dict[fx.Node, int]) -> None:
+    """Move nodes of the prologue that depend on state into the one layer that uses them."""
+    names = set(state)
+    reads = descendants(*(n for n in graph.nodes if n.op == "placeholder" and n.target in names))
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or rank[node] != 0 or node not in reads:
+            continue
+        users = {rank[u] for u in node.users}
+        if len(users) == 1:
+            rank[node] = users.pop()
+
+
+def _extract(module: fx.GraphModule, part: list[fx.Node], results: set[fx.Node]) -> Segment:
+    inside = set(part)
+    inputs: dict[fx.Node, None] = {}
+    for node in part:
+        inputs |= dict.fromkeys(a for a in node.all_input_nodes if a not in inside)
+    branches = {n: b for n in inputs if (b := _branch(module, n)) is not None}
+    outer = [n for n in inputs if n not in branches]
+    outputs = [n for n in part if n in results or any(u not in inside and u.op != "output" for u in n.users)]
+    literals: list[int | str] = []
+    key = _key(part, outer, branches, outputs, literals)
+    return Segment(tuple(outer), tuple(outputs), tuple(literals), key, tuple(part), module)
+
+
+def _branch(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph that the node stands for, if it is a branch of a `cond`."""
+    value = get_attribute(module, str(node.target)) if node.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _arguments(node: fx.Node, values: dict[fx.Node, Any], literals: list[int | str]) -> Arguments:
+    """The node's arguments with nodes replaced by `values`; its literal goes to `literals`."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+    at = OWN_ARGUMENT.get(node.target)  # type: ignore[arg-type]
+    if at is not None:
+        literal = args[at]
+        args = (*args[:at], type(literal)(len(literals)), *args[at + 1 :])
+        literals.append(literal)
+    return args, kwargs
+
+
+def _copy_part(part: Segment) -> fx.GraphModule:
+    graph, root = fx.Graph(), torch.nn.Module()
+    values: dict[fx.Node, fx.Node] = {}
+    literals: list[int | str] = []
+    for i, node in enumerate(part.inputs):
+        values[node] = graph.placeholder(f"in_{i}")
+        values[node].meta["val"] = node.meta["val"]
+    sources = dict.fromkeys(a for n in part.nodes for a in n.all_input_nodes)
+    branches = {n: b for n in sources if (b := _branch(part.outer, n)) is not None}
+    for i, (node, branch) in enumerate(branches.items()):
+        root.add_module(f"branch_{i}", _copy_branch(branch, literals))
+        values[node] = graph.get_attr(f"branch_{i}")
+    for i, node in enumerate(part.nodes):
+        args, kwargs = _arguments(node, values, literals)
+        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n_{i}")
+        values[node].meta = dict(node.meta)
+    graph.output(tuple(values[n] for n in part.outputs))
+    return fx.GraphModule(root, graph)
+
+
+def _copy_branch(branch: fx.GraphModule, literals: list[int | str]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(branch.graph.nodes):
+        args, kwargs = _arguments(node, values, literals)
+        if node.op == "output":
+            graph.output(args[0])
+            continue
+        target = f"b_{i}" if node.op == "placeholder" else node.target
+        values[node] = graph.create_node(node.op, target, args, kwargs, name=f"b_{i}")
+        values[node].meta = dict(node.meta)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _key(
+    part: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    branches: dict[fx.Node, fx.GraphModule],
+    outputs: Sequence[fx.Node],
+    literals: list[int | str],
+) -> str:
+    """What `_copy_part` would make, as text: making it for every layer takes longer than lowering one."""
+    values: dict[fx.Node, Any] = {n: ("in", i) for i, n in enumerate(inputs)}
+    lines = [f"{n.op == 'get_attr'} {_type(n)}" for n in inputs]
+    for i, (node, branch) in enumerate(branches.items()):
+        values[node] = ("branch", i)
+        lines += ["branch", *_lines(branch.graph.nodes, {}, literals)]
+    lines += ["nodes", *_lines(part, values, literals), str([values[n] for n in outputs])]
+    return "\n".join(lines)
+
+
+def _lines(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], literals: list[int | str]) -> list[str]:
+    """A line per node; nodes are named by position."""
+    lines = []
+    for i, node in enumerate(nodes):
+        target = node.op if node.op in ("placeholder", "output") else node.target
+        lines.append(f"{target} {_arguments(node, values, literals)} {_type(node)}")
+        values[node] = ("node", i)
+    return lines
+
+
+def _type(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    return f"{val.dtype} {tuple(val.shape)}" if isinstance(val, Tensor) else ""

@@ -1,0 +1,194 @@
+"""Reading and checking a DRS control table, in the order of the HLS controller (docs/drs_table.md)."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from fastcar_compile.drs.gate import Gate
+from fastcar_compile.drs.table import (
+    COUPLE_CFG,
+    GATE_TAS,
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    MAGIC,
+    MAX_LAYER_WORDS,
+    MAX_LAYERS,
+    MAX_ROWS,
+    MAX_TABLE_WORDS,
+    NONE,
+    ROW_OPCODES,
+    UNLIMITED,
+    VERSION,
+    AttentionShape,
+    DrsTable,
+    Instruction,
+    Limits,
+    Opcode,
+    Status,
+)
+from fastcar_compile.errors import UserError
+
+_EXPLAINED = {
+    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
+    Status.BAD_MAGIC: 'it does not begin with "FDRS"',
+    Status.BAD_VERSION: f"its version is not {VERSION}",
+    Status.BAD_LENGTH: "its length is not the one in its header",
+    Status.BAD_CRC: "its CRC-32 does not match its content",
+    Status.BAD_HEADER: "a header field is out of range",
+}
+
+
+class Header(NamedTuple):
+    """The words of the header, in order."""
+
+    magic: int
+    version: int
+    crc: int
+    words: int
+    layers: int
+    rows: int
+    cores: int
+    tokens_per_frame: int
+    layer_words: int
+    gate: int
+    flags: int
+    max_chain: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    thresholds: int
+    factors: int
+    prefetch: int
+    instructions: int
+    reserved: int
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Heads of q and k."""
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim)
+
+    def is_valid(self, limits: Limits) -> bool:
+        """Whether every field is in range, for hardware of these limits."""
+        return self._counts_are_valid(limits) and self._gate_is_valid(limits) and self._offsets_are_valid()
+
+    def _counts_are_valid(self, limits: Limits) -> bool:
+        return (
+            1 <= self.layers <= MAX_LAYERS
+            and 1 <= self.layer_words <= MAX_LAYER_WORDS
+            and 1 <= self.rows <= MAX_ROWS
+            and 1 <= self.cores <= limits.cores
+            and self.tokens_per_frame != 0
+            and self.reserved == 0
+        )
+
+    def _gate_is_valid(self, limits: Limits) -> bool:
+        shape = self.attention
+        return (
+            self.gate == GATE_TAS
+            and self.flags <= COUPLE_CFG
+            and not (self.flags and self.rows % 2)
+            and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
+            and not shape.problems()
+            and shape.key_words <= limits.key_words
+        )
+
+    def _offsets_are_valid(self) -> bool:
+        offsets = (self.thresholds, self.factors, self.prefetch, self.instructions)
+        expected = tuple(HEADER_WORDS + i * self.layers for i in range(LAYER_FIELDS + 1))
+        return offsets == expected and self.words == self.instructions + self.layers * self.layer_words
+
+
+def words_of(data: bytes) -> tuple[int, ...]:
+    """The whole 32-bit words of a binary table."""
+    return struct.unpack_from(f"<{len(data) // 4}I", data)
+
+
+def header_of(data: bytes) -> Header:
+    """The header of a table that is long enough to have one."""
+    return Header(*words_of(data[: 4 * HEADER_WORDS]))
+
+
+def check(data: bytes, limits: Limits | None = None) -> Status:
+    """Everything up to the header; None: the limits of the format."""
+    if len(data) < 4 * HEADER_WORDS:
+        return Status.TOO_SHORT
+    header = header_of(data)
+    if header.magic != MAGIC:
+        return Status.BAD_MAGIC
+    if header.version != VERSION:
+        return Status.BAD_VERSION
+    if len(data) % 4 or header.words != len(data) // 4 or header.words > MAX_TABLE_WORDS:
+        return Status.BAD_LENGTH
+    if zlib.crc32(data[12:]) != header.crc:
+        return Status.BAD_CRC
+    return Status.OK if header.is_valid(limits or Limits()) else Status.BAD_HEADER
+
+
+def layer_program(words: tuple[int, ...], layer: int) -> list[Instruction] | None:
+    """The instructions of a layer of a checked table, END last; None when one is not valid or END is missing."""
+    header = Header(*words[:HEADER_WORDS])
+    first = header.instructions + layer * header.layer_words
+    program: list[Instruction] = []
+    for word in words[first : first + header.layer_words]:
+        instruction = _decode(word, layer, header.rows)
+        if instruction is None:
+            return None
+        program.append(instruction)
+        if instruction.opcode is Opcode.END:
+            return program
+    return None
+
+
+def _decode(word: int, layer: int, rows: int) -> Instruction | None:
+    opcode, row = word >> 24, word >> 16 & 0xFF
+    if not Opcode.LOAD_WEIGHTS <= opcode <= Opcode.END or word & 0xFFFF != layer:
+        return None
+    if not (row < rows if opcode in ROW_OPCODES else row == NONE):
+        return None
+    return Instruction(Opcode(opcode), layer, row)
+
+
+def gate_of(data: bytes, layer: int) -> Gate:
+    """The gate of a layer of a checked table."""
+    header = header_of(data)
+    (threshold,) = struct.unpack_from("<f", data, 4 * (header.thresholds + layer))
+    (factor,) = struct.unpack_from("<f", data, 4 * (header.factors + layer))
+    max_chain = None if header.max_chain == UNLIMITED else header.max_chain
+    couple = bool(header.flags & COUPLE_CFG)
+    return Gate(header.rows, header.tokens_per_frame, header.attention, max_chain, couple, threshold, factor)
+
+
+def read_table(data: bytes) -> DrsTable:
+    """Read and check a binary table.
+
+    Raises:
+        UserError: the table is damaged or of another version; the text names the check that failed.
+    """
+    status = check(data)
+    if status is not Status.OK:
+        raise UserError(f"the DRS table is not valid: {status.name}, {_EXPLAINED[status]}", hint="compile it again")
+    words, header = words_of(data), header_of(data)
+    programs = []
+    for layer in range(header.layers):
+        program = layer_program(words, layer)
+        if program is None:
+            raise UserError(
+                f"the DRS table is not valid: {Status.BAD_INSTRUCTION.name}, layer {layer} has a word that is no "
+                "instruction of that layer, or no END",
+                hint="compile it again",
+            )
+        programs.append(tuple(program))
+    return DrsTable(
+        rows=header.rows,
+        cores=header.cores,
+        tokens_per_frame=header.tokens_per_frame,
+        attention=header.attention,
+        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
+        couple_cfg=bool(header.flags & COUPLE_CFG),
+        thresholds=struct.unpack_from(f"<{header.layers}f", data, 4 * header.thresholds),
+        factors=struct.unpack_from(f"<{header.layers}f", data, 4 * header.factors),
+        prefetch=words[header.prefetch : header.prefetch + header.layers],
+        instructions=tuple(programs),
+    )

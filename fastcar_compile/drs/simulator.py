@@ -1,0 +1,239 @@
+"""Dynamic Resource Scheduling in Python: what the HLS controller must dispatch, record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastcar_compile.drs.gate import Array, decide
+from fastcar_compile.drs.reader import Header, check, gate_of, header_of, layer_program, words_of
+from fastcar_compile.drs.table import NONE, DrsTable, Instruction, Limits, Opcode, Status
+
+CAPACITY = 128
+"""Records that the queue holds unless told otherwise: as many as instructions of a layer."""
+
+
+@dataclass(frozen=True)
+class DispatchRecord:
+    """One dispatched instruction; row or core is None where the instruction has none.
+
+    `argument` is in bytes: of PREFETCH_NEXT how much of the next layer's weights to fetch into the prefetch buffer, of
+    LOAD_WEIGHTS how much of this layer's the buffer already holds.
+    """
+
+    opcode: Opcode
+    row: int | None
+    core: int | None
+    argument: int = 0
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """The record as the controller writes it: opcode << 24 | row << 16 | core << 8 with 0xFF for none; argument."""
+        row, core = (NONE if value is None else value for value in (self.row, self.core))
+        return self.opcode << 24 | row << 16 | core << 8, self.argument
+
+    @classmethod
+    def from_words(cls, word: int, argument: int) -> DispatchRecord:
+        """The record of two such words."""
+        row, core = word >> 16 & NONE, word >> 8 & NONE
+        return cls(Opcode(word >> 24), None if row == NONE else row, None if core == NONE else core, argument)
+
+
+@dataclass(frozen=True)
+class DispatchTrace:
+    """What one layer's scheduling did.
+
+    Args:
+        status: OK, or why nothing (QUEUE_FULL: not everything) was dispatched.
+        records: in the order of dispatch.
+        mapping: core of each row; a replayed row's Mapping Register is 0. Empty unless the table was readable.
+        held: layer in the prefetch buffer afterwards; None: none. Unchanged unless the status is OK.
+    """
+
+    status: Status
+    records: tuple[DispatchRecord, ...] = ()
+    mapping: tuple[int, ...] = ()
+    held: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of one call of the controller.
+
+    Args:
+        layer: index of the decoder layer. step: decode forward number t.
+        query, key: memory words of q and of the cached key (`gate.pack_heads`).
+        chain: int32 [at least B], replays in a row at slot t mod F.
+        held: layer in the prefetch buffer; None: none.
+    """
+
+    layer: int
+    step: int
+    query: Array
+    key: Array
+    chain: Array
+    held: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one call of the controller answers: scores (float32 values) and new chain counts of every row of the table.
+
+    With a status other than OK and QUEUE_FULL nothing was decided: the register is 0, scores and chain are empty.
+    """
+
+    status: Status
+    index_register: int = 0
+    scores: tuple[float, ...] = ()
+    chain: tuple[int, ...] = ()
+    records: tuple[DispatchRecord, ...] = ()
+    held: int | None = None
+
+
+def map_rows(index_register: int, rows: int, cores: int) -> tuple[int, ...]:
+    """Mapping Registers: the rows that compute go round-robin over the cores, in row order."""
+    mapping, computing = [0] * rows, 0
+    for row in range(rows):
+        if index_register >> row & 1:
+            mapping[row] = computing % cores
+            computing += 1
+    return tuple(mapping)
+
+
+def simulate(
+    table: DrsTable | bytes,
+    layer: int,
+    index_register: int,
+    *,
+    held: int | None = None,
+    limits: Limits | None = None,
+    capacity: int = CAPACITY,
+) -> DispatchTrace:
+    """Schedule one layer whose Index Register is known.
+
+    Args:
+        table: a table, or its bytes (then they are checked, and a fault is a status, not an exception).
+        index_register: bit b = 1: row b computes; bits at or beyond the table's rows are ignored.
+        held: layer in the prefetch buffer; None: none.
+        limits: of the hardware; a table that needs more has status BAD_HEADER. None: those of the format.
+        capacity: records that the queue holds.
+    """
+    data = table if isinstance(table, bytes) else table.to_bytes()
+    status = check(data, limits)
+    if status is Status.OK and not 0 <= layer < header_of(data).layers:
+        status = Status.BAD_LAYER
+    program = layer_program(words_of(data), layer) if status is Status.OK else None
+    if program is None:
+        return DispatchTrace(Status.BAD_INSTRUCTION if status is Status.OK else status, held=held)
+    return _dispatch(data, layer, program, index_register, held, capacity)
+
+
+def run_layer(
+    table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None = None, capacity: int = CAPACITY
+) -> LayerTrace:
+    """Everything that one call of the HLS controller does: TAS, gate, Index Register, mapping, dispatch."""
+    data = table if isinstance(table, bytes) else table.to_bytes()
+    status = check(data, limits)
+    if status is not Status.OK:
+        return LayerTrace(status, held=call.held)
+    header = header_of(data)
+    if not 0 <= call.layer < header.layers:
+        return LayerTrace(Status.BAD_LAYER, held=call.held)
+    gate = gate_of(data, call.layer)
+    if gate.factor != 0 and not _operands_fit(header, call):
+        return LayerTrace(Status.BAD_OPERANDS, held=call.held)
+    program = layer_program(words_of(data), call.layer)
+    if program is None:
+        return LayerTrace(Status.BAD_INSTRUCTION, held=call.held)
+    decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows])
+    trace = _dispatch(data, call.layer, program, decision.index_register, call.held, capacity)
+    return LayerTrace(
+        status=trace.status,
+        index_register=decision.index_register,
+        scores=tuple(decision.scores.tolist()),
+        chain=tuple(decision.chain.tolist()),
+        records=trace.records,
+        held=trace.held,
+    )
+
+
+def _operands_fit(header: Header, call: LayerCall) -> bool:
+    shape = header.attention
+    needed = (header.rows * shape.query_words, header.rows * shape.key_words)
+    return needed == (len(call.query), len(call.key))
+
+
+def _dispatch(
+    data: bytes, layer: int, program: Sequence[Instruction], index_register: int, held: int | None, capacity: int
+) -> DispatchTrace:
+    """Discard or dispatch each instruction of a layer of a checked table."""
+    header = header_of(data)
+    register = index_register & (1 << header.rows) - 1
+    mapping = map_rows(register, header.rows, header.cores)
+    prefetch = _PrefetchBuffer(words_of(data)[header.prefetch : header.instructions], layer, held)
+    records = []
+    for instruction in program[:-1]:
+        if _is_issued(instruction, register) and prefetch.allows(instruction.opcode):
+            if len(records) == capacity:
+                return DispatchTrace(Status.QUEUE_FULL, tuple(records), mapping, held)
+            records.append(_record(instruction, mapping, prefetch.issue(instruction.opcode)))
+    return DispatchTrace(Status.OK, tuple(records), mapping, prefetch.held)
+
+
+class _PrefetchBuffer:
+    """The one on-chip buffer: it holds the beginning of one layer's weight stream, or nothing."""
+
+    def __init__(self, sizes: Sequence[int], layer: int, held: int | None) -> None:
+        self._sizes, self._layer, self.held = sizes, layer, held
+        self._next = (layer + 1) % len(sizes)
+
+    def allows(self, opcode: Opcode) -> bool:
+        """PREFETCH_NEXT is discarded when there is nothing to fetch, or the next layer is there already."""
+        return opcode is not Opcode.PREFETCH_NEXT or (self._sizes[self._layer] != 0 and self.held != self._next)
+
+    def issue(self, opcode: Opcode) -> int:
+        """Change the content as the instruction does; returns the record's argument."""
+        if opcode is Opcode.PREFETCH_NEXT:
+            self.held = self._next
+            return self._sizes[self._layer]
+        if opcode is Opcode.LOAD_WEIGHTS and self.held == self._layer:
+            self.held = None
+            return self._sizes[self._layer - 1]
+        return 0
+
+
+def simulate_step(
+    table: DrsTable, registers: Sequence[int], held: int | None = None, *, capacity: int = CAPACITY
+) -> tuple[DispatchTrace, ...]:
+    """One decode forward: every layer in order, the prefetch buffer handed from each to the next.
+
+    Args:
+        registers: one Index Register per layer.
+        held: layer in the prefetch buffer before the first; the last trace's `held` starts the next forward.
+    """
+    traces = []
+    for layer, register in enumerate(registers):
+        traces.append(simulate(table, layer, register, held=held, capacity=capacity))
+        held = traces[-1].held
+    return tuple(traces)
+
+
+def _is_issued(instruction: Instruction, register: int) -> bool:
+    match instruction.opcode:
+        case Opcode.LOAD_WEIGHTS:
+            return register != 0
+        case Opcode.COMPUTE_MLP:
+            return bool(register >> instruction.row & 1)
+        case Opcode.REPLAY_COPY:
+            return not register >> instruction.row & 1
+        case Opcode.PREFETCH_NEXT:
+            return register == 0
+        case _:
+            return True
+
+
+def _record(instruction: Instruction, mapping: tuple[int, ...], argument: int) -> DispatchRecord:
+    if instruction.row == NONE:
+        return DispatchRecord(instruction.opcode, None, None, argument)
+    core = mapping[instruction.row] if instruction.opcode is Opcode.COMPUTE_MLP else None
+    return DispatchRecord(instruction.opcode, instruction.row, core, argument)

@@ -1,0 +1,137 @@
+"""Functionalisation of the few in-place writes that static-cache decoders make, in program order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.program import where
+from fastcar_compile.ir.rewrite import call, is_op, node_arg
+
+aten = torch.ops.aten
+MADE_BY = "normalize-state"
+_FUNCTIONAL = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+}
+
+
+@dataclass
+class CacheWrite:
+    """A write into a 4-D buffer: the functional node, and the index that it was written at."""
+
+    root: str
+    buffer: fx.Node
+    node: fx.Node
+    index: fx.Node
+    origin: fx.Node
+
+
+@dataclass
+class Functionalizer:
+    """Replaces in-place operators by functional ones; afterwards nothing in the graph mutates.
+
+    Attributes:
+        graph: the graph to rewrite.
+        position: its `position` placeholder.
+        writes: the cache writes found, in order.
+        problems: what could not be rewritten.
+    """
+
+    graph: fx.Graph
+    position: fx.Node
+    writes: list[CacheWrite] = field(default_factory=list)
+    problems: list[CompileError] = field(default_factory=list)
+    _root: dict[fx.Node, str] = field(default_factory=dict)
+    _current: dict[str, fx.Node] = field(default_factory=dict)
+
+    def run(self) -> bool:
+        """Returns whether the graph was modified."""
+        modified = False
+        for node in list(self.graph.nodes):
+            self._read_current(node)
+            if node.op == "get_attr":
+                self._root[node] = str(node.target)
+            elif _is_alias(node) and node.args[0] in self._root:
+                self._root[node] = self._root[node.args[0]]
+            elif node.op == "call_function" and _mutates(node):
+                modified = True
+                self._rewrite(node)
+        return modified
+
+    def _read_current(self, node: fx.Node) -> None:
+        """A read of a buffer after a write sees the written value; the target of a write stays the buffer."""
+        target = node.args[0] if node.op == "call_function" and _mutates(node) else None
+
+        def now(argument: fx.Node) -> fx.Node:
+            if argument is target:
+                return argument
+            return self._current.get(self._root.get(argument, ""), argument)
+
+        node.args = fx.node.map_arg(node.args, now)
+        node.kwargs = fx.node.map_arg(node.kwargs, now)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        buffer = node.args[0]
+        root = self._root.get(buffer) if isinstance(buffer, fx.Node) else None
+        if root is None:
+            self._refuse(node, "writes in place into something that is not a buffer of the module")
+            return
+        with self.graph.inserting_before(node):
+            value = self._functional(node, root, self._current.get(root, buffer))
+        if value is None:
+            return
+        self._current[root] = value
+        self._root[value] = root
+        node.replace_all_uses_with(value)
+        self.graph.erase_node(node)
+
+    def _functional(self, node: fx.Node, root: str, current: fx.Node) -> fx.Node | None:
+        if is_op(node, aten.index_copy_, aten.index_put_) and current.meta["val"].dim() == 4:
+            return self._cache_write(node, root, current)
+        if is_op(node, aten.copy_) and node_arg(node, 1).meta["val"].shape == current.meta["val"].shape:
+            return node_arg(node, 1)
+        if node.target in _FUNCTIONAL:
+            target = _FUNCTIONAL[node.target]
+            return call(self.graph, target, (current, *node.args[1:]), origin=node, made_by=MADE_BY)
+        self._refuse(node, f"{node.target} into buffer '{root}' cannot be lifted to explicit state")
+        return None
+
+    def _cache_write(self, node: fx.Node, root: str, current: fx.Node) -> fx.Node | None:
+        index, value = _write_operands(node)
+        if index is None or value is None:
+            self._refuse(node, f"the write into '{root}' is not along the sequence axis (axis 2 of [B, heads, S, D])")
+            return None
+        arguments = (current, value, self.position)
+        written = call(self.graph, torch.ops.fastcar.cache_write.default, arguments, origin=node, made_by=MADE_BY)
+        self.writes.append(CacheWrite(root, current, written, index, node))
+        return written
+
+    def _refuse(self, node: fx.Node, what: str) -> None:
+        hint = "write caches as buffer.index_copy_(2, cache_position, new) and keep no other mutable buffer"
+        self.problems.append(CompileError(what, where=where(node), hint=hint))
+
+
+def _write_operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(index, value) of a write along axis 2."""
+    if is_op(node, aten.index_copy_):
+        return (node_arg(node, 2), node_arg(node, 3)) if node.args[1] in (2, -2) else (None, None)
+    indices = list(node.args[1])  # type: ignore[arg-type]
+    accumulate = len(node.args) > 3 and bool(node.args[3])
+    along = len(indices) == 3 and indices[0] is None and indices[1] is None
+    return (indices[2], node_arg(node, 2)) if along and not accumulate else (None, None)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    if is_op(node, aten.alias, aten.detach):
+        return True
+    return is_op(node, aten.to) and node_arg(node, 0).meta["val"].dtype == node.meta["val"].dtype
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.is_mutable)

@@ -1,0 +1,259 @@
+"""The decoder as a function that gradients pass: whole videos at once, replay decisions relaxed.
+
+What an MLP reads depends on its layer's input only, so everything but the replay rule itself is computed for all tokens
+of a video together, and only the choice between fresh and cached outputs goes frame by frame.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fastcar_compile.calibration.layers import Stages
+from fastcar_compile.errors import InputError, InternalError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.rewrite import is_op
+from fastcar_compile.passes.pipeline import analysis_pipeline
+
+UNIFORM_EDGE = 1e-6
+"""Random numbers keep this distance from 0 and 1, whose logistic quantiles are infinite."""
+
+
+class Scorer(nn.Module, ABC):
+    """A gate of one layer that can be trained: it replays where its score is at most 0."""
+
+    @abstractmethod
+    def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
+        """What does not depend on decisions.
+
+        Args:
+            query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier, of n frames (frame 0 left
+                out). x: float32 [N, n, F, H], inputs of the MLP.
+
+        Returns:
+            [N, n, F, …], whatever `score` takes.
+        """
+
+    @abstractmethod
+    def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
+        """float32 [N, F], for one frame of what `prepare` returned, x and x at the last computed visit, [N, F, H]."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Of the gate, by their names in its file, float32."""
+
+    @abstractmethod
+    def threshold(self) -> float:
+        """At which the gate with these weights decides as the scorer does."""
+
+    @abstractmethod
+    def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
+        """The inverse of `weights` and `threshold`."""
+
+
+@dataclass
+class Relaxation:
+    """How hard a decision is.
+
+    Attributes:
+        noise: scale of the logistic noise that is added to scores; 0: none.
+        random: where noise comes from; needed where there is noise.
+        softness: 0: a decision is 0 or 1 forwards, and only its gradient is soft. Else it is sigmoid(-score / softness)
+            both ways, so that near the boundary the loss is felt halfway between both outcomes: at a computed token the
+            divergence from the dense decoder has no slope, at a replayed one twice the mean.
+    """
+
+    noise: float = 0.0
+    random: torch.Generator | None = None
+    softness: float = 0.0
+
+    def decide(self, score: Tensor) -> Tensor:
+        """1 where the score, with noise, is at most 0, else 0, or between them; float32."""
+        if self.noise:
+            edge = UNIFORM_EDGE
+            uniform = torch.rand(score.shape, generator=self.random).clamp(edge, 1 - edge)
+            score = score + self.noise * torch.logit(uniform)
+        if self.softness:
+            return torch.sigmoid(-score / self.softness)
+        soft = torch.sigmoid(-score)
+        return (score <= 0).to(score.dtype) + soft - soft.detach()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a layer's gate meets on a dense decoder: queries and keys one frame earlier, [N, n, F, Hq, D], MLP inputs x
+    and their outputs y, [N, n, F, H], of frames 1 to n."""
+
+    query: Tensor
+    earlier: Tensor
+    x: Tensor
+    y: Tensor
+
+
+class RelaxedDecoder:
+    """A decoder on whole videos of one length; frozen, unless `own_weights` was called.
+
+    Args:
+        model: as `fastcar_compile.compile` takes it. rows: videos at a time. length: tokens that are fed, prompt
+            included. tokens_per_frame: F. prompt: tokens before decoding starts.
+
+    Raises:
+        CompileError: the model cannot be captured. InputError: a decoder without head, or fewer than two frames.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, length: int, tokens_per_frame: int, prompt: int = 1) -> None:
+        if length < prompt + tokens_per_frame + 1:
+            hint = "give at least two frames"
+            raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
+        program = run_pipeline(
+            capture(
+                model,
+                batch_size=rows,
+                max_seq_len=length,
+                tokens_per_frame=tokens_per_frame,
+                prefill_chunk=length,
+            ),
+            analysis_pipeline(),
+        )
+        if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
+            raise InputError("a headless decoder has no likelihood to train on", hint="train with its head")
+        self._parameters = list(model.named_parameters())
+        self.rows, self.length, self.frame, self.prompt = rows, length, tokens_per_frame, prompt
+        self.program = program
+        _without_custom_writes(program.prefill)
+        self._stages = Stages(program.prefill, program.prefill_outputs, _attend)
+        self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
+        self.layers, self.hidden = len(self._stages.layers), program.config.hidden_size
+        self.scales = [layer.scale for layer in self._stages.layers]
+        used = length - prompt
+        self.frames = -(-used // tokens_per_frame)
+        """Of decoded tokens, the last one perhaps not whole."""
+        self._padding = self.frames * tokens_per_frame - used
+        able = torch.arange(self.frames * tokens_per_frame) < used
+        self._able = able.view(self.frames, tokens_per_frame)[1:].float()
+
+    def dense(self, tokens: Tensor) -> Tensor:
+        """Logits float32 [rows, length, V] without replay; tokens int64 [rows, length]."""
+        return self._run(tokens, [None] * self.layers)
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """Copies of the decoder's parameters, by their names in the model, that it computes with from now on.
+
+        A parameter that is used under several names (tied embedding and head) has one copy, under the first.
+
+        Raises:
+            InternalError: the captured program holds none of the model's parameters.
+        """
+        known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
+        used: dict[str, nn.Parameter] = {}
+        for node, tensor in self._stages.constants.items():
+            found = known.get((tensor.data_ptr(), tensor.shape))
+            if found is not None:
+                used[found[0]] = self._stages.constants[node] = found[1]
+        if not used:
+            raise InternalError("the captured program holds none of the model's parameters")
+        return used
+
+    def samples(self, tokens: Tensor) -> list[Sample]:
+        """Of every layer, on the dense decoder."""
+        found = [_Recorder(self) for _ in range(self.layers)]
+        with torch.no_grad():
+            self._run(tokens, found)
+        return [recorder.sample for recorder in found if recorder.sample is not None]
+
+    def replayed(
+        self, tokens: Tensor, scorers: Sequence[Scorer], relaxation: Relaxation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits float32 [rows, length, V], and per layer the share of the forwards t >= F that replay, [layers]."""
+        hooks = [_Replay(self, scorer, relaxation or Relaxation()) for scorer in scorers]
+        logits = self._run(tokens, hooks)
+        return logits, torch.stack([hook.share for hook in hooks])
+
+    def _run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
+        inputs = {"tokens": tokens, "position": torch.tensor([0])}
+        known: dict[fx.Node, Any] = {node: inputs.get(name) for name, node in self._placeholders.items()}
+        for stage, hook in enumerate(hooks):
+            found = self._stages.run(stage, known, hook)
+            known |= {node: found[node] for node in self._stages.crossing[stage]}
+        logits = self._stages.run(self.layers, known, None)[self._stages.results["logits"]]
+        return logits.float()
+
+    def framed(self, flat: Tensor) -> Tensor:
+        """[rows, length, …] -> [rows, frames, F, …] without the prompt, the last frame filled up with zeros."""
+        flat = flat[:, self.prompt :]
+        filled = torch.nn.functional.pad(flat, (0, 0) * (flat.dim() - 2) + (0, self._padding))
+        return filled.view(flat.shape[0], self.frames, self.frame, *flat.shape[2:])
+
+    def share(self, replay: Tensor) -> Tensor:
+        """Of the forwards t >= F, of decisions [rows, frames - 1, F]."""
+        return (replay * self._able).sum() / (self._able.sum() * len(replay))
+
+
+class _Recorder:
+    """A hook that replays nothing and keeps what a gate may read."""
+
+    def __init__(self, decoder: RelaxedDecoder) -> None:
+        self._decoder = decoder
+        self.sample: Sample | None = None
+
+    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        self.sample = _sample(self._decoder, query, key_cache, x, output)
+        return output
+
+
+class _Replay:
+    """A hook with the replay rule of one layer: the caches of a session, a frame at a time."""
+
+    def __init__(self, decoder: RelaxedDecoder, scorer: Scorer, relaxation: Relaxation) -> None:
+        self._decoder, self._scorer, self._relaxation = decoder, scorer, relaxation
+        self.share = torch.zeros(())
+
+    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        decoder, rows = self._decoder, len(query)
+        flat = output.reshape(rows, decoder.length, -1)
+        inputs = decoder.framed(x.reshape(rows, decoder.length, -1).float())
+        fresh = decoder.framed(flat)
+        sample = _sample(decoder, query, key_cache, x, output)
+        prepared = self._scorer.prepare(sample.query, sample.earlier, sample.x)
+        y, cached = fresh[:, 0], inputs[:, 0]
+        outputs, decisions = [y], []
+        for frame in range(1, decoder.frames):
+            replay = self._relaxation.decide(self._scorer.score(prepared[:, frame - 1], inputs[:, frame], cached))
+            decisions.append(replay)
+            computed = 1 - replay[..., None]
+            y = y + computed.to(y.dtype) * (fresh[:, frame] - y)
+            cached = cached + computed * (inputs[:, frame] - cached)
+            outputs.append(y)
+        self.share = decoder.share(torch.stack(decisions, 1))
+        decoded = torch.stack(outputs, 1).flatten(1, 2)[:, : decoder.length - decoder.prompt]
+        return torch.cat([flat[:, : decoder.prompt], decoded], 1).reshape(output.shape)
+
+
+def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Sample:
+    """Keys one frame earlier: those of the token before frame 0's first are never needed, as frame 0 computes."""
+    keys = key_cache.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
+    now = decoder.framed(query.transpose(1, 2).float())
+    earlier = decoder.framed(keys.transpose(1, 2).float())
+    inputs, outputs = (decoder.framed(v.reshape(len(query), decoder.length, -1).float()) for v in (x, output))
+    return Sample(now[:, 1:], earlier[:, :-1], inputs[:, 1:], outputs[:, 1:])
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, _position: Tensor, scale: float) -> Tensor:
+    """Causal attention of all positions at once, with a gradient."""
+    grouped = query.shape[1] != keys.shape[1]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def _without_custom_writes(module: fx.GraphModule) -> None:
+    """A chunk as long as the cache is the cache: `cache_write`, which has no gradient, passes its value on."""
+    for node in list(module.graph.nodes):
+        if is_op(node, torch.ops.fastcar.cache_write):
+            node.replace_all_uses_with(node.args[1])
+            module.graph.erase_node(node)

@@ -1,0 +1,139 @@
+"""Gates in a form that can be trained: their scores from values of many tokens at once, with gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.training.relaxed import Sample, Scorer
+
+FIRST_SHARE = 0.5
+"""Of replays that an untrained gate begins with, on the dense decoder."""
+
+SPREAD = 0.02
+"""Of the random first weights, for inputs of size 1."""
+
+CHANGE = 0.03
+"""Mean of the first weights of |x - x_cached|: an untrained gate is one on the size of the change."""
+
+STEEPNESS = 3.0
+"""Sum of the first output weights; how far scores spread, as seen from a decision whose softness is 1."""
+
+Weights = dict[str, Tensor]
+
+
+class LearnedScorer(Scorer):
+    """score = w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2.
+
+    Args:
+        sample: what the layer's gate meets, for the scale of x and the first b2. units: of the hidden layer.
+        random: of the first weights.
+    """
+
+    def __init__(self, sample: Sample, units: int, random: torch.Generator) -> None:
+        super().__init__()
+        width = sample.x.shape[-1]
+        first, second, third = (torch.randn(*shape, generator=random) for shape in ((units, width),) * 2 + ((units,),))
+        self._scale = float(sample.x.square().mean().sqrt().clamp(min=1e-12))
+        self.by_input = nn.Parameter(SPREAD * first)
+        self.by_change = nn.Parameter(CHANGE + SPREAD * second)
+        self.b1 = nn.Parameter(torch.zeros(units))
+        self.w2 = nn.Parameter((STEEPNESS + third) / units)
+        self.b2 = nn.Parameter(torch.zeros(()))
+        with torch.no_grad():
+            before, after = sample.x[:, :-1], sample.x[:, 1:]
+            scores = self.score(self.prepare(sample.query, sample.earlier, after), after, before)
+            self.b2 -= _quantile(scores, FIRST_SHARE)
+
+    def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
+        """The part of the hidden layer that x makes."""
+        return nn.functional.linear(x / self._scale, self.by_input, self.b1)
+
+    def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
+        """Also for more than one frame at a time."""
+        change = nn.functional.linear((x - cached).abs() / self._scale, self.by_change)
+        return torch.relu(prepared + change) @ self.w2 + self.b2
+
+    def weights(self) -> Weights:
+        """As the gate `learned` has them: w1 [units, 2 H], b1 [units], w2 [units], b2 [1], float32."""
+        w1 = torch.cat([self.by_input, self.by_change], 1) / self._scale
+        found = {"w1": w1, "b1": self.b1, "w2": self.w2, "b2": self.b2[None]}
+        return {name: tensor.detach().float().contiguous().clone() for name, tensor in found.items()}
+
+    def threshold(self) -> float:
+        """At which the gate with these weights decides as the scorer does."""
+        return 0.0
+
+    def assign(self, weights: Weights, threshold: float) -> None:
+        """The threshold goes into b2."""
+        by_input, by_change = (weights["w1"] * self._scale).chunk(2, 1)
+        found = (by_input, by_change, weights["b1"], weights["w2"], weights["b2"][0] - threshold)
+        for own, given in zip((self.by_input, self.by_change, self.b1, self.w2, self.b2), found, strict=True):
+            own.data.copy_(given)
+
+
+class TasScorer(Scorer):
+    """score = bias - sum over query heads of weight * logit: TAS of weighted heads, which replays where it is great.
+
+    Args:
+        sample: what the layer's gate meets: the first weights are those that tell best how much the MLP's output
+            changes from one frame to the next. scale: attention's own.
+    """
+
+    def __init__(self, sample: Sample, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+        logits = self._logits(sample.query, sample.earlier)
+        self._spread = float(logits.flatten(0, -2).std(0).mean().clamp(min=1e-12))
+        weights = _regression(logits[:, 1:] / self._spread, _change(sample.y))
+        self.heads = nn.Parameter(-weights * STEEPNESS / weights.abs().sum().clamp(min=1e-12))
+        self.bias = nn.Parameter(torch.zeros(()))
+        with torch.no_grad():
+            scores = self.prepare(sample.query, sample.earlier, sample.x)
+            self.bias -= _quantile(scores, FIRST_SHARE)
+
+    def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
+        """The score itself."""
+        return self.bias - (self._logits(query, earlier) / self._spread) @ self.heads
+
+    def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
+        """Nothing of it depends on decisions."""
+        return prepared
+
+    def weights(self) -> Weights:
+        """heads [Hq], float32, of sum one in absolute value, so that thresholds have the size of logits."""
+        heads = self.heads.detach()
+        return {"heads": (heads / heads.abs().sum().clamp(min=1e-12)).float().clone()}
+
+    def threshold(self) -> float:
+        """At which the gate with these heads decides as the scorer does."""
+        return float(self.bias.detach() * self._spread / self.heads.detach().abs().sum().clamp(min=1e-12))
+
+    def assign(self, weights: Weights, threshold: float) -> None:
+        """The size of the scores is that of an untrained gate."""
+        self.heads.data.copy_(weights["heads"] * STEEPNESS)
+        self.bias.data.fill_(threshold * STEEPNESS / self._spread)
+
+    def _logits(self, query: Tensor, earlier: Tensor) -> Tensor:
+        return (query * earlier).sum(-1) * self._scale
+
+
+def _quantile(scores: Tensor, share: float) -> Tensor:
+    """torch.quantile without its limit of 16 million elements."""
+    flat = scores.flatten()
+    return flat.kthvalue(max(1, round(share * len(flat)))).values
+
+
+def _change(outputs: Tensor) -> Tensor:
+    """log ||y - y one frame earlier|| of y [N, n, F, H], [N, n - 1, F]; what hardly changes counts as a thousandth."""
+    change = outputs.diff(dim=1).norm(dim=-1)
+    return change.clamp(min=1e-3 * float(change.mean()) + 1e-12).log()
+
+
+def _regression(inputs: Tensor, wanted: Tensor) -> Tensor:
+    """Least-squares weights [k] of inputs [..., k] for `wanted` [...], beside a constant; a little ridge."""
+    x, y = inputs.flatten(0, -2).double(), wanted.flatten().double()
+    x, y = x - x.mean(0), y - y.mean()
+    moments = x.T @ x / len(x)
+    ridge = 1e-3 * moments.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moments), dtype=x.dtype)
+    return torch.linalg.solve(moments + ridge, x.T @ y / len(x)).float()

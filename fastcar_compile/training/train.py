@@ -1,0 +1,305 @@
+"""Gates that are trained: end to end, through the decoder, for little loss of likelihood at a given replay ratio.
+
+Every step decodes a few videos, teacher-forced, with decisions that are hard forwards and soft backwards
+(straight-through, with logistic noise that fades). The loss is the divergence of the decoder that replays from the
+dense one, relative to the dense NLL, and a price on every forward that does not replay; the price follows the
+shortfall. The decoder is frozen, or trained with its gates (`tune`): then the dense NLL is a part of the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.calibration import program_key
+from fastcar_compile.errors import InputError
+from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer
+from fastcar_compile.training.scorers import LearnedScorer, TasScorer
+from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
+
+RATES = {"learned": 5e-3, "tas": 2e-2}
+"""Peak learning rates (Adam), after a short warm-up; they fall with a cosine to the floor."""
+
+RATE_FLOOR, WARM_UP = 0.03, 10
+"""Least rate relative to the peak; steps before the peak."""
+
+NOISE_ENDS = 0.8
+"""Share of the steps at which the noise on decisions, 1 at first, has faded to 0."""
+
+FURTHER_NOISE, SOFTNESS_FALLS = 0.6, 0.3
+"""Of trainings that go on from a gate: first noise, and softness at the end, as shares of the first softness."""
+
+FIRST_PRICE = 0.5
+"""Relative NLL that one more share of replay may cost at first: at 0.5, 10 % more replay for 5 % more NLL."""
+
+PRICE_GAIN, SHORTFALL_GAIN = 0.3, 10.0
+"""The price grows with the sum of the shortfalls and with the present one: an augmented Lagrangian."""
+
+TAIL = 0.1
+"""Of the steps, at the end: the result's own figures are the mean over them."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a training, as `train_gate` takes them."""
+
+    gate: str
+    target: float
+    units: int
+    steps: int
+    batch: int
+    seed: int
+    softness: float = 0.5
+    start: str | None = None
+    """What `TrainedGate.inputs` is of the gate that the training begins with."""
+    decoder_rate: float = 0.0
+    """Peak learning rate of the decoder's own weights; 0: they stay."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step measured, relative to the dense decoder on the same videos."""
+
+    nll: float
+    nll_dense: float
+    shares: tuple[float, ...]
+
+    @property
+    def replay(self) -> float:
+        """Mean over the layers."""
+        return sum(self.shares) / len(self.shares)
+
+
+def train_gate(
+    model: nn.Module,
+    videos: Any,
+    *,
+    gate: str = "learned",
+    target_replay: float,
+    units: int = 16,
+    steps: int = 200,
+    batch: int = 4,
+    seed: int = 0,
+    tokens_per_frame: int | None = None,
+    prompt: int = 1,
+    start: TrainedGate | None = None,
+    softness: float = 0.5,
+    checkpoint: str | Path | None = None,
+    progress: Say | None = None,
+) -> TrainedGate:
+    """Train the gate of every layer together; the decoder's weights stay. Calibrate its thresholds afterwards.
+
+    Deterministic for a seed, a version of PyTorch and a number of threads.
+
+    Args:
+        model: a decoder, as `compile` takes it, float32.
+        videos: int64 [N, T], prompt included; never those that the result is judged by. They are drawn without
+            repetition until all were seen, then again; `steps * batch` videos are best.
+        gate: "learned" (units on the MLP's input and its change), or "tas" (a weight per query head).
+        target_replay: share of the forwards t >= F that shall replay, more than 0 and less than 1.
+        units: of the hidden layer of "learned".
+        steps: of the optimiser. batch: videos per step.
+        seed: of first weights, order of videos and noise.
+        tokens_per_frame: default: the model's own.
+        prompt: tokens before decoding starts.
+        start: a gate of this kind, units and decoder to go on from, at half the rate and with decisions that are soft
+            forwards too; worth its time.
+        softness: of those decisions at first; it falls to 0.3 of that. What remains flatters the result's figures.
+        checkpoint: a file that is written now and then; an interrupted training goes on from it.
+        progress: called with a line after every step.
+
+    Raises:
+        InputError: bad arguments or videos. CompileError: the model cannot be captured.
+    """
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, start and start.inputs)
+    return run(model, videos, options, tokens_per_frame, prompt, start, checkpoint, progress).result()
+
+
+def run(
+    model: nn.Module,
+    videos: Any,
+    options: Options,
+    tokens_per_frame: int | None,
+    prompt: int,
+    start: TrainedGate | None,
+    checkpoint: str | Path | None,
+    progress: Say | None,
+) -> Training:
+    """A finished training; arguments and errors as of `train_gate`."""
+    tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
+    _check(tokens, options)
+    frame = tokens_per_frame or ModelFacts.of(model).tokens_per_frame
+    if frame is None:
+        raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
+    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
+    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
+    training = Training(decoder, torch.from_numpy(tokens), options, start, key)
+    kept = TrainingState(None if checkpoint is None else Path(checkpoint), key)
+    training.run(kept, progress or (lambda _line: None))
+    return training
+
+
+def _check(tokens: np.ndarray, options: Options) -> None:
+    if options.gate not in SCORERS:
+        raise InputError(f"gate {options.gate!r} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
+    if not 0 < options.target < 1:
+        raise InputError(f"target_replay is {options.target:g}", hint="give a share between 0 and 1")
+    if not 0 < options.softness < math.inf:
+        raise InputError(f"softness is {options.softness:g}", hint="give a number above 0")
+    counts = {"units": options.units, "steps": options.steps, "batch": options.batch}
+    if wrong := [f"{name} is {value}" for name, value in counts.items() if value < 1]:
+        raise InputError("; ".join(wrong), hint="give 1 or more")
+    if tokens.ndim != 2 or tokens.dtype != np.int64 or not len(tokens):
+        raise InputError(f"the videos are {tokens.dtype} {list(tokens.shape)}, expected int64 [N, T]")
+
+
+def _learned(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
+    return [LearnedScorer(sample, units, random) for sample in samples]
+
+
+def _tas(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
+    return [TasScorer(sample, scale) for sample, scale in zip(samples, decoder.scales, strict=True)]
+
+
+SCORERS = {"learned": _learned, "tas": _tas}
+
+
+class Training:
+    """Scorers, perhaps the decoder's weights, their optimiser, and the price.
+
+    Attributes:
+        scorers: one per layer. weights: the decoder's that are trained, by their names in the model. log: one entry
+            per step. key: hash of what the training depends on.
+    """
+
+    def __init__(
+        self, decoder: RelaxedDecoder, videos: Tensor, options: Options, start: TrainedGate | None = None, key: str = ""
+    ) -> None:
+        self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
+        random = torch.Generator().manual_seed(options.seed)
+        samples = decoder.samples(self._batch(0)[:, :-1])
+        self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
+        self._price, rate, self._soft = FIRST_PRICE, RATES[options.gate], start is not None
+        if start is not None:
+            self._go_on_from(start)
+            rate /= 2
+        self.weights = decoder.own_weights() if options.decoder_rate else {}
+        weights = nn.ParameterList(self.weights.values())
+        self._trained = nn.ModuleList([self.scorers, weights])
+        parts = ((self.scorers, rate), (weights, options.decoder_rate))
+        self._groups = [{"params": list(part.parameters()), "peak": peak} for part, peak in parts if len(part)]
+        self._optimizer = torch.optim.Adam(self._groups, betas=(0.9, 0.95))
+        self.log: list[Step] = []
+
+    def _go_on_from(self, start: TrainedGate) -> None:
+        """Raises InputError where the gate is not of this kind, or of another decoder."""
+        scorers, gate = self._list(), self._options.gate
+        shapes = [{name: list(t.shape) for name, t in layer.items()} for layer in start.layers]
+        wanted = [{name: list(t.shape) for name, t in scorer.weights().items()} for scorer in scorers]
+        if start.gate != gate or shapes != wanted:
+            what = f"the gate to start from is {start.gate!r} with {shapes}, not {gate!r} with {wanted}"
+            raise InputError(what, hint="start from a gate of the same kind, units and decoder")
+        for scorer, weights, threshold in zip(scorers, start.layers, start.thresholds, strict=True):
+            scorer.assign(weights, threshold)
+        self._price = start.price
+
+    def run(self, kept: TrainingState, say: Say) -> None:
+        """The rest of the steps, from what was kept on."""
+        before = kept.load(self._trained, self._optimizer)
+        if before is not None:
+            self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
+        count = self._options.steps
+        for number in range(len(self.log), count):
+            self.log.append(self._step(number))
+            say(_line(self.log, count, self._price))
+            if number % SAVE_EVERY == 0 or number + 1 == count:
+                entries = [(s.nll, s.nll_dense, s.shares) for s in self.log]
+                kept.save(self._trained, self._optimizer, {"price": self._price, "steps": entries})
+
+    def _step(self, number: int) -> Step:
+        options = self._options
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak"] * _schedule(number, options.steps)
+        found, loss, short = self._loss(self._batch(number), self._relaxation(number))
+        self._optimizer.zero_grad()
+        loss.backward()
+        for group in self._groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        self._optimizer.step()
+        self._price = max(0.0, self._price + PRICE_GAIN * short)
+        return found
+
+    def _relaxation(self, number: int) -> Relaxation:
+        options = self._options
+        progress = number / options.steps
+        random = torch.Generator().manual_seed(options.seed * options.steps + number)
+        faded = max(0.0, 1 - progress / NOISE_ENDS)
+        if not self._soft:
+            return Relaxation(faded, random)
+        softness = options.softness * SOFTNESS_FALLS**progress
+        return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
+
+    def _loss(self, tokens: Tensor, relaxation: Relaxation) -> tuple[Step, Tensor, float]:
+        """What was measured on videos [rows, T], the loss, and the shortfall of replay."""
+        decoder = self._decoder
+        first = decoder.prompt - 1 + decoder.frame
+        inputs, targets = tokens[:, :-1], tokens[:, 1:, None]
+        logits, shares = decoder.replayed(inputs, self._list(), relaxation)
+        now = torch.log_softmax(logits[:, first:], -1)
+        whole = torch.log_softmax(decoder.dense(inputs), -1)
+        dense = whole[:, first:].detach()
+        nll, nll_dense = (float(-p.detach().gather(-1, targets[:, first:]).mean()) for p in (now, dense))
+        loss = (dense.exp() * (dense - now)).sum(-1).mean()
+        if self.weights:
+            loss = loss - whole[:, decoder.prompt - 1 :].gather(-1, targets[:, decoder.prompt - 1 :]).mean()
+        short = self._options.target - shares.mean()
+        scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
+        price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
+        found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
+        return found, loss / scale + price * short, float(short.detach())
+
+    def _batch(self, number: int) -> Tensor:
+        """Every pass over the videos has an order of its own."""
+        count, rows = len(self._videos), self._decoder.rows
+        per_pass = count // rows
+        random = torch.Generator().manual_seed(self._options.seed + number // per_pass)
+        order = torch.randperm(count, generator=random)
+        start = number % per_pass * rows
+        return self._videos[order[start : start + rows]]
+
+    def result(self) -> TrainedGate:
+        """Of all steps."""
+        last = self.log[-max(1, round(TAIL * len(self.log))) :]
+        replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
+        layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
+        found = (self._options.target, replay, nll, dense, self._price)
+        return TrainedGate(self._options.gate, layers, thresholds, *found, self.key)
+
+    def _list(self) -> list[Scorer]:
+        return list(self.scorers)  # type: ignore[arg-type]
+
+
+def _schedule(number: int, steps: int) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * number / steps))
+    return min(1.0, (number + 1) / WARM_UP) * (RATE_FLOOR + (1 - RATE_FLOOR) * cosine)
+
+
+def _line(log: Sequence[Step], steps: int, price: float) -> str:
+    """Means over the last steps: single ones vary with their videos."""
+    last = log[-10:]
+    replay = sum(s.replay for s in last) / len(last)
+    nll, dense = (float(np.mean([getattr(s, name) for s in last])) for name in ("nll", "nll_dense"))
+    layers = " / ".join(f"{100 * share:.0f}" for share in np.mean([s.shares for s in last], 0))
+    shares = f"replay {replay:.1%} ({layers})"
+    return f"step {len(log)} of {steps}: {shares}, NLL {nll / dense:.3f} of {dense:.4g}, price {price:.2f}"
