@@ -1,129 +1,20 @@
-"""User-facing configuration: what to compile and when to replay. Frozen pydantic models, JSON-safe, our own errors."""
+"""The models: CompileConfig and its parts, ReplayConfig and SparseAttention."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
+from fastcar_compile.config.base import Config
+from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.gates import GATES, GateWeights, gate_named, needless_weights
-from fastcar_compile.gates.weights import DIGEST
-
-QUANT_MODES: tuple[str, ...] = ("none", "bf16", "w8a8", "w4a8")
-OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
+from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.gates.registry import weights_problem
 
 
-def _parse_float(value: Any) -> Any:
-    """Accepts the JSON spellings "inf" and "-inf"; refuses booleans, other texts and NaN."""
-    if isinstance(value, str):
-        if value.strip().lower() not in ("inf", "+inf", "-inf"):
-            raise ValueError(f"a threshold is a number, 'inf' or '-inf', not {value!r}")
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"a threshold is a number, 'inf' or '-inf', not {value!r}")
-    if math.isnan(value):
-        raise ValueError("a threshold cannot be NaN")
-    return float(value)
-
-
-def _dump_float(value: float) -> float | str:
-    """JSON has no infinity: it is written as "inf" or "-inf"."""
-    return value if math.isfinite(value) else str(value)
-
-
-Threshold = Annotated[float, BeforeValidator(_parse_float), PlainSerializer(_dump_float, when_used="json")]
-
-Heads = tuple[tuple[int, float], ...]
-"""(query head, weight) pairs."""
-
-
-def _parse_heads(value: Any) -> Heads | None:
-    """One layer's heads: None, {head: weight}, [head, …] (alike) or [(head, weight), …]."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        pairs = sorted(value.items())
-    elif isinstance(value, (list, tuple)):
-        pairs = [(v, 1 / len(value)) if isinstance(v, int) else tuple(v) for v in value]
-    else:
-        raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
-    for pair in pairs:
-        if len(pair) != 2 or type(pair[0]) is not int or not math.isfinite(pair[1]):
-            raise ValueError(f"{pair!r} is not a query head with a finite weight")
-    if not pairs or len({head for head, _ in pairs}) != len(pairs):
-        raise ValueError(f"heads are named once each, and at least one, not {value!r}")
-    return tuple((head, float(weight)) for head, weight in pairs)
-
-
-def _parse_weights(value: Any) -> GateWeights | None:
-    """Weights, their file, or the digest that stands for them in JSON."""
-    if value is None or isinstance(value, GateWeights):
-        return value
-    if isinstance(value, str) and DIGEST.fullmatch(value):
-        return GateWeights(value.removeprefix("sha256:"))
-    if not isinstance(value, str | Path):
-        raise ValueError(f"gate weights are a safetensors file, not {value!r}")
-    return GateWeights.load(value)
-
-
-Weights = Annotated[
-    Any, BeforeValidator(_parse_weights), PlainSerializer(lambda value: value and value.name, when_used="json")
-]
-
-
-def describe_validation(error: ValidationError) -> list[str]:
-    """One text per field that pydantic refused, as `field.path: reason`."""
-    lines = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"]) or "(whole)"
-        message = item["msg"].removeprefix("Value error, ")
-        given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
-        lines.append(f"{field}: {message}{given}")
-    return lines
-
-
-def _raise_compile_error(name: str, error: ValidationError) -> NoReturn:
-    lines = describe_validation(error)
-    raise CompileError(
-        f"{name} is not valid: " + "; ".join(lines), hint=f"correct the field{'s' if len(lines) > 1 else ''} named"
-    ) from error
-
-
-class _Config(BaseModel):
-    """Frozen, no unknown fields; a refused value raises CompileError with every field at fault."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            _raise_compile_error(type(self).__name__, error)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dict; infinite thresholds are the strings "inf" and "-inf"."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_json`. Raises CompileError on bad fields."""
-        return cls(**data)
-
-
-class ReplayConfig(_Config):
+class ReplayConfig(Config):
     """When an MLP output of the previous frame is replayed instead of computed.
 
     Args:
@@ -152,7 +43,7 @@ class ReplayConfig(_Config):
     gate_weights: Weights = None
 
     def __init__(self, **data: Any) -> None:
-        """The gate's own threshold stands in for one that is not given; None is a threshold."""
+        """Take the gate's own threshold where none is given. None is a threshold too: never replay."""
         gate = data.get("gate", "tas")
         if "threshold" not in data and isinstance(gate, str) and gate in GATES:
             data = {**data, "threshold": GATES[gate].default_threshold}
@@ -167,14 +58,8 @@ class ReplayConfig(_Config):
 
     @field_validator("heads", mode="before")
     @classmethod
-    def _one_or_many_heads(cls, value: Any) -> Any:
-        """One entry for all layers, or one per layer."""
-        single = isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and all(type(v) is int for v in value))
-        if value is None or single:
-            return None if value is None else (_parse_heads(value),)
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
-        return tuple(_parse_heads(item) for item in value)
+    def _one_or_many_heads(cls, value: object) -> object:
+        return parse_layers_of_heads(value)
 
     @model_validator(mode="after")
     def _heads_fit_the_gate(self) -> Self:
@@ -184,31 +69,25 @@ class ReplayConfig(_Config):
 
     @model_validator(mode="after")
     def _weights_fit_the_gate(self) -> Self:
-        if self.gate_weights is not None and not GATES[self.gate].takes_weights:
-            raise ValueError(f"{needless_weights(self.gate)}: leave gate_weights away, or use gate 'learned'")
-        if self.gate_weights is None and GATES[self.gate].takes_weights:
-            raise ValueError(f"gate {self.gate!r} needs its weights: give gate_weights, the file that was trained")
+        problem = weights_problem(self.gate, self.gate_weights is not None)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @field_validator("threshold", mode="before")
     @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        """Parses here, so that the error speaks of thresholds and not of union members."""
-        if value is None:
-            return None
-        if isinstance(value, (list, tuple)):
-            return tuple(None if item is None else _parse_float(item) for item in value)
-        return _parse_float(value)
+    def _one_or_many(cls, value: object) -> object:
+        return parse_thresholds(value)
 
     def to_json(self) -> dict[str, Any]:
-        """As for every configuration; weights only where there are some, so that journals without them stay valid."""
+        """Return a JSON-safe dict. Weights stand in it only where there are some, so that older journals stay valid."""
         data = super().to_json()
         if data["gate_weights"] is None:
             del data["gate_weights"]
         return data
 
     def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
-        """The (head, weight) pairs of every layer; empty: all heads everywhere.
+        """Return the (head, weight) pairs of every layer; empty: all heads everywhere.
 
         Raises:
             UserError: one entry per layer was given, but not as many as there are layers.
@@ -226,7 +105,7 @@ class ReplayConfig(_Config):
         return self.heads
 
     def thresholds(self, num_layers: int) -> tuple[float | None, ...]:
-        """One threshold per layer; None where the layer never replays.
+        """Return one threshold per layer; None where the layer never replays.
 
         Raises:
             UserError: the list's length is not the number of layers.
@@ -242,7 +121,7 @@ class ReplayConfig(_Config):
         return tuple(self.threshold)
 
 
-class SparseAttention(_Config):
+class SparseAttention(Config):
     """Attention sinks and a sliding window over a ring cache of bounded size (StreamingLLM; docs/sparse_attention.md).
 
     Args:
@@ -260,7 +139,7 @@ class SparseAttention(_Config):
     positions: Literal["absolute", "cache"] = "absolute"
 
 
-class CompileConfig(_Config):
+class CompileConfig(Config):
     """Everything that shapes a compiled artifact besides the model itself.
 
     Args:
