@@ -19,10 +19,11 @@ from pydantic import (
 )
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.gates import GATES, GateWeights, gate_named, needless_weights
 from fastcar_compile.gates.weights import DIGEST
 
-QUANT_MODES: tuple[str, ...] = ("none", "bf16", "w8a8", "w4a8")
+QUANT_MODES: tuple[str, ...] = tuple(QUANT_FORMATS)
 OFFLOAD_MODES: tuple[str, ...] = ("mlp", "linears")
 
 
@@ -285,12 +286,26 @@ class CompileConfig(_Config):
     tokens_per_frame: int = Field(ge=1, strict=True)
     max_seq_len: int = Field(ge=2, strict=True)
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
-    quant: Literal["none", "bf16", "w8a8", "w4a8"] = "none"
+    quant: str = "none"
     replay: ReplayConfig | None = None
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"
     sparse_attention: SparseAttention | None = None
-    kv: Literal["float32", "float16", "int8"] = "float32"
+    kv: str = "float32"
+
+    @field_validator("quant")
+    @classmethod
+    def _known_format(cls, quant: str) -> str:
+        if quant not in QUANT_FORMATS:
+            raise ValueError(f"unknown quantisation {quant!r}; known: {', '.join(QUANT_FORMATS)}")
+        return quant
+
+    @field_validator("kv")
+    @classmethod
+    def _known_kv_type(cls, kv: str) -> str:
+        if kv not in KV_TYPES:
+            raise ValueError(f"unknown KV type {kv!r}; known: {', '.join(KV_TYPES)}")
+        return kv
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
