@@ -129,16 +129,16 @@ class ReplayConfig(_Config):
 
     Args:
         gate: name of the gate; one of `fastcar_compile.gates.GATES`.
-        threshold: what the gate compares its score with; docs/gates.md says how (TAS: replay iff score >= threshold, so
-            that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
+        threshold: what the gate compares its score with (docs/explanation/gates.md; TAS: replay iff score >= threshold,
+            so that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
             layer; None means "never replay" (here, or in that layer). Default: the gate's own.
         max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
         refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
         heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
-        gate_weights: for gate "learned", the safetensors file of its weights (docs/gates.md), or a GateWeights. JSON
-            keeps their digest, never the file's name.
+        gate_weights: for gate "learned", the safetensors file of its weights (docs/explanation/gates.md), or a
+            GateWeights. JSON keeps their digest, never the file's name.
 
     Raises:
         CompileError: a field is not valid, or the file of the weights is not. UserError: it cannot be read.
@@ -244,7 +244,7 @@ class ReplayConfig(_Config):
 
 
 class SparseAttention(_Config):
-    """Attention sinks and a sliding window over a ring cache of bounded size (StreamingLLM; docs/sparse_attention.md).
+    """Attention sinks and a sliding window over a ring cache of bounded size (docs/explanation/sparse_attention.md).
 
     Args:
         window: the most recent tokens that a token attends to, itself included.

@@ -16,8 +16,8 @@ class InputDeltaGate(Gate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
     The norm is the sum of absolute values: no multiplications, and on the example decoder a better signal than the
-    Euclidean norm (docs/gates.md). The comparison is with the input of the last computed visit, not of the last visit:
-    a slow drift adds up until the slot computes again, however long the chain of replays.
+    Euclidean norm (docs/explanation/gates.md). The comparison is with the input of the last computed visit, not of the
+    last visit: a slow drift adds up until the slot computes again, however long the chain of replays.
     """
 
     name = "input_delta"
@@ -35,7 +35,7 @@ class InputDeltaGate(Gate):
 
 
 BOUND_WEIGHT = 0.1
-"""Of the attention term beside the input's change; docs/gates.md says how it was chosen."""
+"""Of the attention term beside the input's change; docs/explanation/gates.md says how it was chosen."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""w8a8 and w4a8 linears with one exact definition for every backend (docs/architecture.md, "bit for bit")."""
+"""w8a8 and w4a8 linears with one exact definition for every backend (docs/reference/numerics.md)."""
 
 from __future__ import annotations
 
