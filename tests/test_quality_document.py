@@ -1,4 +1,4 @@
-"""docs/quality.md: its verdicts follow from the rows, and the shipped cases fit their decoders."""
+"""docs/measurements/quality.md: its verdicts follow from the rows, and the shipped cases fit their decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/quality.md from measured rows: every number and every verdict in it is computed here."""
+"""docs/measurements/quality.md from measured rows: every number and every verdict in it is computed here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _HEAD = """# Quality
 
 Written by `python benchmarks/quality.py --docs`; not edited by hand. The decoders are the shipped ones
 (`examples/moving_shapes`, `examples/bouncing_digits`), float32, each as it was trained for its videos alone, and in
-`tuned/` as it was fine-tuned for replay together with its gate `learned` (docs/gates.md, "Fine-tuning for replay"). The
+`tuned/` as it was fine-tuned for replay together with its gate `learned`
+([how](../explanation/gates.md#fine-tuning-for-replay)). The
 videos are held out: neither trained nor calibrated on. Everything is teacher-forced, so every token is predicted from
 the true past, and counts frames 2 to 8.
 
@@ -31,11 +32,11 @@ the true past, and counts frames 2 to 8.
   both are given.
 - *agreement*: share of places whose likeliest symbol is the dense decoder's.
 - *PSNR*, *SSIM*: frames of the likeliest symbols against the true frames.
-- *calibrated*: thresholds per layer from `fc.calibrate` on other videos (docs/gates.md). *uniform*: the same gate and
-  weights, one quantile of every layer's scores. *random*: a hash decides.
-- `tas` has trained head weights, `learned` is trained as a whole (docs/gates.md, "Training"), on videos of their own.
-  Thresholds of `tas` are chosen so that 6 % less computes than is asked for, those of `learned` 12 % less (82.4 %
-  replay where 80 % are asked for): on other videos more may compute.
+- *calibrated*: thresholds per layer from [`fc.calibrate`](../explanation/gates.md) on other videos. *uniform*: the same
+  gate and weights, one quantile of every layer's scores. *random*: a hash decides.
+- `tas` has trained head weights, `learned` is [trained](../explanation/gates.md#training) as a whole, on videos
+  of their own. Thresholds of `tas` are chosen so that 6 % less computes than is asked for, those of `learned` 12 %
+  less (82.4 % replay where 80 % are asked for): on other videos more may compute.
 
 The shipped gates are the folders `gates`, trained by `python benchmarks/quality.py --train`, their thresholds the files
 `cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run the rows are in
@@ -49,7 +50,7 @@ def write_document(
     bounds: Mapping[str, Sequence[Found]],
     caches: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """The whole page; pictures lie in images/quality/<decoder>/ beside it."""
+    """The whole page; pictures lie in docs/images/quality/<decoder>/."""
     lines = [_HEAD]
     for name, rows in found.items():
         lines += [*_decoder(name, rows)]
@@ -71,7 +72,7 @@ def write_document(
 
 
 def _decoder(name: str, rows: Rows) -> Iterator[str]:
-    images = f"images/quality/{name}"
+    images = f"../images/quality/{name}"
     yield f"## {name}\n\n![NLL against replay]({images}/quality.png)\n"
     yield "| gate | thresholds | attention | replay | NLL | above dense | of dense | agreement | PSNR | SSIM |"
     yield "|---|---|---|---|---|---|---|---|---|---|"

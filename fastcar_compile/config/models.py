@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from fastcar_compile.config.base import Config
 from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.gates import GATES, gate_named
 from fastcar_compile.gates.registry import weights_problem
 
@@ -19,16 +20,16 @@ class ReplayConfig(Config):
 
     Args:
         gate: name of the gate; one of `fastcar_compile.gates.GATES`.
-        threshold: what the gate compares its score with; docs/gates.md says how (TAS: replay iff score >= threshold, so
-            that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
+        threshold: what the gate compares its score with (docs/explanation/gates.md; TAS: replay iff score >= threshold,
+            so that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
             layer; None means "never replay" (here, or in that layer). Default: the gate's own.
         max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
         refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
         heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
-        gate_weights: for gate "learned", the safetensors file of its weights (docs/gates.md), or a GateWeights. JSON
-            keeps their digest, never the file's name.
+        gate_weights: for gate "learned", the safetensors file of its weights (docs/explanation/gates.md), or a
+            GateWeights. JSON keeps their digest, never the file's name.
 
     Raises:
         CompileError: a field is not valid, or the file of the weights is not. UserError: it cannot be read.
@@ -122,7 +123,7 @@ class ReplayConfig(Config):
 
 
 class SparseAttention(Config):
-    """Attention sinks and a sliding window over a ring cache of bounded size (StreamingLLM; docs/sparse_attention.md).
+    """Attention sinks and a sliding window over a ring cache of bounded size (docs/explanation/sparse_attention.md).
 
     Args:
         window: the most recent tokens that a token attends to, itself included.
@@ -164,12 +165,26 @@ class CompileConfig(Config):
     tokens_per_frame: int = Field(ge=1, strict=True)
     max_seq_len: int = Field(ge=2, strict=True)
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
-    quant: Literal["none", "bf16", "w8a8", "w4a8"] = "none"
+    quant: str = "none"
     replay: ReplayConfig | None = None
     prefill_chunk: int = Field(default=64, ge=1, strict=True)
     offload: Literal["mlp", "linears"] = "mlp"
     sparse_attention: SparseAttention | None = None
-    kv: Literal["float32", "float16", "int8"] = "float32"
+    kv: str = "float32"
+
+    @field_validator("quant")
+    @classmethod
+    def _known_format(cls, quant: str) -> str:
+        if quant not in QUANT_FORMATS:
+            raise ValueError(f"unknown quantisation {quant!r}; known: {', '.join(QUANT_FORMATS)}")
+        return quant
+
+    @field_validator("kv")
+    @classmethod
+    def _known_kv_type(cls, kv: str) -> str:
+        if kv not in KV_TYPES:
+            raise ValueError(f"unknown KV type {kv!r}; known: {', '.join(KV_TYPES)}")
+        return kv
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

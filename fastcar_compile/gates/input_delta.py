@@ -12,8 +12,8 @@ class InputDeltaGate(Gate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
     The norm is the sum of absolute values. It needs no multiplication, and on the example decoder it is a better
-    signal than the Euclidean norm (docs/gates.md). x_cached is the input of the last computed visit, not of the last
-    visit: a slow drift adds up until the slot computes again, however long the chain of replays is.
+    signal than the Euclidean norm (docs/explanation/gates.md). x_cached is the input of the last computed visit, not of
+    the last visit: a slow drift adds up until the slot computes again, however long the chain of replays is.
     """
 
     name = "input_delta"
@@ -31,7 +31,7 @@ class InputDeltaGate(Gate):
 
 
 BOUND_WEIGHT = 0.1
-"""Weight of the attention term beside the input's change; docs/gates.md says how it was chosen."""
+"""Weight of the attention term beside the input's change; docs/explanation/gates.md says how it was chosen."""
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,18 @@ from tvm.script import tirx as T
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.simd.half import widened
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import spread, typed
-from fastcar_compile.ops.cached import BIAS, BLOCK, MANTISSA_BITS, row_size
-
-_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+from fastcar_compile.formats import KV_TYPES
+from fastcar_compile.ops.cached import BIAS, BLOCK, MANTISSA_BITS
 
 
 def element_bytes(dtype: str) -> int:
     """Of an element of a cache."""
-    return _BYTES[dtype]
+    return KV_TYPES[dtype].bits // 8
 
 
 def row_bytes(dim: int, dtype: str) -> int:
     """Of the row of one key or value of one head."""
-    return row_size(dim, dtype) * _BYTES[dtype]
+    return KV_TYPES[dtype].row_bytes(dim)
 
 
 def element(rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet) -> Any:
