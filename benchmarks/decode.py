@@ -1,11 +1,12 @@
 """Milliseconds per decoded token beside PyTorch, onnxruntime, OpenVINO and llama.cpp, dense and with replay.
 
     python benchmarks/decode.py --json out.json --plot out.png
-    python benchmarks/decode.py --docs          # writes docs/speed_table.md and docs/images/speed.png
+    python benchmarks/decode.py --docs          # writes docs/measurements/speed_table.md and docs/images/speed.png
     python benchmarks/decode.py --quick         # a small decoder, one to two minutes
 
 All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that
-is stopped between its blocks of tokens; blocks of a group's engines alternate. How peers are set up: docs/speed.md.
+is stopped between its blocks of tokens; blocks of a group's engines alternate.
+docs/measurements/speed.md says how peers are set up.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precisions", default="", help=f"of {', '.join(PEERS)}, separated by commas")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
-    parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/speed.md")
+    parser.add_argument("--docs", action="store_true", help="write table and picture of docs/measurements")
     parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use those that are there")
     options = parser.parse_args()
     chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
@@ -117,7 +118,8 @@ def main() -> None:
     if options.plot is not None:
         plot(rows, options.plot)
     if options.docs:
-        (ROOT / "docs" / "speed_table.md").write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
+        page = ROOT / "docs" / "measurements" / "speed_table.md"
+        page.write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
         plot(rows, ROOT / "docs" / "images" / "speed.png")
 
 

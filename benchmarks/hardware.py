@@ -1,6 +1,6 @@
 """The hardware model beside published boards, and DRS beside static mapping on recorded traces.
 
-    python benchmarks/hardware.py --docs        # writes docs/hardware_table.md and docs/images/drs.png
+    python benchmarks/hardware.py --docs        # writes docs/measurements/hardware_table.md and docs/images/drs.png
     python benchmarks/hardware.py --json out.json
 
 Predictions only: nothing here ran on a board. The traces are replay decisions of the shipped decoder on 16 held-out
@@ -208,7 +208,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Predict, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write docs/hardware_table.md and docs/images/drs.png")
+    parser.add_argument("--docs", action="store_true", help="write the table and the picture named above")
     parser.add_argument("--json", type=Path, default=None, help="write the report here")
     parser.add_argument("--frames", type=int, default=8, help="frames of the recorded traces")
     options = parser.parse_args()
@@ -220,7 +220,7 @@ def main() -> None:
     }
     print(tables(report))
     if options.docs:
-        (ROOT / "docs" / "hardware_table.md").write_text(tables(report))
+        (ROOT / "docs" / "measurements" / "hardware_table.md").write_text(tables(report))
         plot(report["drs"], ROOT / "docs" / "images" / "drs.png")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")

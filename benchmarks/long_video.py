@@ -1,6 +1,6 @@
 """Long videos of the example decoder: quality and time per frame, with all positions kept and with sinks and a window.
 
-    python benchmarks/long_video.py --docs                            # docs/long_video_table.md and its pictures
+    python benchmarks/long_video.py --docs        # docs/measurements/long_video_table.md and its pictures
     python benchmarks/long_video.py --frames 3 --videos 1 --attention "window 512, in cache" --no-decode   # a look
 
 Quality is teacher-forced on held-out videos of many more frames than the decoder was trained on (8): NLL per frame for
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--videos", type=int, default=2, help="held-out videos for the quality")
-    parser.add_argument("--docs", action="store_true", help="write docs/long_video_table.md and its pictures")
+    parser.add_argument("--docs", action="store_true", help="write the table and the pictures named above")
     parser.add_argument("--attention", action="append", choices=list(ATTENTIONS), help="default: all of them")
     parser.add_argument("--no-decode", action="store_true", help="quality only")
     parser.add_argument("--json", type=Path)
@@ -254,7 +254,7 @@ def main() -> None:
         rows = {"frames": options.frames, "videos": options.videos, "quality": quality, "decode": decoded}
         options.json.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     if options.docs:
-        (ROOT / "docs" / "long_video_table.md").write_text(table(quality, decoded, options), "utf-8")
+        (ROOT / "docs" / "measurements" / "long_video_table.md").write_text(table(quality, decoded, options), "utf-8")
     if options.plot is not None:
         plot(quality, decoded, options.plot)
     if options.strip is not None:

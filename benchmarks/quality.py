@@ -1,4 +1,4 @@
-"""What replay costs in quality on the shipped decoders: docs/quality.md and its pictures.
+"""What replay costs in quality on the shipped decoders: docs/measurements/quality.md and its pictures.
 
 `--train` trains the gates of examples/*/gates anew, and decoders and gates of examples/*/tuned; `--calibrate` chooses
 the thresholds of their cases.json anew, `--hindsight` looks for decisions that no gate could better (all three long);
@@ -79,7 +79,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
     parser.add_argument("--gates", help="to calibrate, separated by commas; default: all that the decoder has")
     parser.add_argument("--hindsight", action="store_true", help="look for the best decisions anew")
-    parser.add_argument("--docs", action="store_true", help="write docs/quality.md and its pictures")
+    parser.add_argument("--docs", action="store_true", help="write docs/measurements/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
     parser.add_argument("--threads", type=int, default=2)
@@ -117,7 +117,7 @@ def main() -> None:
         bounds = {d.name: hindsight.load(d.hindsight_file) for d in DECODERS if d.hindsight_file.exists()}
         videos = {d.name: d.videos(HELD_OUT, HELD_OUT_SEED) for d in DECODERS}
         narrow = {d.name: caches.dense_nll(d.model(), videos[d.name]) for d in DECODERS if not d.tuned}
-        write_document(ROOT / "docs" / "quality.md", found, bounds, narrow)
+        write_document(ROOT / "docs" / "measurements" / "quality.md", found, bounds, narrow)
 
 
 def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ class Artifact:
         """Open a session.
 
         Args:
-            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/board.md).
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md).
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.

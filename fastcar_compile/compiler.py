@@ -50,7 +50,7 @@ def compile(
     """Compile an autoregressive video decoder ahead of time.
 
     Args:
-        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, the export of such a module, or the
+        model: a Hugging Face decoder, a module that follows docs/reference/step_protocol.md, its export, or the
             path of a Hugging Face folder (or it opened, a Checkpoint), whose weights are read one tensor at a time.
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model

@@ -1,5 +1,5 @@
 // DRS controller: TAS and gate, Index Register, Mapping Registers, then one layer's instruction words -> dispatch records.
-// Formats, order of checks and status codes: docs/drs_table.md. Every loop is bounded, so it always ends.
+// Formats, order of checks and status codes: docs/reference/drs_table.md. Every loop is bounded, so it always ends.
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
 

@@ -1,4 +1,4 @@
-// The DRS control table: its checks, in the documented order (docs/drs_table.md). Every loop is bounded.
+// The DRS control table: its checks, in the documented order (docs/reference/drs_table.md). Every loop is bounded.
 #ifndef FASTCAR_DRS_TABLE_HPP
 #define FASTCAR_DRS_TABLE_HPP
 

@@ -1,4 +1,4 @@
-// Index Register and Mapping Registers of Dynamic Resource Scheduling (docs/drs_table.md).
+// Index Register and Mapping Registers of Dynamic Resource Scheduling (docs/reference/drs_table.md).
 #ifndef FASTCAR_MAPPING_HPP
 #define FASTCAR_MAPPING_HPP
 

@@ -1,4 +1,4 @@
-// Numerics, bit for bit as docs/architecture.md defines them: IEEE float32, one rounding per operation, no FMA.
+// Numerics, bit for bit as docs/reference/numerics.md defines them: IEEE float32, one rounding per operation, no FMA.
 // (The fabric's float operators flush denormals to zero; equality with the reference holds for normal numbers.)
 // Comparisons are written so that a NaN takes a defined branch and no conversion to integer is out of range.
 #ifndef FASTCAR_NUMERICS_HPP

@@ -1,7 +1,7 @@
 // Temporal Attention Score and replay gate: plain functions over words, no streams.
 //
 // A score is a sum of products of two float32 values, each rounded half to even to a multiple of 2^-24 and limited to 2^22
-// (docs/architecture.md, "TAS, bit for bit"). So the loop adds integers: one 64-bit addition per clock, no float adder
+// (docs/reference/numerics.md, "TAS, bit for bit"). So the loop adds integers: one 64-bit addition per clock, no float adder
 // whose latency would have to be hidden, and the same bits as every other backend.
 #ifndef FASTCAR_TAS_CORE_HPP
 #define FASTCAR_TAS_CORE_HPP

@@ -89,7 +89,7 @@ def test_frame_not_smaller_than_sequence(frame: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"quant": "w2a8"}, "quant: Input should be 'none', 'bf16', 'w8a8' or 'w4a8' (given: 'w2a8')"),
+        ({"quant": "w2a8"}, "quant: unknown quantisation 'w2a8'; known: none, bf16, w8a8, w4a8"),
         ({"batch_size": 33}, "batch_size: Input should be less than or equal to 32 (given: 33)"),
         ({"tokens_per_frame": 0}, "tokens_per_frame: Input should be greater than or equal to 1 (given: 0)"),
         ({"max_seq_len": 12.5}, "max_seq_len: Input should be a valid integer"),

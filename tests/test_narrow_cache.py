@@ -64,5 +64,5 @@ def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
 
 
 def test_a_type_that_no_cache_has(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match="kv: Input should be 'float32', 'float16' or 'int8'"):
+    with pytest.raises(CompileError, match="kv: unknown KV type 'float8'; known: float32, float16, int8"):
         compiled(tmp_path, target="cpu", kv="float8")

@@ -58,7 +58,7 @@ class Reference:
 
 @dataclass
 class Operators:
-    """The same layer out of the package's operators, wired as docs/architecture.md says."""
+    """The same layer out of the package's operators, wired as docs/reference/operators.md says."""
 
     frame: int
     batch: int

@@ -1,4 +1,4 @@
-"""The shipped decoders that docs/quality.md is about, and how their gates are trained and calibrated."""
+"""The shipped decoders that docs/measurements/quality.md is about, and how their gates are trained and calibrated."""
 
 from __future__ import annotations
 

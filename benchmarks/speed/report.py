@@ -81,7 +81,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown, missing engines below. How peers are set up is in their `notes` and in docs/speed.md."""
+    """The rows in Markdown, missing engines below; docs/measurements/speed.md says how peers are set up."""
     head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for r in rows:

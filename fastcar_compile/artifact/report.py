@@ -19,7 +19,9 @@ def write_report(writer: ArtifactWriter, program: DecoderProgram, sections: Mapp
     """Sizes, memory, MLP share and the replay ceiling of an artifact; JSON first, HTML from it."""
     report = build_report(program, sections)
     writer.write_text("report.json", json.dumps(report, sort_keys=True, indent=2) + "\n")
-    environment = Environment(loader=PackageLoader("fastcar_compile.artifact"), autoescape=select_autoescape(), trim_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("fastcar_compile.artifact"), autoescape=select_autoescape(), trim_blocks=True
+    )
     writer.write_text("report.html", environment.get_template("report.html.j2").render(report=report) + "\n")
 
 

@@ -26,13 +26,12 @@ from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import load_shape, shape_of_sections
 from fastcar_compile.estimate.system import Estimate, Workload, estimate
 from fastcar_compile.estimate.trace import load_trace
-from fastcar_compile.ops.cached import BLOCK
+from fastcar_compile.formats import kv_type
+from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.targets import Target, load_target
 
 SHAPE_CONTEXT = 512
-ENGINE_QUANTS = ("w8a8", "w4a8")
 SHAPE_QUANT, SHAPE_OFFLOAD, SHAPE_KV_BITS = "w8a8", "all", 8
-ARTIFACT_KV_BITS = {"float32": 32, "float16": 16, "int8": 8}
 
 OFFLOADS = ("mlp", "linears", "all")
 
@@ -97,15 +96,15 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     own = Target.model_validate(sections["target"])
     board = own if target is None else load_target(target)
     design = design_from_json(accelerator["design"]) if accelerator is not None and board == own else None
-    ring = sections["decoder"].get("ring")
+    ring, kept = sections["decoder"].get("ring"), kv_type(config.get("kv", "float32"))
     work = Workload(
         shape_of_sections(sections),
-        config["quant"] if config["quant"] in ENGINE_QUANTS else SHAPE_QUANT,
+        config["quant"] if config["quant"] in ACCELERATED else SHAPE_QUANT,
         max(1, config["max_seq_len"] // 2),
         batch=config["batch_size"],
         offload=config.get("offload", "mlp"),
-        kv_bits=ARTIFACT_KV_BITS[config.get("kv", "float32")],
-        kv_block=BLOCK if config.get("kv", "float32") == "int8" else 0,
+        kv_bits=kept.bits,
+        kv_block=kept.block,
         sink_window=None if ring is None else (ring["sinks"], ring["window"]),
         kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
         gate=GateModel.of_sections(config, sections["sites"]),
@@ -123,7 +122,7 @@ def _with_options(
     kv_bits: int | None,
     sink_window: str | None,
 ) -> Workload:
-    if quant is not None and quant not in ENGINE_QUANTS:
+    if quant is not None and quant not in ACCELERATED:
         raise UserError(f"there is no engine for --quant {quant}", hint="give w8a8 or w4a8")
     if offload is not None and offload not in OFFLOADS:
         raise UserError(f"--offload {offload} is not known", hint=f"give one of {', '.join(OFFLOADS)}")

@@ -26,6 +26,7 @@ from fastcar_compile.cli.common import (
 )
 from fastcar_compile.cli.sizes import Sizes, decoder_sizes
 from fastcar_compile.errors import UserError
+from fastcar_compile.formats import quant_format
 
 REFERENCE = "eager"
 
@@ -95,8 +96,8 @@ def default_backends(sections: Mapping[str, Any]) -> list[str]:
 
 
 def default_tolerance(sections: Mapping[str, Any]) -> float:
-    """1e-3 in float32. Quantised: a last-bit difference in attention may move an activation by one int8 step."""
-    return 1e-3 if sections.get("config", {}).get("quant", "none") in ("none", "bf16") else 5e-2
+    """Return the largest difference of logits that the quantisation format explains."""
+    return quant_format(sections.get("config", {}).get("quant", "none")).tolerance
 
 
 def _names(text: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Dynamic Resource Scheduling: the control table and its simulator (docs/drs_table.md)."""
+"""Dynamic Resource Scheduling: the control table and its simulator (docs/reference/drs_table.md)."""

@@ -1,4 +1,4 @@
-"""The TAS unit in Python: scores, gate, Index Register and chain counts of one layer (docs/drs_table.md)."""
+"""The TAS unit in Python: scores, gate, Index Register and chain counts of one layer (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 

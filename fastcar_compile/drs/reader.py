@@ -1,4 +1,4 @@
-"""Reading and checking a DRS control table, in the order of the HLS controller (docs/drs_table.md)."""
+"""Reading and checking a DRS control table, in the order of the HLS controller (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DRS control table: a little-endian binary of 32-bit words, and its JSON twin (docs/drs_table.md)."""
+"""The DRS control table: a little-endian binary of 32-bit words, and its JSON twin (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 

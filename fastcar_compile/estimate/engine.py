@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.design import WORD_BYTES, MlpDesign, StageShape
 from fastcar_compile.codegen.hls.engine_design import EngineDesign
 from fastcar_compile.codegen.hls.spec import WEIGHT_BITS
 from fastcar_compile.estimate.dram import timing_of
-from fastcar_compile.estimate.shapes import LinearShape, Quant
+from fastcar_compile.estimate.shapes import LinearShape
 from fastcar_compile.targets import Target
 
 BURST_BYTES = 4096
@@ -81,7 +81,7 @@ class Engine:
             return ceil(len(computing) / self.cores)
         return max((sum(row % self.cores == core for row in computing) for core in range(self.cores)), default=0)
 
-    def stream_seconds(self, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
+    def stream_seconds(self, linear: LinearShape, quant: str, load: int) -> tuple[float, str]:
         """Time of the tile pipeline and what bounds it: "memory", "ports" or "compute"."""
         return _stream_seconds(self, linear, quant, load)
 
@@ -96,7 +96,7 @@ class Engine:
 
 
 @lru_cache(maxsize=1024)
-def _stream_seconds(engine: Engine, linear: LinearShape, quant: Quant, load: int) -> tuple[float, str]:
+def _stream_seconds(engine: Engine, linear: LinearShape, quant: str, load: int) -> tuple[float, str]:
     whole = StageShape(linear.inputs, linear.outputs, engine.ports, 1, 1, WEIGHT_BITS[quant])
     stage = cut_tiles(whole, engine.tile_words, 1)
     fetch, finish = stage.head_words + stage.tile_words, stage.tile * engine.ports * load

@@ -79,10 +79,7 @@ class GateModel:
         """Of one layer's decision on the host."""
         per_row = CHANGE_FLOPS * shape.hidden if self.caches_input else 0
         per_row += 2 * self.units * 2 * shape.hidden
-        if self.name == "tas":
-            per_row += 2 * shape.heads * shape.head_dim
-        if self.name == "bound":  # query by key and the squares of both
-            per_row += 6 * shape.heads * shape.head_dim
+        per_row += GATES[self.name].flops_per_query_element * shape.heads * shape.head_dim
         return rows * per_row
 
     def to_json(self, shape: DecoderShape, rows: int) -> dict[str, Any]:

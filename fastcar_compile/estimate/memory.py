@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.targets import Target
 
 HOST_RESERVE = 128 * 2**20
@@ -51,7 +52,8 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
     room = capacity(target)
     if footprint.total <= room:
         return
-    options = [] if quant == "w4a8" else ['quant="w4a8" (half the weight bytes of w8a8)']
+    narrowest = min(ACCELERATED, key=lambda name: QUANT_FORMATS[name].weight_bits)
+    options = [] if quant == narrowest else [f'quant="{narrowest}" ({QUANT_FORMATS[narrowest].summary})']
     if footprint.kv_cache > footprint.total // 20:
         options.append(f"a shorter cache than {positions} positions, or attention over sinks and a sliding window")
     if footprint.gate_cache:

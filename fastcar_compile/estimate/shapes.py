@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastcar_compile.errors import UserError
-
-Quant = Literal["none", "w8a8", "w4a8"]
-GROUP = 128
-"""Weights that share one float16 scale in w4a8 (design section 4)."""
+from fastcar_compile.formats import quant_format
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,9 @@ class LinearShape:
         """Multiply-accumulates for one row."""
         return self.inputs * self.outputs
 
-    def weight_bytes(self, quant: Quant) -> int:
-        """Bytes read once per call: weights and scales; w8a8 rows padded to 16 bytes, w4a8 to whole groups of 128."""
-        if quant == "none":
-            return 4 * self.macs
-        if quant == "w8a8":
-            return self.outputs * (16 * ceil(self.inputs / 16) + 4)
-        return self.outputs * ceil(self.inputs / GROUP) * (GROUP // 2 + 2)
+    def weight_bytes(self, quant: str) -> int:
+        """Return the bytes read once per call: weights and scales, padded as in the weight stream."""
+        return quant_format(quant).linear_bytes(self.outputs, self.inputs)
 
 
 class DecoderShape(BaseModel):
@@ -85,7 +78,7 @@ class DecoderShape(BaseModel):
         """The product onto the vocabulary."""
         return LinearShape("head", self.hidden, self.vocab) if self.vocab else None
 
-    def weight_bytes(self, quant: Quant) -> int:
+    def weight_bytes(self, quant: str) -> int:
         """Bytes of every linear that one decode step reads; embeddings and norms are left out."""
         block = sum(x.weight_bytes(quant) for x in (*self.attention_linears, *self.mlp_linears))
         return self.layers * block + (self.head.weight_bytes(quant) if self.head else 0)

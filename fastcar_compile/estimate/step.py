@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
-from fastcar_compile.estimate.shapes import DecoderShape, LinearShape, Quant
+from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
 
 NORM_FLOPS = 8
 """Floating-point operations per element of a norm and the residual add before it: square, sum, scale, weight, add."""
@@ -39,7 +39,7 @@ class Board:
     engine: Engine
     host: HostModel
     shape: DecoderShape
-    quant: Quant
+    quant: str
     batch: int
     fabric_linears: bool
     fabric_attention: bool

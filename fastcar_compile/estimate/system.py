@@ -18,8 +18,9 @@ from fastcar_compile.estimate.explore import Design, explore, resources_of
 from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.memory import Footprint, capacity, require_fit
-from fastcar_compile.estimate.shapes import DecoderShape, Quant
+from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.estimate.step import Board, Step, simulate_step
+from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.targets import Target
 
 Offload = Literal["mlp", "linears", "all"]
@@ -48,7 +49,7 @@ class Workload:
     """
 
     shape: DecoderShape
-    quant: Quant
+    quant: str
     context: int
     batch: int = 1
     offload: Offload = "all"
@@ -69,8 +70,8 @@ class Workload:
             wrong.append(f"context = {self.context} (at least 1)")
         if not 1 <= self.batch <= 32:
             wrong.append(f"batch = {self.batch} (1 to 32)")
-        if self.quant not in ("w8a8", "w4a8"):
-            wrong.append(f'quant = "{self.quant}" (the engine is int8: w8a8 or w4a8)')
+        if self.quant not in ACCELERATED:
+            wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
         if self.kv_bits not in (8, 16, 32):
             wrong.append(f"kv_bits = {self.kv_bits} (8, 16 or 32)")
         if wrong:

@@ -24,7 +24,7 @@ class Result:
     """One case, measured. Teacher-forced: every token is predicted from the true past.
 
     Attributes:
-        row: JSON-safe, see `docs/quality.md`.
+        row: JSON-safe, see `docs/measurements/quality.md`.
         places: float64 [L, frames, F], share of the videos whose forward t = frame * F + place replayed.
         predicted: int64 [N, frames * F], the likeliest symbols.
     """

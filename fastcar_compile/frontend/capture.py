@@ -34,7 +34,7 @@ def capture(
     """Capture a decoder.
 
     Args:
-        model: a Hugging Face decoder, a module that follows docs/step_protocol.md, the export of such a module, or a
+        model: a Hugging Face decoder, a module that follows docs/reference/step_protocol.md, its export, or a
             checkpoint: then only `skeleton.captured_layers` of its layers, and no weight is read.
         batch_size: rows B. max_seq_len: cache capacity S in tokens. tokens_per_frame: F.
         prefill_chunk: tokens per prefill call; an ExportedProgram has no prefill graph.
@@ -91,7 +91,7 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
     except Exception as error:
         raise CompileError(
             f"torch.export cannot capture {type(step).__name__}: {type(error).__name__}: {error}",
-            hint="the step must trace without data-dependent Python control flow; see docs/step_protocol.md",
+            hint="the step must trace without data-dependent Python control flow; see docs/reference/step_protocol.md",
         ) from error
 
 

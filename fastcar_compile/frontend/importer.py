@@ -83,7 +83,7 @@ class _Importer:
                 f"and one of {list(_POSITION_NAMES)}",
                 where="inputs of the exported program",
                 hint="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
-                "see docs/step_protocol.md",
+                "see docs/reference/step_protocol.md",
             )
 
     def _attribute(self, node: fx.Node) -> fx.Node:

@@ -1,4 +1,7 @@
-"""What a gate is: what it caches, its score, its comparison. Every backend is lowered from this one definition."""
+"""What a gate is: its facts, what it caches, its score, its comparison. Every backend is lowered from this definition.
+
+A gate's facts need no torch. Torch is loaded where a score is inserted into a graph or computed.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastcar_compile.gates.weights import LayerWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
 
 class Comparison(Enum):
-    """When a score lets a row replay, and the threshold at which it never does."""
+    """How a score meets the threshold when a row replays."""
 
     AT_LEAST = ">="
     AT_MOST = "<="
@@ -34,7 +38,7 @@ class Comparison(Enum):
 
 @dataclass(frozen=True)
 class GateValues(Generic[T]):
-    """What a score may read; graph nodes while a pass builds it, tensors where it is evaluated.
+    """What a score may read: graph nodes while a pass builds it, tensors where it is evaluated.
 
     Attributes:
         query: float32 [B, Hq, 1, D], as attention uses it.
@@ -57,7 +61,7 @@ class GateValues(Generic[T]):
     scale: float
     layer: int
     rows: int
-    params: Mapping[str, T] = field(default_factory=dict)
+    params: Mapping[str, T] = field(default_factory=dict[str, T])
 
 
 class Call(Protocol):
@@ -68,43 +72,56 @@ class Call(Protocol):
         ...
 
 
+def operator(name: str, overload: str = "default", namespace: str = "fastcar") -> Callable[..., Any]:
+    """Return a registered operator, for example `fastcar::tas`. This call loads torch."""
+    import torch
+
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
 @dataclass(frozen=True)
 class Gate(ABC):
-    """Decides per row whether an MLP output is replayed. Fields of the dataclass are its options.
+    """Decides per row whether an MLP output is replayed. The fields of the dataclass are its options.
 
     Attributes:
         name: in the registry, in ReplayConfig and on the command line.
         comparison: how the score meets the threshold.
+        default_threshold: where the caller gives none.
         reads_query: the score compares the query with the key one frame earlier.
         caches_input: the MLP's input of the last computed visit of every slot is kept, float32 [F, B, H] per layer.
-        default_threshold: where the caller gives none.
-        one_scale: scores of all layers mean the same: calibration begins with one threshold for every layer.
+        takes_heads: the score averages over query heads, which the caller may choose.
+        takes_weights: the gate is a trained network.
+        one_scale: scores of all layers mean the same, so that calibration begins with one threshold for every layer.
         study: only for comparisons, never a choice for a product.
+        in_fabric: the accelerator's TAS unit computes this score; the host decides every other gate.
+        flops_per_query_element: operations of the score for each of the Hq x D elements of a query.
         heads: (head, weight) pairs of a gate that averages over heads; None: all of them alike.
-        weights: of a gate that was trained; None: only its description is asked for.
+        weights: of a gate that was trained; None: only its facts are asked for.
     """
 
     name: ClassVar[str]
     comparison: ClassVar[Comparison]
+    default_threshold: ClassVar[float]
     reads_query: ClassVar[bool] = False
     caches_input: ClassVar[bool] = False
     takes_heads: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
-    default_threshold: ClassVar[float]
     one_scale: ClassVar[bool] = False
     study: ClassVar[bool] = False
+    in_fabric: ClassVar[bool] = False
+    flops_per_query_element: ClassVar[int] = 0
 
     heads: tuple[tuple[int, float], ...] | None = None
     weights: LayerWeights | None = None
 
     def params(self) -> dict[str, Tensor]:
-        """What the score reads besides its values, in the program as `gate_{name}_{layer}`. Most gates have none."""
+        """Return what the score reads besides its values; the program names them `gate_{name}_{layer}`."""
         return {}
 
     @abstractmethod
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """The score, float32 [B] (float32 [n * B] for n forward numbers)."""
+        """Return the score, float32 [B] (float32 [n * B] for n forward numbers)."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The score in words, for `explain`."""
+        """Return the score in words, for `explain`."""

@@ -6,29 +6,28 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.gates.weights import FORMAT, HINT, VERSION
 
-FORMAT, VERSION = "fastcar-gate", "1"
-HINT = (
-    f"give a safetensors file with metadata format {FORMAT!r}, version {VERSION!r}, and for every layer l "
-    "layer.l.w1 [units, 2 H], layer.l.b1 [units], layer.l.w2 [units], layer.l.b2 [1] (docs/gates.md)"
-)
+__all__ = ["HINT", "read_gate_file", "replace_file", "write_gate_file"]
 
 
 def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors by name.
+    """Return metadata and tensors by name.
 
     Raises:
         UserError: it cannot be read. CompileError: another format or version.
     """
     try:
-        with safe_open(str(path), "pt") as file:
-            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with cast("Any", safe_open(str(path), "pt")) as file:  # its stub has no types
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), hint=HINT) from error
     found = metadata.get("format"), metadata.get("version")
@@ -39,12 +38,12 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
 
 
 def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the file; a kill while writing leaves the file before."""
+    """Write the file. A kill while writing leaves the old file."""
     replace_file(Path(path), _ordered(save(dict(tensors), {"format": FORMAT, "version": VERSION, **metadata})))
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write it whole or not at all."""
+    """Write the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".part")
     scratch.write_bytes(data)
@@ -52,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def _ordered(data: bytes) -> bytes:
-    """safetensors orders metadata by chance: its header is written again with sorted keys."""
+    """Return the file with a sorted header: safetensors writes metadata in any order."""
     size = int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

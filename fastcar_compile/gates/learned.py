@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T
+from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
-fastcar = torch.ops.fastcar
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class LearnedGate(Gate):
-    """What a replay would cost here, as a network with one hidden layer says: `fastcar train-gate` trains it.
+    """What a replay would cost here, predicted by a network with one hidden layer. `fastcar train-gate` trains it.
 
-    The cached input is that of the slot's last computed visit, as for `input_delta`. Thresholds are calibrated for the
-    weights: they have no scale of their own.
+    The cached input is that of the slot's last computed visit, as for `input_delta`. The score has no scale of its
+    own, so that thresholds are calibrated for the weights.
     """
 
     name = "learned"
     comparison = Comparison.AT_MOST
+    default_threshold = 0.0
     caches_input = True
     takes_weights = True
     one_scale = True
-    default_threshold = 0.0
 
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """A score of at most the threshold replays."""
+        """Return the network's output; a row replays where it is at most the threshold."""
         network = (values.params[name] for name in self.params())
-        return call(fastcar.learned_score.default, values.x, values.cached, *network)
+        return call(operator("learned_score"), values.x, values.cached, *network)
 
     def params(self) -> dict[str, Tensor]:
-        """w1, b1, w2 and b2.
+        """Return w1, b1, w2 and b2.
 
         Raises:
             CompileError: the gate was made without its weights.
@@ -44,6 +43,6 @@ class LearnedGate(Gate):
         return self.weights.params()
 
     def describe(self) -> str:
-        """The formula."""
+        """Return the formula."""
         units = "" if self.weights is None else f" of {self.weights.units} units"
         return f"a trained network{units}, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2"

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T
-
-fastcar, aten = torch.ops.fastcar, torch.ops.aten
+from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
 @dataclass(frozen=True)
@@ -18,8 +14,8 @@ class _Constant(Gate):
     study = True
 
     def _constant(self, call: Call, values: GateValues[T], value: float) -> T:
-        """Follows from the forward numbers, so that it has as many elements as the decision."""
-        return call(fastcar.constant_score.default, values.step, values.rows, value)
+        """Return the value, once per forward number and row, as the decision has it."""
+        return call(operator("constant_score"), values.step, values.rows, value)
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,11 @@ class AlwaysGate(_Constant):
     name = "always"
 
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """0."""
+        """Return 0."""
         return self._constant(call, values, 0.0)
 
     def describe(self) -> str:
-        """The formula."""
+        """Return the formula."""
         return "0 (study: replays wherever it may)"
 
 
@@ -44,11 +40,11 @@ class NeverGate(_Constant):
     name = "never"
 
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """Infinity."""
+        """Return infinity."""
         return self._constant(call, values, float("inf"))
 
     def describe(self) -> str:
-        """The formula."""
+        """Return the formula."""
         return "infinity (study: computes at every finite threshold)"
 
 
@@ -56,7 +52,7 @@ class NeverGate(_Constant):
 class RandomGate(Gate):
     """A hash of (forward, layer, row), uniform in (0, 1]: the threshold is the share that replays.
 
-    Counter-based, so that every backend draws the same numbers and no state is kept.
+    The hash keeps no state, so that every backend draws the same numbers.
     """
 
     name = "random"
@@ -65,9 +61,9 @@ class RandomGate(Gate):
     study = True
 
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """A number of at most the threshold replays."""
-        return call(fastcar.random_score.default, values.step, values.rows, values.layer)
+        """Return the number; a row replays where it is at most the threshold."""
+        return call(operator("random_score"), values.step, values.rows, values.layer)
 
     def describe(self) -> str:
-        """The formula."""
+        """Return the formula."""
         return "hash of (forward, layer, row), uniform in (0, 1] (study: the threshold is the share that replays)"

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T
-
-fastcar = torch.ops.fastcar
+from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
 @dataclass(frozen=True)
@@ -17,20 +13,22 @@ class TasGate(Gate):
 
     name = "tas"
     comparison = Comparison.AT_LEAST
+    default_threshold = 2.0
     reads_query = True
     takes_heads = True
-    default_threshold = 2.0
+    in_fabric = True
+    flops_per_query_element = 2  # a multiplication and an addition
 
     def score(self, call: Call, values: GateValues[T]) -> T:
-        """TAS >= threshold replays."""
+        """Return the TAS; a row replays where it is at least the threshold."""
         arguments = (values.query, values.key_cache, values.position, values.stride, values.scale)
         if self.heads is None:
-            return call(fastcar.tas.default, *arguments)
-        heads, weights = ([pair[i] for pair in self.heads] for i in (0, 1))
-        return call(fastcar.tas_heads.default, *arguments, heads, weights)
+            return call(operator("tas"), *arguments)
+        heads, weights = [head for head, _ in self.heads], [weight for _, weight in self.heads]
+        return call(operator("tas_heads"), *arguments, heads, weights)
 
     def describe(self) -> str:
-        """Names the heads where they are chosen."""
+        """Return the mean, with its heads where they are chosen."""
         if self.heads is None:
             return "TAS, mean over query heads"
         chosen = ", ".join(f"{head} (weight {weight:g})" for head, weight in self.heads)

@@ -48,7 +48,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Ring:
-    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/sparse_attention.md), in tokens.
+    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/explanation/sparse_attention.md), in tokens.
 
     A query at position p sees keys 0 .. sinks - 1 and p - window + 1 .. p. Position p >= sinks is at row
     sinks + (p - sinks) mod rows. `positions`: "absolute", or "cache", where the sinks are met as if the positions
@@ -144,7 +144,7 @@ class DecoderProgram:
     """A decode step, its prefill chunk and what is known about both.
 
     Attributes:
-        graph_module: torch.fx decode step; placeholders and outputs as in docs/architecture.md.
+        graph_module: torch.fx decode step; placeholders and outputs as in docs/reference/architecture.md.
         prefill: torch.fx prefill chunk over the same key and value caches, or None.
         state: every state tensor of the decode step.
         outputs: names of the decode step's output tuple, in order.

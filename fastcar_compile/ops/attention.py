@@ -78,8 +78,8 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     one frame earlier, averaged over query heads.
 
     The sum is defined in integers, so that every backend has the same bits in whatever order it adds
-    (docs/architecture.md, "TAS, bit for bit"): each product of two float32 values is rounded to a multiple of 2^-24,
-    half to even, and limited to 2^22; one that is not finite counts as -2^22, so that its row does not replay.
+    (docs/reference/numerics.md, "TAS, bit for bit"): each product of two float32 values is rounded to a multiple of
+    2^-24, half to even, and limited to 2^22; one that is not finite counts as -2^22, so that its row does not replay.
 
     Args:
         query: float32 [B, Hq, 1, D], as attention uses it; Hq * D is at most 65,536.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastcar_compile.formats import KV_TYPES, kv_type
+
 FLOAT16_MAX = 65504.0
 """What a float16 cache keeps of anything larger, infinities too."""
 
-BLOCK = 32
+BLOCK = KV_TYPES["int8"].block
 """Elements of a row that share an exponent in an int8 cache, as in OCP's Microscaling Formats, MXINT8."""
 
 LEAST_EXPONENT = -120
@@ -31,13 +33,13 @@ EXCESS = BIAS + 6
 
 
 def row_size(dim: int, dtype: torch.dtype | str) -> int:
-    """Elements of a cached row of `dim` values: those, and in int8 an exponent per block of 32 behind them."""
-    return dim + -(-dim // BLOCK) if dtype in (torch.int8, "int8") else dim
+    """Return the elements of a cached row of `dim` values: those, and the exponents of its blocks behind them."""
+    return kv_type(dtype).row_size(dim)
 
 
 def head_dim(row: int, dtype: torch.dtype | str) -> int:
-    """The inverse of `row_size`."""
-    return row - -(-row // (BLOCK + 1)) if dtype in (torch.int8, "int8") else row
+    """Return the head dimension of a cached row; the inverse of `row_size`."""
+    return kv_type(dtype).head_dim(row)
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""w8a8 and w4a8 linears with one exact definition for every backend (docs/architecture.md, "bit for bit")."""
+"""w8a8 and w4a8 linears with one exact definition for every backend (docs/reference/numerics.md)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-GROUP = 128
-"""Weights along the reduction that share one float16 scale (w4a8)."""
+from fastcar_compile.formats import GROUP
 
 SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE = 2.0**-14, 65504.0
 """The normal float16 numbers: with no subnormals, a scale's float32 is its bits, moved."""

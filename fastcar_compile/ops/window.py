@@ -1,4 +1,6 @@
-"""Sparse attention over a ring cache: ring_row, limit, ring_write, window_attention (docs/sparse_attention.md).
+"""Sparse attention over a ring cache: ring_row, limit, ring_write, window_attention.
+
+docs/explanation/sparse_attention.md says why.
 
 A ring cache [B, Hkv, sinks + R, D] holds the first `sinks` positions for ever, and the last R others: position
 p >= sinks is at row sinks + (p - sinks) mod R.

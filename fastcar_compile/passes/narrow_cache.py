@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec, where
 from fastcar_compile.ir.rewrite import fake_like, fake_value, is_op, placeholder
@@ -17,7 +18,8 @@ from fastcar_compile.ops.cached import row_size
 
 fastcar = torch.ops.fastcar
 CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
-TYPES = {"float16": torch.float16, "int8": torch.int8}
+TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
+"""float32 is what a captured decoder has."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/architecture.md)."""
+"""w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/reference/numerics.md)."""
 
 from __future__ import annotations
 

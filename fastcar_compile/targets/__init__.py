@@ -1,4 +1,4 @@
-"""Targets: one TOML per board, data only, and its typed reader."""
+"""The boards and CPUs that artifacts are compiled for: one TOML file each, data only, and its typed reader."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ _FOLDER = Path(__file__).parent
 
 
 def available_targets() -> tuple[str, ...]:
-    """Names of the targets that ship with the package, sorted."""
+    """Return the names of the targets that ship with the package, sorted."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def load_target(target: str | Path | Target) -> Target:
-    """The target of that name, or read from that .toml file; a `Target` is returned as it is.
+    """Return the target of that name, or the one in that .toml file. A `Target` is returned unchanged.
 
     Raises:
         TargetError: no such name or file, or the file is malformed (every bad field is listed).
     """
-    if isinstance(target, Target):
-        return target
-    if not isinstance(target, (str, Path)):
-        raise TargetError(
-            f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
-            hint=f"use one of: {', '.join(available_targets())}",
-        )
-    if isinstance(target, Path) or target.endswith(".toml") or "/" in target:
-        return _read_file(Path(target))
-    if target not in available_targets():
-        raise _unknown(target)
-    return _read_file(_FOLDER / f"{target}.toml")
+    match target:
+        case Target():
+            return target
+        case Path():
+            return _read_file(target)
+        case str() if target.endswith(".toml") or "/" in target:
+            return _read_file(Path(target))
+        case str() if target in available_targets():
+            return _read_file(_FOLDER / f"{target}.toml")
+        case str():
+            raise _unknown(target)
+        case _:
+            raise TargetError(
+                f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
+                hint=f"use one of: {', '.join(available_targets())}",
+            )
 
 
 def _unknown(name: str) -> TargetError:

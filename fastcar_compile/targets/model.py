@@ -1,4 +1,4 @@
-"""The typed form of one target file. Data only; units are in the field names or stated beside them."""
+"""The typed form of one target file. Each field has its unit in its name or in its docstring."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Target(_Frozen):
         return tuple(m for m in self.memories if m.streams_weights) or self.memories[:1]
 
     def budget(self) -> dict[str, int]:
-        """Resources a generated design may use, after the utilisation limits: lut, ff, dsp, bram36, uram.
+        """Return what a generated design may use after the utilisation limits: lut, ff, dsp, bram36, uram.
 
         Empty for a CPU.
         """

@@ -17,7 +17,7 @@
 
 namespace fastcar_host {
 
-// Words of the controller's result, and an instruction (docs/drs_table.md).
+// Words of the controller's result, and an instruction (docs/reference/drs_table.md).
 enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, CHAIN = 36, RECORDS = 68 };
 static const uint32_t COMPUTE_MLP = 2;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
@@ -155,7 +155,7 @@ private:
         controller_.read("result", result.data(), result.size() * sizeof(uint32_t));
         if (result[STATUS] != 0 || result[COUNT] > (result.size() - RECORDS) / 2) {
             throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]),
-                        "layer " + std::to_string(layer), "docs/drs_table.md lists the statuses; copy the artifact again");
+                        "layer " + std::to_string(layer), "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
         uint32_t computed = 0;
         for (uint32_t i = 0; i < result[COUNT]; ++i) {

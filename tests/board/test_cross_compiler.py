@@ -70,7 +70,7 @@ def test_without_the_cross_compiler_object_files_are_written(
         assert [m.mtime for m in archive] == [0] * len(archive.getmembers())
         archive.extractall(tmp_path / "objects", filter="data")
     objects = sorted((tmp_path / "objects").glob("*.o"))
-    subprocess.run([compiler, "-shared", "-o", tmp_path / "decode.so", *objects], check=True)  # as docs/board.md says
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "decode.so", *objects], check=True)  # docs/tutorial/board.md
 
 
 def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: LoweredModule, tmp_path: Path) -> None:

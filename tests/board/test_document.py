@@ -1,4 +1,4 @@
-"""docs/board.md names what the Makefiles, the programs and the Python backend take."""
+"""docs/tutorial/board.md names what the Makefiles, the programs and the Python backend take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastcar_compile.runtime.backends.board_device import DEVICE, XCLBIN
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "board.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "tutorial" / "board.md").read_text()
 TEMPLATES = files("hls_templates")
 MAKEFILES = (TEMPLATES / "Makefile.j2").read_text() + (TEMPLATES / "host" / "Makefile.j2").read_text()
 BLOCKS = "\n".join(re.findall(r"```\n(.*?)```", DOCUMENT, re.DOTALL))

@@ -1,4 +1,4 @@
-"""docs/drs_table.md against the code: the example is regenerated, the tables of numbers are compared."""
+"""docs/reference/drs_table.md against the code: the example is regenerated, the tables of numbers are compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastcar_compile.drs.reader import Header
 from fastcar_compile.drs.simulator import simulate
 from fastcar_compile.drs.table import AttentionShape, Opcode, Status, build_table
 
-TEXT = (Path(__file__).parents[2] / "docs" / "drs_table.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "drs_table.md").read_text()
 EXAMPLE = build_table(
     *(2, 2, 2, 64, [0.75, float("inf")]),
     attention=AttentionShape(4, 2, 32),

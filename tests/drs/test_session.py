@@ -81,7 +81,7 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
 
 
 def test_clocks_of_a_call() -> None:
-    """The figures of docs/accelerator.md: the example, and LLaMA-2-7B with one row."""
+    """The figures of docs/explanation/accelerator.md: the example, and LLaMA-2-7B with one row."""
     example = build_table(4, 2, 2, 256, [0.0] * 4, attention=AttentionShape(4, 4, 32), scales=[1.0] * 4)
     words = 20 + 4 * (3 + 8)
     assert controller_cycles(example) == 20 + words - 3 + 8 + 6 + 2 * 64 + 32 + 8 < 400

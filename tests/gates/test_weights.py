@@ -125,7 +125,7 @@ def test_weights_must_fit_the_decoder() -> None:
 def test_missing_and_needless_weights() -> None:
     with pytest.raises(CompileError, match="gate 'learned' needs its weights: give gate_weights, the file"):
         fc.ReplayConfig(gate="learned")
-    with pytest.raises(CompileError, match="gate 'tas' has no weights: leave gate_weights away"):
+    with pytest.raises(CompileError, match="gate 'tas' has no weights: leave gate_weights out"):
         fc.ReplayConfig(gate="tas", gate_weights=networks(8, 3))
     with pytest.raises(CompileError, match="gate 'bound' has no weights"):
         gate_named("bound", weights=networks(8, 3).layer(0))

@@ -83,7 +83,7 @@ class Result:
 
 
 def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Result:
-    """docs/architecture.md, "bit for bit", in numpy; x float32 [B, H]."""
+    """docs/reference/numerics.md, in numpy; x float32 [B, H]."""
     *first, down = layer
     sums, values = zip(*(linear(x, weights, spec) for weights in first), strict=True)
     a = activate(values[0], spec.activation)

@@ -65,5 +65,5 @@ class Linear:
         return linear(x, self.weights, self.spec)[0]
 
     def reference(self, x: Array) -> Array:
-        """docs/architecture.md, "bit for bit", in numpy; x float32 [B, K]."""
+        """docs/reference/numerics.md, in numpy; x float32 [B, K]."""
         return linear(x, self.weights, self.spec)[1]

@@ -1,4 +1,4 @@
-"""docs/accelerator.md against the code: its figures are regenerated."""
+"""docs/explanation/accelerator.md against the code: its figures are regenerated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hls.library import DESIGNS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "accelerator.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "explanation" / "accelerator.md").read_text()
 
 
 def figures() -> str:

@@ -1,4 +1,4 @@
-"""docs/accelerator.md against the code: the figures of the engine are regenerated."""
+"""docs/explanation/accelerator.md against the code: the figures of the engine are regenerated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastcar_compile.codegen.hls.engine_design import EngineDesign
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from hls.linear_library import ENGINES, engine
 
-TEXT = (Path(__file__).parents[2] / "docs" / "accelerator.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "explanation" / "accelerator.md").read_text()
 LLAMA_7B_LINEARS = (
     ("layer_0.qkv", 4096, 12288, False),
     ("layer_0.o", 4096, 4096, False),

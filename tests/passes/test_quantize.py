@@ -1,4 +1,4 @@
-"""quantize-w8a8 and -w4a8: every linear and activation, in both graphs, with the weights of docs/architecture.md."""
+"""quantize-w8a8 and -w4a8: every linear and activation, with the weights of docs/reference/numerics.md."""
 
 from __future__ import annotations
 

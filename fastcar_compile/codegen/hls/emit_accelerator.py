@@ -27,6 +27,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.estimate.explore import explore, mlp_of
 from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
+from fastcar_compile.formats import quant_format
 from fastcar_compile.ir.program import DecoderProgram, LayerSite, StateRole
 from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
@@ -43,7 +44,7 @@ def emit_accelerator(
     Raises:
         CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
-    if config.quant in ("none", "bf16"):
+    if not quant_format(config.quant).accelerated:
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
         return None

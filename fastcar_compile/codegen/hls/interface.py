@@ -106,7 +106,7 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
 
 
 def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) -> KernelInterface:
-    """TAS unit and DRS controller (docs/drs_table.md); `query_words`, `key_words`: 128-bit words of q and of the key."""
+    """TAS unit and DRS controller (docs/reference/drs_table.md); `query_words`, `key_words`: 128-bit words of q and of the key."""
     return KernelInterface(
         "fastcar_drs",
         (

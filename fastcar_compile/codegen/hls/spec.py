@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
 
 MAX_ROWS = 32
 """Bits of the Index Register."""
@@ -12,7 +13,7 @@ MAX_ROWS = 32
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """As in fastcar_activation.hpp; "gelu" is by erf."""
 
-WEIGHT_BITS = {"w8a8": 8, "w4a8": 4}
+WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
 _NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU"}
 
 

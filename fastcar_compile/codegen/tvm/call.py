@@ -16,7 +16,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.schema import bound
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.choice import chosen
+from fastcar_compile.codegen.tvm.kernels.registry import dispatch
 from fastcar_compile.errors import InternalError
 
 Value = relax.Expr | tuple[relax.Expr, ...]
@@ -145,9 +145,9 @@ class Call:
         """Emit what TVM's own converter makes of the call."""
         return self._context.stock(self._node)
 
-    def chosen(self, kind: str, *options: Any) -> PrimFunc:
+    def dispatch(self, kind: str, *options: Any) -> PrimFunc:
         """Return the kernel of that kind for the instruction set that is lowered for."""
-        return chosen(self._context.isa, kind, *options)
+        return dispatch(self._context.isa, kind, *options)
 
     def emit(self, value: relax.Expr) -> relax.Var:
         """Bind a value to a variable."""

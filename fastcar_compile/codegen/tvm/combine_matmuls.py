@@ -13,7 +13,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.choice import KIND, LINEARS, OPTIONS, chosen
+from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -85,7 +85,7 @@ class _Combiner(PyExprMutator):
 
     def _call(self, group: Sequence[_Matmul]) -> relax.Call:
         first = group[0]
-        kernel = chosen(self._isa, "linears", first.kind, first.m, tuple(one.n for one in group), first.k)
+        kernel = dispatch(self._isa, "linears", first.kind, first.m, tuple(one.n for one in group), first.k)
         arguments = [*first.rows, *(weight for one in group for weight in one.weights)]
         target = self.builder_.add_func(kernel, kernel.__name__)
         types = [relax.TensorType((one.m, one.n), "float32") for one in group]
@@ -115,6 +115,6 @@ def _matmul(module: tvm.IRModule, binding: relax.Binding) -> _Matmul | None:
     kind = str(kernel.attrs[KIND])
     m, n, k = json.loads(str(kernel.attrs[OPTIONS]))
     linear, arguments = LINEARS[kind], tuple(call.args[1])
-    if linear.rows is not None and m > linear.rows:
+    if linear.max_rows is not None and m > linear.max_rows:
         return None
-    return _Matmul(binding.var, kind, m, n, k, arguments[: linear.shared], arguments[linear.shared :])
+    return _Matmul(binding.var, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])

@@ -121,7 +121,8 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
     if not linked:
         text = (
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
-            f"libraries. Install it (Debian: g++-{triple}) and compile again, or link them on the board, docs/board.md"
+            f"libraries. Install it (Debian: g++-{triple}) and compile again, or link them on "
+            "the board, docs/tutorial/board.md"
         )
         warnings.warn(text, UserWarning, stacklevel=2)
     folder = f"host/{triple}" if triple != machine else f"host/{triple}-{cpu}"

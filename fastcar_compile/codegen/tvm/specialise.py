@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.choice import specialise
+from fastcar_compile.codegen.tvm.kernels.registry import specialise
 
 
 def specialise_kernels(isa: InstructionSet) -> tvm.transform.Pass:

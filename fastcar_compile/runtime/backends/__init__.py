@@ -97,7 +97,7 @@ def programs_for(host: Mapping[str, Any], machine: str, flags: frozenset[str]) -
             raise BackendError(
                 f"the libraries for {machine} are object files, not linked",
                 where=board["programs"]["decode"]["library"],
-                hint=f"compile again where {board['compiler']} is on PATH; docs/board.md",
+                hint=f"compile again where {board['compiler']} is on PATH; docs/tutorial/board.md",
             )
         return board["programs"]
     here = [isa.name for isa in runnable(INSTRUCTION_SETS, machine.split("-", maxsplit=1)[0], flags)]

@@ -62,7 +62,7 @@ class BoardLibrary:
 
     Attributes:
         drs: TAS unit and DRS controller.
-        prefetch_bytes: 0: the kernel's prefetch buffer is not used (docs/board.md).
+        prefetch_bytes: 0: the kernel's prefetch buffer is not used (docs/tutorial/board.md).
 
     Raises:
         BackendError: pyxrt, the device or the xclbin is missing, or the xclbin is of another design.

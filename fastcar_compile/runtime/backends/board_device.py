@@ -47,7 +47,7 @@ class Device:
             raise BackendError(what, where=where, hint="another program has loaded its own: end it")
 
 
-def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/board.md") -> T:
+def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/tutorial/board.md") -> T:
     """What `work` returns; XRT's own exceptions become a BackendError."""
     try:
         return work()
@@ -59,7 +59,7 @@ def _import_pyxrt() -> Any:
     try:
         return importlib.import_module("pyxrt")
     except ImportError as error:
-        hint = "run on the board, with XRT's Python bindings on PYTHONPATH (/opt/xilinx/xrt/python); docs/board.md"
+        hint = "run on the board, with XRT's bindings (/opt/xilinx/xrt/python) on PYTHONPATH; docs/tutorial/board.md"
         raise BackendError(f"the board backend needs pyxrt: {error}", where="import pyxrt", hint=hint) from error
 
 

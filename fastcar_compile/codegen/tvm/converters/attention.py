@@ -15,7 +15,7 @@ fastcar = torch.ops.fastcar
 def _attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
-    kernel = call.chosen(kind, query.shape, keys.shape, call.number("scale"), keys.dtype)
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype)
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
@@ -23,7 +23,7 @@ def _attention(call: Call) -> Value:
 def _window_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
-    kernel = call.chosen("window_attention", query.shape, keys.shape, *options)
+    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
     sink_query = call.optional("sink_query") or query
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
 
@@ -31,7 +31,7 @@ def _window_attention(call: Call) -> Value:
 @converts(fastcar.tas.default)
 def _tas(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    kernel = call.chosen("tas", query.shape, keys.shape, call.integer("stride"), call.number("scale"), keys.dtype)
+    kernel = call.dispatch("tas", query.shape, keys.shape, call.integer("stride"), call.number("scale"), keys.dtype)
     return call.kernel(kernel, call.values("query", "key_cache", "position"))
 
 
@@ -41,5 +41,5 @@ def _tas_heads(call: Call) -> Value:
     factors = np.zeros(query.shape[1], np.float32)
     factors[call.numbers("heads")] = call.numbers("weights")
     options = (call.integer("stride"), call.number("scale"), keys.dtype)
-    kernel = call.chosen("tas_heads", query.shape, keys.shape, *options)
+    kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
     return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])

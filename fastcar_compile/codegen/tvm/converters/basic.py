@@ -7,7 +7,7 @@ from tvm import relax
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
-from fastcar_compile.codegen.tvm.kernels.cache.rows import MOST, join_rows, part_rows
+from fastcar_compile.codegen.tvm.kernels.cache.concat import MAX_ROWS, concat_rows, split_rows
 
 aten = torch.ops.aten
 
@@ -48,17 +48,17 @@ def _select(call: Call) -> Value:
 def _cat(call: Call) -> Value:
     """Emit a tree of joins for many vectors, such as the decisions of all layers; else TVM's own."""
     parts = call.tensors("tensors")
-    if len(parts) <= MOST or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
+    if len(parts) <= MAX_ROWS or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
         return call.stock()
     rows = [(part.value, part.shape[0]) for part in parts]
     while len(rows) > 1:
-        rows = [_joined(call, rows[i : i + MOST]) for i in range(0, len(rows), MOST)]
+        rows = [_joined(call, rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
     return rows[0][0]
 
 
 def _joined(call: Call, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr, int]:
     sizes = tuple(size for _, size in rows)
-    kernel = join_rows(sizes, call.dtype)
+    kernel = concat_rows(sizes, call.dtype)
     return call.kernel(kernel, [row for row, _ in rows], (sum(sizes),)), sum(sizes)
 
 
@@ -66,17 +66,17 @@ def _joined(call: Call, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr,
 def _split(call: Call) -> Value:
     """Emit a tree of splits for a vector of many equal parts, such as the thresholds; else TVM's own."""
     parts = [tuple(int(d) for d in part.shape) for part in call.results]
-    if len(parts) <= MOST or any(shape != parts[0] or len(shape) != 1 for shape in parts):
+    if len(parts) <= MAX_ROWS or any(shape != parts[0] or len(shape) != 1 for shape in parts):
         return call.stock()
     whole = call.tensor("self")
     return tuple(_parted(call, whole.value, len(parts), parts[0][0], whole.dtype))
 
 
 def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) -> list[relax.Expr]:
-    """Return `count` parts of `size` elements. Each kernel makes at most MOST parts, which are split in turn."""
+    """Return `count` parts of `size` elements. Each kernel makes at most MAX_ROWS parts, which are split in turn."""
     if count == 1:
         return [whole]
-    inner = next((n for n in range(min(MOST, count - 1), 0, -1) if count % n == 0), 1) if count > MOST else 1
+    inner = next((n for n in range(min(MAX_ROWS, count - 1), 0, -1) if count % n == 0), 1) if count > MAX_ROWS else 1
     outer = count // inner
-    rows = call.kernels(part_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
+    rows = call.kernels(split_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
     return [part for row in rows for part in _parted(call, row, inner, size, dtype)]

@@ -8,20 +8,20 @@ from tvm import relax
 from fastcar_compile.codegen.tvm.call import Call, Shape, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.attention.window import ring_row
-from fastcar_compile.codegen.tvm.kernels.cache.slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
 
 fastcar = torch.ops.fastcar
 
 
 @converts(fastcar.cache_write.default)
 def _cache_write(call: Call) -> Value:
-    kernel = call.chosen("cache_write", *_appended(call), call.dtype)
+    kernel = call.dispatch("cache_write", *_appended(call), call.dtype)
     return call.in_place(kernel, call.values("cache", "value", "position"))
 
 
 @converts(fastcar.ring_write.default)
 def _ring_write(call: Call) -> Value:
-    kernel = call.chosen("ring_write", *_appended(call), call.integer("sinks"), call.dtype)
+    kernel = call.dispatch("ring_write", *_appended(call), call.integer("sinks"), call.dtype)
     return call.in_place(kernel, call.values("cache", "value", "position"))
 
 

@@ -8,9 +8,9 @@ from tvm import relax
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
-from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
-from fastcar_compile.codegen.tvm.kernels.gate.gate_scores import input_delta, random_score
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
+from fastcar_compile.codegen.tvm.kernels.gate.scores import input_delta, random_score
 
 fastcar = torch.ops.fastcar
 
@@ -32,7 +32,7 @@ def _input_delta(call: Call) -> Value:
 def _output_bound(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     change = call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
-    kernel = call.chosen("cosine_distance", query.shape, keys.shape, call.integer("stride"), keys.dtype)
+    kernel = call.dispatch("cosine_distance", query.shape, keys.shape, call.integer("stride"), keys.dtype)
     distance = call.kernel(kernel, call.values("query", "key_cache", "position"))
     weight = relax.const(call.number("weight"), "float32")
     return call.emit(relax.op.add(change, call.emit(relax.op.multiply(distance, weight))))

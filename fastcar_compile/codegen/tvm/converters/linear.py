@@ -30,7 +30,7 @@ def _linear_bf16(call: Call) -> Value:
 def _float_linear(call: Call, x: Operand) -> Value:
     weight, (m, k) = call.tensor("weight"), x.rows
     n = weight.shape[0]
-    kernel = call.chosen(f"linear_{weight.dtype}", m, n, k)
+    kernel = call.dispatch(f"linear_{weight.dtype}", m, n, k)
     y = call.kernel(kernel, [call.reshape(x.value, (m, k)), weight.value], (m, n))
     return _biased(call, y)
 
@@ -39,7 +39,7 @@ def _float_linear(call: Call, x: Operand) -> Value:
 def _integer_linear(call: Call) -> Value:
     rows, weight = call.tensor("rows"), call.tensor("qweight")
     (m, k), n = rows.rows, weight.shape[0]
-    kernel = call.chosen("linear_w8a8" if weight.dtype == "int8" else "linear_w4a8", m, n, k)
+    kernel = call.dispatch("linear_w8a8" if weight.dtype == "int8" else "linear_w4a8", m, n, k)
     quantized = [call.reshape(rows.value, (m, k)), call.reshape(call.tensor("scales").value, (m,))]
     return _biased(call, call.kernel(kernel, [*quantized, weight.value, call.tensor("wscale").value], (m, n)))
 

@@ -1,0 +1,39 @@
+"""A row per layer, joined and taken apart a few at a time: a kernel of many arguments takes long to compile."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tvm import te, topi
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
+
+MAX_ROWS = 8
+"""Rows that one kernel joins or takes apart."""
+
+
+@cache
+def concat_rows(sizes: tuple[int, ...], dtype: str) -> PrimFunc:
+    """Vectors of these sizes, one after the other."""
+    rows = [te.placeholder((size,), dtype, f"row_{i}") for i, size in enumerate(sizes)]
+    return _opaque([*rows, topi.concatenate(rows, 0)], "concat_rows")
+
+
+@cache
+def split_rows(count: int, size: int, dtype: str) -> PrimFunc:
+    """A vector of count * size elements as `count` vectors."""
+    whole = te.placeholder((count * size,), dtype, "whole")
+    return _opaque([whole, *topi.split(whole, count, 0)], "split_rows")
+
+
+def _opaque(tensors: list[te.Tensor], name: str) -> PrimFunc:
+    """TVM would fuse several of them into one."""
+    kernel = (
+        te.create_prim_func(tensors)
+        .without_attr("global_symbol")
+        .with_attr({"op_pattern": OPAQUE, "tir.noalias": True})
+    )
+    assert isinstance(kernel, PrimFunc)
+    kernel.__name__ = name
+    return kernel

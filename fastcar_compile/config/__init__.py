@@ -1,0 +1,18 @@
+"""What a caller configures: what to compile, and when to replay."""
+
+from fastcar_compile.config.base import describe_validation
+from fastcar_compile.config.models import (
+    CompileConfig,
+    ReplayConfig,
+    SparseAttention,
+)
+from fastcar_compile.config.parse import Heads, Threshold
+
+__all__ = [
+    "CompileConfig",
+    "Heads",
+    "ReplayConfig",
+    "SparseAttention",
+    "Threshold",
+    "describe_validation",
+]

@@ -1,0 +1,203 @@
+"""The models: CompileConfig and its parts, ReplayConfig and SparseAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from fastcar_compile.config.base import Config
+from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
+from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.gates.registry import weights_problem
+
+
+class ReplayConfig(Config):
+    """When an MLP output of the previous frame is replayed instead of computed.
+
+    Args:
+        gate: name of the gate; one of `fastcar_compile.gates.GATES`.
+        threshold: what the gate compares its score with (docs/explanation/gates.md; TAS: replay iff score >= threshold,
+            so that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
+            layer; None means "never replay" (here, or in that layer). Default: the gate's own.
+        max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
+        couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
+        refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
+        heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
+            weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
+        gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
+            GateWeights. JSON keeps their digest, never the file's name.
+
+    Raises:
+        CompileError: a field is not valid, or the file of the weights is not. UserError: it cannot be read.
+    """
+
+    gate: str = "tas"
+    threshold: Threshold | Sequence[Threshold | None] | None = None
+    max_chain: int | None = Field(default=None, ge=1, strict=True)
+    couple_cfg: bool = Field(default=False, strict=True)
+    refresh_every: int | None = Field(default=None, ge=2, strict=True)
+    heads: tuple[Heads | None, ...] | None = None
+    gate_weights: Weights = None
+
+    def __init__(self, **data: Any) -> None:
+        """Take the gate's own threshold where none is given. None is a threshold too: never replay."""
+        gate = data.get("gate", "tas")
+        if "threshold" not in data and isinstance(gate, str) and gate in GATES:
+            data = {**data, "threshold": GATES[gate].default_threshold}
+        super().__init__(**data)
+
+    @field_validator("gate")
+    @classmethod
+    def _known_gate(cls, gate: str) -> str:
+        if gate not in GATES:
+            raise ValueError(f"unknown gate {gate!r}; known gates: {', '.join(GATES)}")
+        return gate
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _one_or_many_heads(cls, value: object) -> object:
+        return parse_layers_of_heads(value)
+
+    @model_validator(mode="after")
+    def _heads_fit_the_gate(self) -> Self:
+        if self.heads is not None:
+            gate_named(self.gate, ())
+        return self
+
+    @model_validator(mode="after")
+    def _weights_fit_the_gate(self) -> Self:
+        problem = weights_problem(self.gate, self.gate_weights is not None)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    @field_validator("threshold", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return parse_thresholds(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-safe dict. Weights stand in it only where there are some, so that older journals stay valid."""
+        data = super().to_json()
+        if data["gate_weights"] is None:
+            del data["gate_weights"]
+        return data
+
+    def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
+        """Return the (head, weight) pairs of every layer; empty: all heads everywhere.
+
+        Raises:
+            UserError: one entry per layer was given, but not as many as there are layers.
+        """
+        if self.heads is None:
+            return ()
+        if len(self.heads) == 1:
+            return self.heads * num_layers
+        if len(self.heads) != num_layers:
+            raise UserError(
+                f"heads of {len(self.heads)} layers were given for a decoder of {num_layers} layers",
+                where="ReplayConfig.heads",
+                hint=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
+            )
+        return self.heads
+
+    def thresholds(self, num_layers: int) -> tuple[float | None, ...]:
+        """Return one threshold per layer; None where the layer never replays.
+
+        Raises:
+            UserError: the list's length is not the number of layers.
+        """
+        if not isinstance(self.threshold, Sequence):
+            return (self.threshold,) * num_layers
+        if len(self.threshold) != num_layers:
+            raise UserError(
+                f"{len(self.threshold)} thresholds were given for a decoder of {num_layers} layers",
+                where="ReplayConfig.threshold",
+                hint=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
+            )
+        return tuple(self.threshold)
+
+
+class SparseAttention(Config):
+    """Attention sinks and a sliding window over a ring cache of bounded size (docs/explanation/sparse_attention.md).
+
+    Args:
+        window: the most recent tokens that a token attends to, itself included.
+        sinks: the first tokens of the sequence, which every token attends to.
+        positions: "absolute": rotary positions are those of the sequence; "cache": those inside the cache, so that a
+            decoder never meets a distance of more than sinks + window tokens.
+
+    Raises:
+        CompileError: a field is not valid.
+    """
+
+    window: int = Field(default=256, ge=1, strict=True)
+    sinks: int = Field(default=16, ge=0, strict=True)
+    positions: Literal["absolute", "cache"] = "absolute"
+
+
+class CompileConfig(Config):
+    """Everything that shapes a compiled artifact besides the model itself.
+
+    Args:
+        target: name of the target (see `fastcar_compile.targets`).
+        tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
+        max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
+        batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
+        quant: "none" (float32), "bf16" (bfloat16 weights, float32 sums), "w8a8" or "w4a8" (int4 weights in groups
+            of 128).
+        replay: None compiles the dense decoder.
+        prefill_chunk: tokens per call of the prefill graph.
+        offload: what an accelerator computes: "mlp", or "linears": the MLPs, the projections and the head.
+        sparse_attention: None: attention to all positions.
+        kv: what keys and values are cached as: "float32", "float16" (rounded half to even, at most ±65504), or "int8"
+            (with an exponent per 32 values of a head).
+
+    Raises:
+        CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
+    """
+
+    target: str
+    tokens_per_frame: int = Field(ge=1, strict=True)
+    max_seq_len: int = Field(ge=2, strict=True)
+    batch_size: int = Field(default=1, ge=1, le=32, strict=True)
+    quant: str = "none"
+    replay: ReplayConfig | None = None
+    prefill_chunk: int = Field(default=64, ge=1, strict=True)
+    offload: Literal["mlp", "linears"] = "mlp"
+    sparse_attention: SparseAttention | None = None
+    kv: str = "float32"
+
+    @field_validator("quant")
+    @classmethod
+    def _known_format(cls, quant: str) -> str:
+        if quant not in QUANT_FORMATS:
+            raise ValueError(f"unknown quantisation {quant!r}; known: {', '.join(QUANT_FORMATS)}")
+        return quant
+
+    @field_validator("kv")
+    @classmethod
+    def _known_kv_type(cls, kv: str) -> str:
+        if kv not in KV_TYPES:
+            raise ValueError(f"unknown KV type {kv!r}; known: {', '.join(KV_TYPES)}")
+        return kv
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.tokens_per_frame >= self.max_seq_len:
+            raise CompileError(
+                f"tokens_per_frame ({self.tokens_per_frame}) is not smaller than max_seq_len ({self.max_seq_len}): "
+                "no token would have a previous frame to replay",
+                hint="lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
+                f"({2 * self.tokens_per_frame})",
+            )
+        if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
+            raise CompileError(
+                f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}",
+                hint="use an even batch_size, or couple_cfg=False",
+            )
+        return self

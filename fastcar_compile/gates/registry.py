@@ -1,0 +1,120 @@
+"""Gates by name: those of this package, and those that other packages register as entry points."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.gates.base import Gate
+from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.learned import LearnedGate
+from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
+from fastcar_compile.gates.tas import TasGate
+from fastcar_compile.gates.weights import LayerWeights
+
+ENTRY_POINTS = "fastcar_compile.gates"
+"""The group of entry points; each names a subclass of `Gate`, for example `peak = "my_package:PeakGate"`."""
+
+_BUILT_IN: dict[str, type[Gate]] = {
+    gate.name: gate for gate in (TasGate, InputDeltaGate, BoundGate, LearnedGate, AlwaysGate, NeverGate, RandomGate)
+}
+
+
+class GateRegistry(Mapping[str, type[Gate]]):
+    """Every gate class by its name. Other packages are searched only when a name is not one of this package's."""
+
+    @cached_property
+    def _registered(self) -> dict[str, type[Gate]]:
+        return {entry.name: _load(entry) for entry in entry_points(group=ENTRY_POINTS)}
+
+    def __getitem__(self, name: str) -> type[Gate]:
+        return _BUILT_IN[name] if name in _BUILT_IN else self._registered[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _BUILT_IN
+        yield from self._registered
+
+    def __len__(self) -> int:
+        return len(_BUILT_IN) + len(self._registered)
+
+
+def _load(entry: EntryPoint) -> type[Gate]:
+    """Return the gate class of an entry point.
+
+    Raises:
+        CompileError: it cannot be imported, is no complete gate, has another name, or takes a name of this package.
+    """
+    where = f"entry point {entry.value!r} of group {ENTRY_POINTS!r}"
+    try:
+        found: object = entry.load()
+    except (ImportError, AttributeError) as error:
+        hint = "correct or remove the package that registers it"
+        raise CompileError(f"gate {entry.name!r} cannot be loaded: {error}", where=where, hint=hint) from error
+    if not (isinstance(found, type) and issubclass(found, Gate)) or inspect.isabstract(found):
+        hint = "name a subclass of fastcar_compile.gates.Gate with `score` and `describe`"
+        raise CompileError(f"gate {entry.name!r} is no gate class", where=where, hint=hint)
+    if getattr(found, "name", None) != entry.name or entry.name in _BUILT_IN:
+        hint = f"give the class and the entry point one name that is not {', '.join(_BUILT_IN)}"
+        raise CompileError(f"gate {entry.name!r} has a name that does not fit", where=where, hint=hint)
+    return found
+
+
+GATES = GateRegistry()
+
+
+def gate_class(name: str) -> type[Gate]:
+    """Return the gate class of that name.
+
+    Raises:
+        CompileError: there is none.
+    """
+    if name not in GATES:
+        raise CompileError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
+    return GATES[name]
+
+
+def gate_named(
+    name: str, heads: tuple[tuple[int, float], ...] | None = None, weights: LayerWeights | None = None
+) -> Gate:
+    """Return the gate of that name with its options.
+
+    Args:
+        heads: (query head, weight) pairs, for a gate that averages over heads.
+        weights: of this layer, for a gate that was trained.
+
+    Raises:
+        CompileError: unknown name, or heads or weights for a gate that takes none.
+    """
+    kind = gate_class(name)
+    if heads is not None and not kind.takes_heads:
+        hint = f"leave heads out, or use {_those('takes_heads')}"
+        raise CompileError(f"gate {name!r} does not average over heads", hint=hint)
+    if weights is not None and not kind.takes_weights:
+        hint = f"leave the weights out, or use {_those('takes_weights')}"
+        raise CompileError(f"gate {name!r} has no weights", hint=hint)
+    return kind(heads=heads, weights=weights)
+
+
+def weights_problem(name: str, given: bool) -> str | None:
+    """Return what is wrong with weights being given, or not, for this gate; None: nothing."""
+    if given and not GATES[name].takes_weights:
+        return f"gate {name!r} has no weights: leave gate_weights out, or use {_those('takes_weights')}"
+    if not given and GATES[name].takes_weights:
+        return f"gate {name!r} needs its weights: give gate_weights, the file that was trained"
+    return None
+
+
+def _those(fact: str) -> str:
+    """Return the gates that have a fact, as `gate tas` or `one of: a, b`."""
+    names = [name for name, gate in GATES.items() if getattr(gate, fact)]
+    return f"gate {names[0]}" if len(names) == 1 else f"one of: {', '.join(names)}"
+
+
+def decided_on_accelerator(
+    gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
+) -> bool:
+    """Return whether the accelerator's TAS unit has this rule; the host decides every other gate."""
+    return gate is not None and gate_class(gate).in_fabric and heads is None and not refresh_every
