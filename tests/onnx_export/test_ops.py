@@ -13,7 +13,8 @@ import torch
 from lowering.test_cached import many_rows
 from torch import Tensor, nn
 
-from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
+from fastcar_compile.codegen.onnx.linear import ZERO_POINT
+from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS
