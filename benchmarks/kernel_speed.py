@@ -32,8 +32,8 @@ from fastcar_compile.codegen.tvm.isa import (
     host_instruction_set,
     instruction_set,
 )
-from fastcar_compile.codegen.tvm.kernels.attention.attention import attention
-from fastcar_compile.codegen.tvm.kernels.choice import KERNELS
+from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
+from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count
@@ -139,7 +139,9 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     shape, heads = (m, k // HEAD_DIM, n, HEAD_DIM), k // HEAD_DIM
     dtype = ATTENTION[kind]
     scale = HEAD_DIM**-0.5
-    function = compiled(kind, attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa), isa)
+    function = compiled(
+        kind, decode_attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa), isa
+    )
     rows = stored(torch.randn(shape), dtype)
     copies = -(-STREAMED // (2 * rows.nbytes))
     caches = [(adopt(rows.clone()), adopt(rows.clone())) for _ in range(copies)]

@@ -19,9 +19,9 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.codegen.tvm.kernels.gate import gate_scores
-from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
+from fastcar_compile.codegen.tvm.kernels.gate import scores
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.runtime.backends.cpu import adopt
 
@@ -63,7 +63,7 @@ def test_tas_heads(tmp_path: Path, heads: int) -> None:
     torch.testing.assert_close(eager, expected)
     factors = torch.zeros(heads)
     factors[chosen] = torch.tensor(weights)
-    kernel = gate_scores.tas_heads(tuple(query.shape), tuple(keys.shape), 4, 0.3)
+    kernel = scores.tas_heads(tuple(query.shape), tuple(keys.shape), 4, 0.3)
     torch.testing.assert_close(run(kernel, query, keys, at, factors, torch.zeros(2)), eager, atol=1e-6, rtol=1e-5)
     onnx = run_onnx(fastcar.tas_heads.default, (query, keys, at), (4, 0.3, chosen, weights), tmp_path / "op.onnx")
     torch.testing.assert_close(onnx, eager, atol=1e-6, rtol=1e-5)
@@ -82,7 +82,7 @@ def test_input_delta_in_tvm(rows: int, width: int, seed: int) -> None:
     x, cached = torch.randn(rows, width), torch.randn(rows, width)
     eager = fastcar.input_delta(x, cached)
     torch.testing.assert_close(eager, (x - cached).norm(p=1, dim=-1) / x.norm(p=1, dim=-1))
-    torch.testing.assert_close(run(gate_scores.input_delta(rows, width), x, cached, torch.zeros(rows)), eager)
+    torch.testing.assert_close(run(scores.input_delta(rows, width), x, cached, torch.zeros(rows)), eager)
 
 
 def test_input_delta_in_onnx_and_of_zeros(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_output_bound(tmp_path: Path, heads: int) -> None:
     arguments = (x, cached, query, keys, at)
     eager = fastcar.output_bound(*arguments, 4, 0.1)
     torch.testing.assert_close(eager, fastcar.input_delta(x, cached) + 0.1 * distance)
-    kernel = gate_scores.cosine_distance(tuple(query.shape), tuple(keys.shape), 4)
+    kernel = scores.cosine_distance(tuple(query.shape), tuple(keys.shape), 4)
     torch.testing.assert_close(run(kernel, query, keys, at, torch.zeros(2)), distance, atol=1e-6, rtol=1e-5)
     onnx = run_onnx(fastcar.output_bound.default, arguments, (4, 0.1), tmp_path / "op.onnx")
     torch.testing.assert_close(onnx, eager)
@@ -111,7 +111,7 @@ def test_output_bound(tmp_path: Path, heads: int) -> None:
 def test_random_score_is_the_same_number_everywhere(tmp_path: Path, layer: int, step: int) -> None:
     at = torch.tensor([step])
     eager = fastcar.random_score(at, 5, layer)
-    assert torch.equal(run(gate_scores.random_score(5, layer), at, torch.zeros(5)), eager)
+    assert torch.equal(run(scores.random_score(5, layer), at, torch.zeros(5)), eager)
     assert torch.equal(run_onnx(fastcar.random_score.default, (at,), (5, layer), tmp_path / "op.onnx"), eager)
 
 
@@ -239,8 +239,8 @@ def test_learned_score_in_onnx_and_of_nan(tmp_path: Path) -> None:
     onnx = run_onnx(score, (x, cached, w1.float(), *others), (), tmp_path / "op.onnx")
     torch.testing.assert_close(onnx, eager, atol=1e-5, rtol=1e-4)
     x[1, 4] = torch.nan
-    for scores in (
+    for result in (
         fastcar.learned_score(x, cached, *parameters),
         run(learned_score(3, 33, 5), x, cached, *parameters, torch.zeros(3)),
     ):
-        assert scores.isnan().tolist() == [False, True, False], "such a row never replays"
+        assert result.isnan().tolist() == [False, True, False], "such a row never replays"

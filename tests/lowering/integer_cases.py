@@ -10,7 +10,7 @@ import tvm
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.choice import KERNELS
+from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
 from fastcar_compile.ops.quant import quantize_rows, quantize_weight, quantize_weight_int4
 
 fastcar = torch.ops.fastcar

@@ -13,10 +13,10 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
-from fastcar_compile.codegen.tvm.kernels.attention.attend_digits import suits
-from fastcar_compile.codegen.tvm.kernels.attention.attention import attention
-from fastcar_compile.codegen.tvm.kernels.attention.attention_chunk import attention_chunk
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_ELEMENTS, context_parts
+from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
+from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
+from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS, context_parts
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
 from fastcar_compile.ops.cached import loaded, stored
 
@@ -42,7 +42,7 @@ def _inputs(
 
 @cache
 def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype) -> PrimFunc:
-    make = attention if t == 1 else attention_chunk
+    make = decode_attention if t == 1 else chunk_attention
     return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), ISA)
 
 
@@ -86,7 +86,7 @@ def test_int8_rows_of_whole_vectors(isa: InstructionSet, heads: Heads, position:
     assert suits(d, "int8", isa) == (isa is not PORTABLE)
     torch.manual_seed(seed)
     q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
-    kernel = attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", isa)
+    kernel = decode_attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", isa)
     y = run(kernel, q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
     keys, values = (loaded(rows[:, :, : position + 1], d).double() for rows in (k, v))
     group = heads[0] // heads[1]
@@ -126,9 +126,9 @@ def test_chunk_attention_in_parallel(heads: Heads) -> None:
 
 
 def test_small_caches_stay_on_one_thread() -> None:
-    assert context_parts(4, PARALLEL_ELEMENTS - 1) == 0
-    assert context_parts(1, PARALLEL_ELEMENTS) == 16
-    assert context_parts(15, PARALLEL_ELEMENTS) == 1
+    assert context_parts(4, PARALLEL_CACHE_ELEMENTS - 1) == 0
+    assert context_parts(1, PARALLEL_CACHE_ELEMENTS) == 16
+    assert context_parts(15, PARALLEL_CACHE_ELEMENTS) == 1
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -137,7 +137,7 @@ def test_attention_of_large_logits(t: int, large: float) -> None:
     """Weights far below the largest one vanish, and nothing overflows."""
     torch.manual_seed(0)
     q, k, v, at = _inputs(1, (2, 2), t, 70, 16, 66)
-    make = attention if t == 1 else attention_chunk
+    make = decode_attention if t == 1 else chunk_attention
     y = run(make((1, 2, t, 16), (1, 2, 70, 16), large), q, k, v, at, torch.zeros(1, 2, t, 16))[-1]
     torch.testing.assert_close(y, torch.ops.fastcar.attention(q, k, v, at, large), atol=1e-4, rtol=1e-4)
 

@@ -12,7 +12,7 @@ from tvm.tirx import PrimFunc
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm import patterns
 from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ELEMENTS
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.codegen.tvm.kernels.norm.rotary import rotary
 from fastcar_compile.ops.activations import FACTORS, factor_table
@@ -49,7 +49,7 @@ def test_activate_quantize_is_exact(m: int, k: int, activation: str, size: float
 def test_activate_quantize_in_parallel() -> None:
     torch.manual_seed(0)
     _check_activated(33, 1001, "silu", 3.0)
-    assert PARALLEL_ELEMENTS <= 33 * 1001
+    assert PARALLEL_ROW_ELEMENTS <= 33 * 1001
 
 
 def _check_norm(m: int, k: int, size: float) -> None:

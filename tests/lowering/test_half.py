@@ -18,7 +18,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
-from fastcar_compile.codegen.tvm.kernels.simd.half import narrowed, widened
+from fastcar_compile.codegen.tvm.kernels.simd.float16 import from_float32, to_float32
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 
@@ -34,7 +34,7 @@ def _widening(isa: InstructionSet) -> PrimFunc:
         for i in range(COUNT // LANES):
             with T.sblock("values"):
                 for v in T.vectorized(LANES):
-                    wide[i * LANES + v] = widened(half[i * LANES + v], "float16", isa)
+                    wide[i * LANES + v] = to_float32(half[i * LANES + v], "float16", isa)
 
     return widen
 
@@ -45,7 +45,7 @@ def _narrowing(isa: InstructionSet) -> PrimFunc:
         for i in range(COUNT // LANES):
             with T.sblock("values"):
                 for v in T.vectorized(LANES):
-                    half[i * LANES + v] = narrowed(full[i * LANES + v], "float16", isa)
+                    half[i * LANES + v] = from_float32(full[i * LANES + v], "float16", isa)
 
     return narrow
 

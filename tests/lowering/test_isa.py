@@ -12,8 +12,8 @@ import tvm
 
 from fastcar_compile.codegen.tvm import isa as table
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.codegen.tvm.kernels.choice import KIND, chosen, specialise
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.registry import KIND, dispatch, specialise
 from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError
 
@@ -108,8 +108,8 @@ def test_kernels_of_a_module_follow_the_instruction_set() -> None:
 
 
 def test_a_kernel_is_made_once() -> None:
-    kernel = chosen(X86[0], "linear_w8a8", 1, 8, 64)
+    kernel = dispatch(X86[0], "linear_w8a8", 1, 8, 64)
     assert kernel.__name__ == "linear_i8"
-    assert chosen(X86[0], "linear_w8a8", 1, 8, 64) is kernel
+    assert dispatch(X86[0], "linear_w8a8", 1, 8, 64) is kernel
     assert linear_w8a8(1, 8, 64, isa=X86[0]) is linear_w8a8(1, 8, 64, isa=X86[0])
     assert linear_w8a8(1, 8, 64, isa=X86[0]) is not linear_w8a8(1, 8, 64)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
-from fastcar_compile.codegen.tvm.kernels.cache.slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
+from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8

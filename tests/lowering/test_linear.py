@@ -9,20 +9,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.choice import linear_bfloat16, linear_float32
-from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS, SMALL_BATCH
-from fastcar_compile.codegen.tvm.kernels.linear.linear_chunk import tile
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import tile
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.registry import LINEARS
 
 from .kernel_runs import few, run
 
-KERNELS = {torch.float32: linear_float32, torch.bfloat16: linear_bfloat16}
+KINDS = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
+KERNELS = {dtype: LINEARS[name].kernel for dtype, name in KINDS.items()}
 DTYPES = st.sampled_from(sorted(KERNELS, key=str))
 SETS = st.sampled_from([PORTABLE, host_instruction_set()])
 
 
 def _check(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet) -> None:
     x, w = torch.randn(m, k), torch.randn(n, k).to(dtype)
-    y = run(KERNELS[dtype](m, n, k, isa), x, w, torch.full((m, n), torch.nan))[-1]
+    y = run(KERNELS[dtype](m, n, k, isa=isa), x, w, torch.full((m, n), torch.nan))[-1]
     torch.testing.assert_close(y.double(), x.double() @ w.double().T, atol=2e-6 * k, rtol=1e-5)
 
 
@@ -44,7 +45,7 @@ def test_linear_of_a_chunk(m: int, n: int, k: int, dtype: torch.dtype, isa: Inst
 @pytest.mark.parametrize("m", [1, 2, 33])
 def test_linear_in_parallel(m: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    assert PARALLEL_ELEMENTS <= 481 * 640
+    assert PARALLEL_WEIGHTS <= 481 * 640
     _check(m, 481, 640, dtype, host_instruction_set())
 
 
@@ -64,7 +65,7 @@ def test_zero_rows_are_not_multiplied(
     torch.manual_seed(seed)
     m, kept = len(live), torch.tensor(live)
     x, w = torch.randn(m, k), torch.randn(n, k).to(dtype)
-    kernel = KERNELS[dtype](m, n, k, isa)
+    kernel = KERNELS[dtype](m, n, k, isa=isa)
     full = run(kernel, x, w, torch.full((m, n), torch.nan))[-1]
     x[~kept] = torch.where(torch.rand(int((~kept).sum()), k) < 0.5, 0.0, -0.0)
     y = run(kernel, x, w, torch.full((m, n), torch.nan))[-1]
@@ -83,7 +84,7 @@ def _bits(value: float) -> Tensor:
 def test_every_kind_of_bfloat16_is_widened(value: float) -> None:
     """Denormals and infinity too: the bits move, nothing is rounded."""
     w = _bits(value)
-    y = run(linear_bfloat16(1, 1, 1, host_instruction_set()), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
+    y = run(KERNELS[torch.bfloat16](1, 1, 1, isa=host_instruction_set()), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
     assert torch.equal(y, w.float())
 
 

@@ -10,7 +10,7 @@ import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.tvm.kernels.cache.rows import join_rows, part_rows
+from fastcar_compile.codegen.tvm.kernels.cache.concat import concat_rows, split_rows
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .kernel_runs import few
@@ -35,7 +35,7 @@ def _run(kernel: tvm.tirx.PrimFunc, arrays: list[np.ndarray]) -> list[np.ndarray
 def test_joined_rows_follow_each_other(sizes: list[int], dtype: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     rows = [random.integers(0, 2, n).astype(dtype) for n in sizes]
-    *_, joined = _run(join_rows(tuple(sizes), dtype), [*rows, np.zeros(sum(sizes), dtype)])
+    *_, joined = _run(concat_rows(tuple(sizes), dtype), [*rows, np.zeros(sum(sizes), dtype)])
     np.testing.assert_array_equal(joined, np.concatenate(rows))
 
 
@@ -44,7 +44,7 @@ def test_joined_rows_follow_each_other(sizes: list[int], dtype: str, seed: int) 
 def test_parts_are_in_order(count: int, size: int) -> None:
     whole = np.arange(count * size, dtype=np.float32)
     blank = [np.full(size, -1, np.float32) for _ in range(count)]
-    _, *parts = _run(part_rows(count, size, "float32"), [whole, *blank])
+    _, *parts = _run(split_rows(count, size, "float32"), [whole, *blank])
     np.testing.assert_array_equal(np.stack(parts), whole.reshape(count, size))
 
 

@@ -13,10 +13,10 @@ from tvm import relax
 
 from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.choice import LINEARS, linears
-from fastcar_compile.codegen.tvm.kernels.linear.linear import SMALL_BATCH
-from fastcar_compile.codegen.tvm.kernels.linear.linear_chunk import linear_chunk
-from fastcar_compile.codegen.tvm.kernels.linear.side_by_side import side_by_side
+from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combined_linears
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
@@ -42,7 +42,7 @@ def _bfloat16(values: np.ndarray) -> Any:
 
 def _rows(kind: str, live: list[bool], k: int, random: np.random.Generator) -> list[np.ndarray]:
     kept = np.array(live)[:, None]
-    if LINEARS[kind].shared == 2:
+    if LINEARS[kind].activations == 2:
         return [random.integers(-127, 128, (len(live), k), np.int8) * kept, random.random(len(live), np.float32)]
     return [random.standard_normal((len(live), k), np.float32) * kept]
 
@@ -51,7 +51,7 @@ def _check(kind: str, live: list[bool], ns: list[int], k: int, best: bool, seed:
     """One module with the kernel of all, and the kernel of each."""
     random, m = np.random.default_rng(seed), len(live)
     isa = host_instruction_set() if best else PORTABLE
-    functions = {"all": linears(kind, m, tuple(ns), k, isa)}
+    functions = {"all": combined_linears(kind, m, tuple(ns), k, isa)}
     functions |= {f"one_{i}": LINEARS[kind].kernel(m, n, k, isa=isa) for i, n in enumerate(ns)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     library = tvm.compile(module, target=host_target())
@@ -88,12 +88,12 @@ def test_parallel_loops_are_exact(kind: str, live: list[bool]) -> None:
     _check(kind, live, list(ns), 1031, True, 0)
     loops = [LINEARS[kind].kernel(len(live), n, 1031).script().count("T.parallel(") for n in ns]
     assert loops == [0, 1, 1]
-    assert linears(kind, len(live), ns, 1031).script().count("T.parallel(") == 1
+    assert combined_linears(kind, len(live), ns, 1031).script().count("T.parallel(") == 1
 
 
 def test_a_kernel_with_two_parallel_loops_is_refused() -> None:
     with pytest.raises(InternalError, match="2 parallel loops cannot run side by side"):
-        side_by_side([linear_chunk(64, 512, 512), linear_chunk(64, 512, 512)], 1)
+        combine([float_gemm(64, 512, 512), float_gemm(64, 512, 512)], 1)
 
 
 def _calls(module: Any) -> list[tuple[str, int]]:

@@ -23,7 +23,7 @@ from tvm.tirx import IntImm
 from fastcar_compile.codegen.tvm.converters import CONVERTERS, Converter
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.choice import specialise
+from fastcar_compile.codegen.tvm.kernels.registry import specialise
 from fastcar_compile.codegen.tvm.segment import Segment, segment
 from fastcar_compile.codegen.tvm.share_rows import share_rows
 from fastcar_compile.codegen.tvm.target import host_target

@@ -14,11 +14,11 @@ from tvm.tirx import IntImm
 from fastcar_compile.codegen.tvm import patterns
 from fastcar_compile.codegen.tvm.emitter import Emitter, dtype_of, shape_of
 from fastcar_compile.codegen.tvm.kernels.attention import window
-from fastcar_compile.codegen.tvm.kernels.cache.rows import MOST, join_rows, part_rows
-from fastcar_compile.codegen.tvm.kernels.cache.slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.codegen.tvm.kernels.gate import gate_scores
-from fastcar_compile.codegen.tvm.kernels.gate.gate import gate
+from fastcar_compile.codegen.tvm.kernels.cache.concat import MAX_ROWS, concat_rows, split_rows
+from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.kernels.gate import scores
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
@@ -189,13 +189,13 @@ def _tas_heads(node: fx.Node, importer: Any) -> relax.Var:
 
 def _input_delta(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
-    return e.kernel(gate_scores.input_delta(*shape_of(node.args[0])), e.args, shape_of(node), "float32")  # type: ignore[arg-type]
+    return e.kernel(scores.input_delta(*shape_of(node.args[0])), e.args, shape_of(node), "float32")  # type: ignore[arg-type]
 
 
 def _output_bound(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     stride, weight = int(node.args[5]), float(node.args[6])  # type: ignore[arg-type]
-    change = e.kernel(gate_scores.input_delta(*shape_of(node.args[0])), e.args[:2], shape_of(node), "float32")  # type: ignore[arg-type]
+    change = e.kernel(scores.input_delta(*shape_of(node.args[0])), e.args[:2], shape_of(node), "float32")  # type: ignore[arg-type]
     query, cache = node.args[2:4]
     kernel = e.chosen("cosine_distance", shape_of(query), shape_of(cache), stride, dtype_of(cache))  # type: ignore[arg-type]
     distance = e.kernel(kernel, e.args[2:5], shape_of(node), "float32")
@@ -218,7 +218,7 @@ def _constant_score(node: fx.Node, importer: Any) -> relax.Var:
 def _random_score(node: fx.Node, importer: Any) -> relax.Var:
     e = Emitter(node, importer)
     rows, layer = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
-    return e.kernel(gate_scores.random_score(rows, layer), e.args[:1], shape_of(node), "float32")
+    return e.kernel(scores.random_score(rows, layer), e.args[:1], shape_of(node), "float32")
 
 
 def _slot_read(node: fx.Node, importer: Any) -> relax.Var:
@@ -315,15 +315,15 @@ def _select(node: fx.Node, importer: Any) -> relax.Var:
 def _cat(node: fx.Node, importer: Any) -> relax.Var:
     """Many vectors, such as the decisions of all layers, in several steps."""
     values, dtype = list(node.args[0]), dtype_of(node)  # type: ignore[arg-type]
-    if len(values) <= MOST or len(shape_of(node)) != 1 or any(dtype_of(v) != dtype for v in values):
+    if len(values) <= MAX_ROWS or len(shape_of(node)) != 1 or any(dtype_of(v) != dtype for v in values):
         return importer.own_converters["cat.default"](node)
     e = Emitter(node, importer)
     rows = [(value, shape_of(v)[0]) for v, value in zip(values, e.args[0], strict=True)]
     while len(rows) > 1:
-        groups = [rows[i : i + MOST] for i in range(0, len(rows), MOST)]
+        groups = [rows[i : i + MAX_ROWS] for i in range(0, len(rows), MAX_ROWS)]
         sizes = [tuple(size for _, size in group) for group in groups]
         rows = [
-            (e.kernel(join_rows(of, dtype), [row for row, _ in group], (sum(of),), dtype), sum(of))
+            (e.kernel(concat_rows(of, dtype), [row for row, _ in group], (sum(of),), dtype), sum(of))
             for group, of in zip(groups, sizes, strict=True)
         ]
     return rows[0][0]
@@ -332,7 +332,7 @@ def _cat(node: fx.Node, importer: Any) -> relax.Var:
 def _split(node: fx.Node, importer: Any) -> relax.Var:
     """A vector in many equal parts, such as the thresholds of all layers, in several steps."""
     e, parts = Emitter(node, importer), [v.shape for v in node.meta["val"]]
-    if len(parts) <= MOST or any(shape != parts[0] or len(shape) != 1 for shape in parts):
+    if len(parts) <= MAX_ROWS or any(shape != parts[0] or len(shape) != 1 for shape in parts):
         return importer.own_converters["split.Tensor"](node)
     found = _parted(e, e.args[0], len(parts), int(parts[0][0]), str(node.meta["val"][0].dtype).removeprefix("torch."))
     return e.builder.emit(relax.Tuple(found))
@@ -341,9 +341,9 @@ def _split(node: fx.Node, importer: Any) -> relax.Var:
 def _parted(e: Emitter, whole: relax.Var, count: int, size: int, dtype: str) -> list[relax.Expr]:
     if count == 1:
         return [whole]
-    inner = next((n for n in range(min(MOST, count - 1), 0, -1) if count % n == 0), 1) if count > MOST else 1
+    inner = next((n for n in range(min(MAX_ROWS, count - 1), 0, -1) if count % n == 0), 1) if count > MAX_ROWS else 1
     outer = count // inner
-    parts = e.kernels(part_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
+    parts = e.kernels(split_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
     rows = [e.builder.emit(relax.TupleGetItem(parts, i)) for i in range(outer)]
     return [part for row in rows for part in _parted(e, row, inner, size, dtype)]
 

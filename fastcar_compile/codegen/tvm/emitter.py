@@ -9,7 +9,7 @@ from torch import fx
 from tvm import relax
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels.choice import chosen
+from fastcar_compile.codegen.tvm.kernels.registry import dispatch
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ class Emitter:
 
     def chosen(self, kind: str, *options: Any) -> PrimFunc:
         """The kernel of that kind for the instruction set that is lowered for."""
-        return chosen(self.importer.isa, kind, *options)
+        return dispatch(self.importer.isa, kind, *options)
 
     def kernel(self, function: PrimFunc, args: list[Any], shape: tuple[int, ...], dtype: str) -> relax.Var:
         """A call of the kernel, whose last argument is the result of this shape."""

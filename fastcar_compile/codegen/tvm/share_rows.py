@@ -12,7 +12,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.choice import KIND, LINEARS, OPTIONS, chosen
+from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -61,8 +61,8 @@ class _Sharing(PyExprMutator):
 
     def _call(self, calls: Sequence[Any]) -> relax.Call:
         kind, (m, _, k) = _kernel(self._module, calls[0])  # type: ignore[misc]
-        kernel = chosen(self._isa, "linears", kind, m, tuple(int(call.ty_args[0].shape[1]) for call in calls), k)
-        shared = LINEARS[kind].shared
+        kernel = dispatch(self._isa, "linears", kind, m, tuple(int(call.ty_args[0].shape[1]) for call in calls), k)
+        shared = LINEARS[kind].activations
         arguments = [*calls[0].args[1].fields[:shared], *(a for call in calls for a in call.args[1].fields[shared:])]
         target = self.builder_.add_func(kernel, kernel.__name__)
         return relax.call_tir(target, [self.visit_expr(a) for a in arguments], [call.ty_args[0] for call in calls])
@@ -90,7 +90,7 @@ def _groups(module: tvm.IRModule, function: relax.Function) -> list[list[Any]]:
             kind, (m, _, k) = found
             arguments = list(binding.value.args[1])
             linear = LINEARS[kind]
-            rows, own = arguments[: linear.shared], arguments[linear.shared :]
-            if (linear.rows is None or m <= linear.rows) and parameters.issuperset(own):
+            rows, own = arguments[: linear.activations], arguments[linear.activations :]
+            if (linear.max_rows is None or m <= linear.max_rows) and parameters.issuperset(own):
                 groups.setdefault((kind, m, k, *rows), []).append(binding)
     return [group for group in groups.values() if len(group) > 1]

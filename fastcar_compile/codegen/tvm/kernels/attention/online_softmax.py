@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention import attend_digits, attend_floats
+from fastcar_compile.codegen.tvm.kernels.attention import attend_float, attend_int8
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.script import inlined
 
-PARALLEL_ELEMENTS = 1 << 18
+PARALLEL_CACHE_ELEMENTS = 1 << 18
 """Cache elements from which a second thread pays for launching and awaiting a parallel region."""
 
 PARTS = 16
@@ -26,7 +26,7 @@ PARTS = 16
 
 def context_parts(heads: int, elements: int) -> int:
     """Pieces that the context of every head is cut into; 0: not worth a parallel region."""
-    if elements < PARALLEL_ELEMENTS:
+    if elements < PARALLEL_CACHE_ELEMENTS:
         return 0
     parts = 1
     while heads * parts < PARTS * 3 // 4:
@@ -56,7 +56,7 @@ class Steps:
 
 def online_softmax(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> Steps:
     """For heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
-    kind = attend_digits if attend_digits.suits(d, dtype, isa) else attend_floats
+    kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
     rows = kind.attend_rows(d, group, scale, dtype, isa)
     place, run = rows.place, rows.run
 

@@ -10,9 +10,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.cache.cached import power_of_two
+from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
 from fastcar_compile.codegen.tvm.kernels.script import kernel
-from fastcar_compile.codegen.tvm.kernels.simd.half import narrowed
+from fastcar_compile.codegen.tvm.kernels.simd.float16 import from_float32
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import along, cast, magnitudes, pure, vector_lanes
 from fastcar_compile.ops import cached
 from fastcar_compile.ops.cached import row_size
@@ -65,7 +65,7 @@ def _append(cache: Shape, rows: int, row_of: Callable[[Any], Any], dtype: str, i
                 at: T.let = row_of(p)
                 if at < s:
                     for c in T.vectorized(d):
-                        keys[i, j, at, c] = narrowed(value[i, j, r, c], dtype, isa)
+                        keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
 
     return append
 

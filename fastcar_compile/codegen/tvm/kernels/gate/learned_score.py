@@ -6,8 +6,8 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.linear.weights import widened
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
+from fastcar_compile.codegen.tvm.kernels.linear.weight_type import widen_weight
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, ahead, prefetch
 
@@ -28,7 +28,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     """
     whole, tail = width // LANES, width % LANES
     later, _ = ahead(2, 4 * width)
-    loop = T.parallel if units * 2 * width * rows >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if units * 2 * width * rows >= PARALLEL_WEIGHTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def gate_network(
@@ -55,14 +55,14 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
                             T.evaluate(prefetch(w1[u + later, c * LANES]))
                             T.evaluate(prefetch(w1[u + later, width + c * LANES]))
                         for v in T.vectorized(LANES):
-                            acc[v] += x[i, c * LANES + v] * widened(w1[u, c * LANES + v], "bfloat16")
+                            acc[v] += x[i, c * LANES + v] * widen_weight(w1[u, c * LANES + v], "bfloat16")
                         for v in T.vectorized(LANES):
-                            acc[LANES + v] += T.fabs(x[i, c * LANES + v] - cached[i, c * LANES + v]) * widened(
+                            acc[LANES + v] += T.fabs(x[i, c * LANES + v] - cached[i, c * LANES + v]) * widen_weight(
                                 w1[u, width + c * LANES + v], "bfloat16"
                             )
                     for t in range(tail):
-                        acc[t] += x[i, whole * LANES + t] * widened(w1[u, whole * LANES + t], "bfloat16")
-                        acc[LANES + t] += T.fabs(x[i, whole * LANES + t] - cached[i, whole * LANES + t]) * widened(
+                        acc[t] += x[i, whole * LANES + t] * widen_weight(w1[u, whole * LANES + t], "bfloat16")
+                        acc[LANES + t] += T.fabs(x[i, whole * LANES + t] - cached[i, whole * LANES + t]) * widen_weight(
                             w1[u, width + whole * LANES + t], "bfloat16"
                         )
                     for v in range(1, 2 * LANES):

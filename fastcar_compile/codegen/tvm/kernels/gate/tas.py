@@ -7,7 +7,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.cache.cached import element, element_bytes, row_bytes
+from fastcar_compile.codegen.tvm.kernels.cache.elements import element, element_bytes, row_bytes
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, along, cast, prefetch, spread
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor

@@ -11,7 +11,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import LANES, blend, fixed_input, knot
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ELEMENTS, quantize_row
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS, quantize_row
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.activations import KNOTS
 
@@ -20,7 +20,7 @@ from fastcar_compile.ops.activations import KNOTS
 def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
     """gate, up float32 [m, k], table int32 [513] -> q int8 [m, k], scale float32 [m] of gate * factor(gate) * up."""
     knots, whole = KNOTS, k // LANES
-    loop = T.parallel if m > 1 and m * k >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if m > 1 and m * k >= PARALLEL_ROW_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def activate_quantize_i8(

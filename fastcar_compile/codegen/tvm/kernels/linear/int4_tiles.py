@@ -8,8 +8,8 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import HALF, INT4_DOTS, Int4Dot
-from fastcar_compile.codegen.tvm.kernels.linear.linear import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.script import inlined
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
     Expr,

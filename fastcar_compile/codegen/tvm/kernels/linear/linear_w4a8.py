@@ -8,10 +8,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import LANES, in_tiles, none_seen, note_int8
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import HALF, INT4_DOTS
 from fastcar_compile.codegen.tvm.kernels.linear.int4_tiles import tile_for, tile_of
-from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.linear.live_rows import LANES, in_tiles, none_seen, note_int8
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, lane_total, row
 from fastcar_compile.ops.quant import GROUP
@@ -31,7 +31,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     rows, columns = tile_of(m, n, k, dot)
     tile = tile_for(m, n, k, isa)
     scanned = k if m > 1 else 0
-    loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
         return T.Broadcast(T.uint8(0), size)

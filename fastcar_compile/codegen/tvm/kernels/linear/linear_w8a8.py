@@ -8,9 +8,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import LANES, in_tiles, none_seen, note_int8
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.int8_dot import INT8_DOTS, Int8Dot
-from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS, SMALL_BATCH
-from fastcar_compile.codegen.tvm.kernels.linear.live_rows import LANES, in_tiles, none_seen, note_int8
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
     Expr,
@@ -48,7 +48,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     later, further = ahead(rows, k)
     streamed = m <= SMALL_BATCH
     scanned = k if m > 1 else 0
-    loop = T.parallel if n * k * m >= 2 * PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial
 
     def nothing(offset: int, size: int) -> Expr:
         return T.Broadcast(T.int8(0), size)

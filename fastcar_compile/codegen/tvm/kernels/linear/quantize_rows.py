@@ -15,7 +15,7 @@ INV_127 = float(np.float32(1.0) / np.float32(127.0))
 LANES = 32
 
 
-PARALLEL_ELEMENTS = 1 << 15
+PARALLEL_ROW_ELEMENTS = 1 << 15
 """Elements of several rows from which a second thread pays for launching and awaiting a parallel region."""
 
 
@@ -50,7 +50,7 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
 
     No product feeds an addition: nothing can be contracted.
     """
-    loop = T.parallel if m > 1 and m * k >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if m > 1 and m * k >= PARALLEL_ROW_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def quantize_rows_i8(x: T.Buffer((m, k), "float32"), q: T.Buffer((m, k), "int8"), s: T.Buffer((m,), "float32")):

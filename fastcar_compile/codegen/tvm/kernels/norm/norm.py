@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ELEMENTS, quantize_row
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS, quantize_row
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import fence
 
@@ -75,7 +75,7 @@ def _layer_row(x, w, b, i, y, at, k, epsilon):
 
 
 def _parallel(m: int, k: int) -> bool:
-    return m > 1 and m * k >= PARALLEL_ELEMENTS
+    return m > 1 and m * k >= PARALLEL_ROW_ELEMENTS
 
 
 @kernel

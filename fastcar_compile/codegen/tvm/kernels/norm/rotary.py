@@ -9,7 +9,7 @@ from fastcar_compile.codegen.tvm.kernels import OPAQUE
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 Shape = tuple[int, int, int, int]
-PARALLEL_ELEMENTS = 1 << 17
+PARALLEL_ROTARY_ELEMENTS = 1 << 17
 """Elements from which a second thread pays for launching and awaiting a parallel region."""
 
 
@@ -22,7 +22,7 @@ def rotary(shape: Shape, tables: int) -> PrimFunc:
     b, h, t, d = shape
     half = d // 2
     lanes = next(v for v in (16, 8, 4, 2, 1) if half % v == 0)
-    loop = T.parallel if b * h > 1 and b * h * t * d >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if b * h > 1 and b * h * t * d >= PARALLEL_ROTARY_ELEMENTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def rotate(

@@ -8,7 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.simd.half import widened
+from fastcar_compile.codegen.tvm.kernels.simd.float16 import to_float32
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import spread, typed
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.ops.cached import BIAS, BLOCK, MANTISSA_BITS
@@ -31,7 +31,7 @@ def element(rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, 
     """
     value = rows[(*index, start + offset)]
     if dtype != "int8":
-        return widened(value, dtype, isa)
+        return to_float32(value, dtype, isa)
     return T.Cast("float32", value) * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
 
 

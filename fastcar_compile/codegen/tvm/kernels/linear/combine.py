@@ -12,7 +12,7 @@ from fastcar_compile.codegen.tvm.kernels import OPAQUE
 from fastcar_compile.errors import InternalError
 
 
-def side_by_side(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
+def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     """A kernel with the results of all of them, each computed by the very statements of its own kernel.
 
     What the kernels do before their parallel loops comes first, then one loop over the iterations of all of them, one
@@ -40,7 +40,7 @@ def side_by_side(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     body = SeqStmt([*again, *chain(*before), *_one_loop([loop for loop in loops if loop is not None]), *chain(*after)])
     copies = {one.buffer for one in again}
     reads = [region for b in blocks for region in b.reads if region.source not in copies]
-    block = SBlock([], reads, [region for b in blocks for region in b.writes], "side_by_side", body)
+    block = SBlock([], reads, [region for b in blocks for region in b.writes], "combined", body)
     own = chain.from_iterable(kernel.params[shared:-1] for kernel in kernels)
     params = [*common, *own, *(kernel.params[-1] for kernel in kernels)]
     merged = PrimFunc(params, SBlockRealize([], True, block), attrs=kernels[0].attrs).with_attr("op_pattern", OPAQUE)

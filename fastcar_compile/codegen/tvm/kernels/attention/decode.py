@@ -28,7 +28,7 @@ def _itself(row: Any) -> Any:
 
 
 @kernel
-def attention(
+def decode_attention(
     query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
     """Grouped-query attention of query [B, Hq, 1, D] over cache [B, Hkv, S, D] of `dtype`, rows 0 .. position.

@@ -7,11 +7,11 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.attention.attention import filled_rows
+from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
-from fastcar_compile.codegen.tvm.kernels.cache.cached import element
+from fastcar_compile.codegen.tvm.kernels.cache.elements import element
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.cached import BLOCK as SHARING
 from fastcar_compile.ops.cached import row_size
@@ -27,7 +27,7 @@ def tile_rows(t: int) -> int:
 
 
 @kernel
-def attention_chunk(
+def chunk_attention(
     query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
     """Causal grouped-query attention; query [B, Hq, T, D] row i sees cache [B, Hkv, S, D] rows 0 .. position + i,

@@ -8,9 +8,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear import live_rows
-from fastcar_compile.codegen.tvm.kernels.linear.live_rows import in_tiles, none_seen, note_float32
-from fastcar_compile.codegen.tvm.kernels.linear.weights import WeightType, widened
+from fastcar_compile.codegen.tvm.kernels.linear import active_rows
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import in_tiles, none_seen, note_float32
+from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType, widen_weight
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, ahead, prefetch
 
@@ -20,12 +20,12 @@ ROWS = 4
 SMALL_BATCH = 8
 """Most rows of x that this kernel takes; its work per weight is still hidden behind the memory."""
 
-PARALLEL_ELEMENTS = 1 << 18
+PARALLEL_WEIGHTS = 1 << 18
 """Weights from which a second thread pays for launching and awaiting a parallel region."""
 
 
 @kernel
-def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
+def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
 
     All rows of x meet a weight while it is in a register, so that weights are streamed once; where some of them are
@@ -38,7 +38,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
     size = 4 if dtype == "float32" else 2
     (later, further), lines = ahead(rows, k * size), -(-lanes * size // LINE)
     scanned = k if m > 1 else 0
-    loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
 
     @inlined
     def tile(x, w, y, live, j, first, rs, cs):
@@ -56,7 +56,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
                 for r in T.unroll(rs):
                     for i in T.unroll(cs):
                         for v in T.vectorized(lanes):
-                            acc[(r * cs + i) * lanes + v] += x[live[first + i], c * lanes + v] * widened(
+                            acc[(r * cs + i) * lanes + v] += x[live[first + i], c * lanes + v] * widen_weight(
                                 w[j + r, c * lanes + v], dtype
                             )
             for r in T.unroll(rs):
@@ -72,7 +72,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
                     for v in T.unroll(3):
                         acc[(r * cs + i) * lanes] += acc[(r * cs + i) * lanes + v + 1]
                     for t in range(tail):
-                        acc[(r * cs + i) * lanes] += x[live[first + i], whole * lanes + t] * widened(
+                        acc[(r * cs + i) * lanes] += x[live[first + i], whole * lanes + t] * widen_weight(
                             w[j + r, whole * lanes + t], dtype
                         )
                     y[live[first + i], j + r] = acc[(r * cs + i) * lanes]
@@ -91,7 +91,7 @@ def linear(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instructi
                 with T.sblock("row"):
                     T.reads(x[0:m, 0:k], count[0])
                     T.writes(live[0:m], count[0], y[0:m, 0:n])
-                    seen = T.alloc_buffer((live_rows.LANES,), "uint32")
+                    seen = T.alloc_buffer((active_rows.LANES,), "uint32")
                     note_float32(x, i, scanned, seen)
                     if scanned > 0 and none_seen(seen):
                         for j in range(n):

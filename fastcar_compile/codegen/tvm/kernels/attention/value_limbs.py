@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from fastcar_compile.codegen.tvm.kernels.attention.digits import (
+from fastcar_compile.codegen.tvm.kernels.attention.limbs import (
     BYTES,
     LANES,
     LEAST,

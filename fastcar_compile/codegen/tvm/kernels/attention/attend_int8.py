@@ -5,10 +5,10 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.digits import BYTES, DIGITS, LANES
-from fastcar_compile.codegen.tvm.kernels.attention.query_digits import Query, Sums, logits_macro, split_macro
+from fastcar_compile.codegen.tvm.kernels.attention.limbs import BYTES, DIGITS, LANES
+from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import Query, Sums, logits_macro, split_macro
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK, KEYS, AttendRows, weigh
-from fastcar_compile.codegen.tvm.kernels.attention.value_digits import (
+from fastcar_compile.codegen.tvm.kernels.attention.value_limbs import (
     Shares,
     Totals,
     add_macro,

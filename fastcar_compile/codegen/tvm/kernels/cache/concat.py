@@ -9,22 +9,22 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
 
-MOST = 8
+MAX_ROWS = 8
 """Rows that one kernel joins or takes apart."""
 
 
 @cache
-def join_rows(sizes: tuple[int, ...], dtype: str) -> PrimFunc:
+def concat_rows(sizes: tuple[int, ...], dtype: str) -> PrimFunc:
     """Vectors of these sizes, one after the other."""
     rows = [te.placeholder((size,), dtype, f"row_{i}") for i, size in enumerate(sizes)]
-    return _opaque([*rows, topi.concatenate(rows, 0)], "join_rows")
+    return _opaque([*rows, topi.concatenate(rows, 0)], "concat_rows")
 
 
 @cache
-def part_rows(count: int, size: int, dtype: str) -> PrimFunc:
+def split_rows(count: int, size: int, dtype: str) -> PrimFunc:
     """A vector of count * size elements as `count` vectors."""
     whole = te.placeholder((count * size,), dtype, "whole")
-    return _opaque([whole, *topi.split(whole, count, 0)], "part_rows")
+    return _opaque([whole, *topi.split(whole, count, 0)], "split_rows")
 
 
 def _opaque(tensors: list[te.Tensor], name: str) -> PrimFunc:

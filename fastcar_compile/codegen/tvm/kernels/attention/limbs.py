@@ -10,7 +10,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from fastcar_compile.codegen.tvm.kernels.cache.cached import power_of_two
+from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, pure
 
 BYTES = 64

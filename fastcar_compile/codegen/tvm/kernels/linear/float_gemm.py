@@ -7,9 +7,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.linear.linear import PARALLEL_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.linear.live_rows import LANES, none_seen, note_float32
-from fastcar_compile.codegen.tvm.kernels.linear.weights import WeightType, widened
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import LANES, none_seen, note_float32
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
+from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType, widen_weight
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 TURNED = 16
@@ -29,7 +29,7 @@ def tile(m: int, isa: InstructionSet) -> tuple[int, int]:
 
 
 @kernel
-def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
+def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
 
     Rows of x that are zero are not multiplied: the others are moved together. x is transposed once, so that sums run
@@ -39,7 +39,7 @@ def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Ins
     columns, rows = tile(m, isa)
     half = columns // 2
     tiles, blocks = -(-m // columns), -(-n // rows)
-    loop = T.parallel if n * k * m >= PARALLEL_ELEMENTS else T.serial
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
 
     @T.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
@@ -77,8 +77,10 @@ def linear_chunk(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Ins
                     for c in range(k):
                         for r in T.unroll(rows):
                             for v in T.vectorized(half):
-                                low[r * half + v] += turned[o, c, v] * widened(w[T.min(j * rows + r, n - 1), c], dtype)
-                                high[r * half + v] += turned[o, c, half + v] * widened(
+                                low[r * half + v] += turned[o, c, v] * widen_weight(
+                                    w[T.min(j * rows + r, n - 1), c], dtype
+                                )
+                                high[r * half + v] += turned[o, c, half + v] * widen_weight(
                                     w[T.min(j * rows + r, n - 1), c], dtype
                                 )
                     for i in range(half):

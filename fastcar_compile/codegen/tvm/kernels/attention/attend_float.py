@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK, KEYS, AttendRows, weigh
-from fastcar_compile.codegen.tvm.kernels.cache.cached import (
+from fastcar_compile.codegen.tvm.kernels.cache.elements import (
     chunks_of_block,
     element_bytes,
     product,

@@ -1,4 +1,4 @@
-"""How a kernel reads a weight: float32, or bfloat16 widened to it."""
+"""How a kernel reads a weight: float32, or bfloat16 widen_weight to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 WeightType = Literal["float32", "bfloat16"]
 
 
-def widened(value: Any, dtype: WeightType) -> Any:
+def widen_weight(value: Any, dtype: WeightType) -> Any:
     """A loaded weight as float32; the bits of a bfloat16 are the upper half of those of the same float32."""
     if dtype == "float32":
         return value

@@ -23,7 +23,7 @@ _LEAST_NORMAL = (_BIAS + 1) << 23
 """Bits of 2^-14 in float32."""
 
 
-def widened(value: Any, dtype: str, isa: InstructionSet) -> Any:
+def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     """A loaded float32, or a loaded float16 as the float32 that it is; subnormals, infinities and NaN too."""
     if dtype == "float32":
         return value
@@ -38,7 +38,7 @@ def widened(value: Any, dtype: str, isa: InstructionSet) -> Any:
     return T.reinterpret("float32", T.bitwise_or(T.bitwise_or(T.reinterpret("uint32", number), special), sign))
 
 
-def narrowed(value: Any, dtype: str, isa: InstructionSet) -> Any:
+def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     """A float32 for a cache of `dtype`: as it is, or rounded as `ops.cached.stored` does."""
     if dtype == "float32":
         return value
