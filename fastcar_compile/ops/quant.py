@@ -89,6 +89,21 @@ def accumulate_groups(quantized: Tensor, qweight: Tensor) -> Tensor:
     return (left @ right.transpose(1, 2)).to(torch.int32)
 
 
+def scaled_int8(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tensor) -> Tensor:
+    """Return `linear_w8a8` of rows that are quantised, without the bias."""
+    return accumulate(quantized, qweight).float() * (scale[..., None] * wscale)
+
+
+def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tensor) -> Tensor:
+    """Return `linear_w4a8` of rows that are quantised, without the bias."""
+    total = None
+    for acc, group_scale in zip(accumulate_groups(quantized, qweight), wscale.float().T, strict=True):
+        part = acc.float() * group_scale
+        total = part if total is None else total + part
+    assert total is not None
+    return total.reshape(*quantized.shape[:-1], len(qweight)) * scale[..., None]
+
+
 @custom_op("fastcar::linear_w8a8", mutates_args=())
 def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int8 weights.
@@ -102,8 +117,7 @@ def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
     Returns:
         float32 [..., N] = float32(acc) * (row scale * wscale) (+ bias).
     """
-    quantized, scale = quantize_rows(x)
-    y = accumulate(quantized, qweight).float() * (scale[..., None] * wscale)
+    y = scaled_int8(*quantize_rows(x), qweight, wscale)
     return y if bias is None else y + bias
 
 
@@ -126,14 +140,7 @@ def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
         float32 [..., N] = row scale * (sum over groups, ascending, of float32(acc) * wscale) (+ bias). Every product
         and sum is rounded to float32 once.
     """
-    quantized, scale = quantize_rows(x)
-    scales = wscale.float().T
-    total = None
-    for acc, group_scale in zip(accumulate_groups(quantized, qweight), scales, strict=True):
-        part = acc.float() * group_scale
-        total = part if total is None else total + part
-    assert total is not None
-    y = total.reshape(*x.shape[:-1], len(qweight)) * scale[..., None]
+    y = scaled_int4(*quantize_rows(x), qweight, wscale)
     return y if bias is None else y + bias
 
 

@@ -17,7 +17,8 @@ from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
 from fastcar_compile.codegen.tvm import build
-from fastcar_compile.codegen.tvm.build import ENTRY, lower
+from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import program_sections
@@ -161,7 +162,7 @@ def test_aligned_weights_are_not_copied() -> None:
 @pytest.mark.parametrize("offload", [None, "linears"])
 def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch, offload: str | None) -> None:
     """Also not for a host graph, whose calls name their layer, and not with the thresholds, one per layer."""
-    monkeypatch.setattr(build, "_compile", lambda *_: None)  # what is counted comes before
+    monkeypatch.setattr(build, "compile_module", lambda *_: None)  # what is counted comes before
 
     def functions(thresholds: tuple[float, ...]) -> dict[str, list[str]]:
         host = copy.deepcopy(program(Case(quant="w8a8", thresholds=thresholds)))

@@ -1,25 +1,28 @@
-"""Cut a decode step into prologue, layers and epilogue, so that identical layers are lowered once."""
+"""Cut a decode step into prologue, layers and epilogue, so that each backend lowers identical layers once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.codegen.schema import index_of
 from fastcar_compile.ir.program import LayerSite, get_attribute
 from fastcar_compile.ir.rewrite import ancestors, descendants, output_nodes
 
 fastcar = torch.ops.fastcar
-OWN_ARGUMENT = {
-    fastcar.offloaded_gate.default: 6,
-    fastcar.offloaded_mlp.default: 3,
-    fastcar.offloaded_linear.default: 1,
+_LITERALS = {
+    operator: index_of(operator, name)
+    for operator, name in (
+        (fastcar.offloaded_gate.default, "layer"),
+        (fastcar.offloaded_mlp.default, "layer"),
+        (fastcar.offloaded_linear.default, "name"),
+    )
 }
-"""Operator -> index of the argument that tells its layer's calls from those of the others."""
+"""Operator -> position of the argument that names its layer. Layers that differ in it alone are still equal."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,9 +34,10 @@ class Segment:
     Attributes:
         inputs: the outer graph's node (or, for parameters, attribute) that each placeholder stands for.
         outputs: the outer graph's node behind each result.
-        literals: values of the arguments that `OWN_ARGUMENT` names, which are arguments of the function too.
+        literals: the arguments that name a layer. They are arguments of the function too.
         key: equal for segments of equal structure.
-        nodes: the operators of the part, in order. outer: the graph that they are in.
+        nodes: the operators of the part, in order.
+        outer: the graph that they are in.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -43,18 +47,25 @@ class Segment:
     nodes: tuple[fx.Node, ...]
     outer: fx.GraphModule
 
-    @cached_property
-    def module(self) -> fx.GraphModule:
-        """fx graph with placeholders only (parameters, state and activations) and a flat tuple of results, its names by
-        position. In place of a literal is its index in `literals`, as a number or as text."""
+    def copy(self) -> fx.GraphModule:
+        """Return the part as a graph of its own, which a backend may rewrite.
+
+        Parameters, state and activations are placeholders, the results are a flat tuple, and nodes are named by
+        position. A literal is replaced by its index in `literals`, as a number or as text.
+        """
         return _copy_part(self)
 
 
 def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[str]) -> list[Segment]:
-    """Prologue, one segment per layer, epilogue. `state` names the state placeholders.
+    """Return prologue, one segment per layer, and epilogue.
 
-    A node belongs to the last layer whose entry it depends on, with two corrections that keep equal layers equal: what
-    gathers results of several layers goes to the epilogue, and a layer's own state is read in the layer.
+    A node belongs to the last layer whose entry it depends on. Two corrections keep equal layers equal: a node that
+    gathers results of several layers goes to the epilogue, and a layer reads its own state in the layer.
+
+    Args:
+        module: the decode step or the prefill chunk.
+        sites: the layers.
+        state: names of the state placeholders.
     """
     graph = module.graph
     borders = _borders(graph, sites)
@@ -70,8 +81,10 @@ def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[
 
 
 def _borders(graph: fx.Graph, sites: Sequence[LayerSite]) -> list[fx.Node]:
-    """Where the first layer begins and every layer ends. The prefill graph has its own node names; it is cut only where
-    they agree."""
+    """Return the entry of the first layer and the exit of every layer.
+
+    The prefill graph has its own node names. It is cut only where they agree with those of the decode step.
+    """
     nodes = {n.name: n for n in graph.nodes}
     if not all(s.entry in nodes and s.exit in nodes for s in sites):
         return []
@@ -79,7 +92,7 @@ def _borders(graph: fx.Graph, sites: Sequence[LayerSite]) -> list[fx.Node]:
 
 
 def _ranks(graph: fx.Graph, borders: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """For every node the number of the last border that it depends on; 0: none."""
+    """Return for every node the number of the last border that it depends on; 0: none."""
     number = {border: i for i, border in enumerate(borders, 1)}
     rank: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -111,6 +124,7 @@ def _sink_state_reads(graph: fx.Graph, state: Sequence[str], rank: dict[fx.Node,
 
 
 def _extract(module: fx.GraphModule, part: list[fx.Node], results: set[fx.Node]) -> Segment:
+    """Return the nodes of one part as a segment. Inputs are in the order of their first use, so equal parts agree."""
     inside = set(part)
     inputs: dict[fx.Node, None] = {}
     for node in part:
@@ -124,15 +138,15 @@ def _extract(module: fx.GraphModule, part: list[fx.Node], results: set[fx.Node])
 
 
 def _branch(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The graph that the node stands for, if it is a branch of a `cond`."""
+    """Return the graph that the node stands for, if it is a branch of a `cond`."""
     value = get_attribute(module, str(node.target)) if node.op == "get_attr" else None
     return value if isinstance(value, fx.GraphModule) else None
 
 
 def _arguments(node: fx.Node, values: dict[fx.Node, Any], literals: list[int | str]) -> Arguments:
-    """The node's arguments with nodes replaced by `values`; its literal goes to `literals`."""
+    """Return the node's arguments with nodes replaced by `values`, and move its literal to `literals`."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
-    at = OWN_ARGUMENT.get(node.target)  # type: ignore[arg-type]
+    at = _LITERALS.get(node.target)
     if at is not None:
         literal = args[at]
         args = (*args[:at], type(literal)(len(literals)), *args[at + 1 :])
@@ -181,7 +195,7 @@ def _key(
     outputs: Sequence[fx.Node],
     literals: list[int | str],
 ) -> str:
-    """What `_copy_part` would make, as text: making it for every layer takes longer than lowering one."""
+    """Return what `_copy_part` would make, as text: a copy of every layer takes longer than lowering one."""
     values: dict[fx.Node, Any] = {n: ("in", i) for i, n in enumerate(inputs)}
     lines = [f"{n.op == 'get_attr'} {_type(n)}" for n in inputs]
     for i, (node, branch) in enumerate(branches.items()):
@@ -192,7 +206,7 @@ def _key(
 
 
 def _lines(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], literals: list[int | str]) -> list[str]:
-    """A line per node; nodes are named by position."""
+    """Return a line per node; nodes are named by position."""
     lines = []
     for i, node in enumerate(nodes):
         target = node.op if node.op in ("placeholder", "output") else node.target
