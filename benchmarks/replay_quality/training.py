@@ -67,7 +67,7 @@ def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate
     search, key = search_of(program, replay, videos, progress=say)
     values = search.for_replay(0.5)
     found = search.outcome(values)
-    nll = search.dense_nll * math.exp(found.damage)
+    nll = search.dense_nll * math.exp(found.loss)
     thresholds = tuple(0.0 if value is None else value for value in values)
     tensors = tuple({"heads": row} for row in weights)
     return fc.TrainedGate("tas", tensors, thresholds, 0.5, found.replay, nll, search.dense_nll, FIRST_PRICE, key)

@@ -1,4 +1,4 @@
-"""The prefill graph cut into stages: prologue, one per decoder layer, epilogue."""
+"""The prefill graph cut into stages: one per decoder layer, then the head."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import get_attribute
@@ -16,15 +17,15 @@ from fastcar_compile.passes.find_sites import mlp_region
 
 fastcar = torch.ops.fastcar
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(query, written key cache, MLP input, MLP output) -> what the residual add gets instead of the MLP output."""
+"""(query, written key cache, MLP input, MLP output) -> the value for the residual add in place of the MLP output."""
 
 Attend = Callable[..., Tensor]
-"""(query, key cache, value cache, position, scale) -> result, as `fastcar::attention`."""
+"""(query, key cache, value cache, position, scale) -> result, like `fastcar::attention`."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Where one layer's replay acts in the graph."""
+    """The nodes of one layer that replay reads and replaces."""
 
     query: fx.Node
     key_cache: fx.Node
@@ -35,13 +36,13 @@ class Layer:
 
 
 class Stages:
-    """Runs the graph stage by stage, so that a change in one layer re-computes only it and what follows.
+    """The graph in stages. A change in one layer recomputes only that layer and the later ones.
 
     Attributes:
-        layers: in order; stage i computes layer i (stage 0 also what comes before it), the last stage the head.
-        crossing: per stage the nodes whose values later stages read.
+        layers: in order. Stage i computes layer i (stage 0 also what precedes it), and the last stage the head.
+        crossing: for each stage, the nodes whose values later stages read.
         results: output name -> node.
-        constants: what `get_attr` nodes give.
+        constants: `get_attr` node -> its value.
     """
 
     def __init__(self, module: fx.GraphModule, outputs: list[str], attend: Attend | None = None) -> None:
@@ -61,13 +62,19 @@ class Stages:
         self.constants = {n: get_attribute(module, str(n.target)) for n in attributes}
 
     def run(self, stage: int, values: Mapping[fx.Node, Any], replace: Replace | None) -> dict[fx.Node, Any]:
-        """All values of one stage, from placeholders and the crossing values of earlier stages."""
+        """Return the values of all nodes of one stage.
+
+        Args:
+            values: of placeholders, and of the crossing nodes of earlier stages.
+            replace: called on the layer's MLP output; None keeps it.
+        """
         known: dict[fx.Node, Any] = {**self.constants, **values}
         layer = self.layers[stage] if stage < len(self.layers) else None
         for node in self.nodes[stage]:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
             target = self._attend if is_op(node, torch.ops.fastcar.attention) else node.target
-            known[node] = target(*args, **kwargs)  # type: ignore[operator]
+            assert callable(target)  # only call_function nodes are in a stage
+            known[node] = target(*args, **kwargs)
             if replace is not None and layer is not None and node is layer.output:
                 known[node] = replace(*(known[n] for n in (layer.query, layer.key_cache, layer.x, layer.output)))
         return known
@@ -82,12 +89,12 @@ def _layers(graph: fx.Graph) -> list[Layer]:
         linears = [n for n in region if _is_linear(n)]
         if not linears:
             raise InternalError(f"the MLP of layer {index} has no linear in the prefill graph")
-        query, keys, scale = node_arg(attention, 0), node_arg(attention, 1), float(attention.args[4])  # type: ignore[arg-type]
+        query, keys, scale = node_arg(attention, 0), node_arg(attention, 1), float(attention.args[4])
         layers.append(Layer(query, keys, node_arg(linears[0], 0), output, closing, scale))
     return layers
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Of any precision: aten.linear, fastcar.linear_w8a8, …"""
+    """Return whether a node is a linear of any precision: aten.linear, fastcar.linear_w8a8, …"""
     packet = getattr(node.target, "overloadpacket", None)
     return packet is not None and packet.__name__.startswith("linear")
