@@ -60,7 +60,7 @@ def predict(shape: DecoderShape, quant: str, board: str, context: int, **options
 
 
 def published() -> list[dict[str, Any]]:
-    """Our prediction beside each published board, context 512, attention in the fabric over an int8 cache."""
+    """Return our prediction for each published board: context 512, attention in the fabric over an int8 cache."""
     rows = []
     for name, quant, board, figure, source in PUBLISHED:
         shape = load_shape(name)

@@ -229,7 +229,7 @@ def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--videos", type=int, default=2, help="held-out videos for the quality")

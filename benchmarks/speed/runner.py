@@ -111,7 +111,7 @@ def _command(mode: str, job: Job) -> list[str]:
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """Threads for every library that reads them before it is imported."""
+    """Return the environment of a worker: libraries read their number of threads when they are imported."""
     threads = {"OMP_NUM_THREADS": str(job.sizes.threads), "MKL_NUM_THREADS": str(job.sizes.threads)}
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -119,7 +119,7 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _reason(log: Path) -> str:
-    """The last line that a process left on stderr: of a traceback, the exception."""
+    """Return the last line of a worker's stderr: of a traceback, the exception."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return (lines or ["the process ended without a word"])[-1][:300]
 
