@@ -1,4 +1,4 @@
-"""What keys and values in fewer bytes cost: the dense NLL with every type of cache."""
+"""The cost of quantised key and value caches: the dense NLL for every KV type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastcar_compile.passes.narrow_cache import TYPES, NarrowCache
 
 
 def dense_nll(model: nn.Module, videos: np.ndarray) -> dict[str, float]:
-    """Nats per token of videos int64 [N, T], by the type of the caches, through the pass that narrows them."""
+    """Return KV type -> dense NLL in nats per token, on videos int64 [N, T]."""
     found = {}
     for dtype in ("float32", *TYPES):
         passes = [] if dtype == "float32" else [NarrowCache(dtype)]

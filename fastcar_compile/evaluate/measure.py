@@ -58,7 +58,7 @@ class Judge:
         self._dense_nll = self._nll(self.dense.losses)
 
     def measure(self, case: Case) -> Result:
-        """One row."""
+        """Return the result of one case."""
         found = self.dense if case == Case("dense") else self._details(case)
         able = found.replayed[..., self._frame :].double()
         agreement = (found.predicted == self.dense.predicted).double()
