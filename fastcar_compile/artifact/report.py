@@ -85,7 +85,7 @@ def _sparse(program: DecoderProgram) -> dict[str, Any] | None:
 
 
 def mlp_weight_share(program: DecoderProgram) -> float:
-    """Share of the MLPs in the weights of all blocks (design section 8 counts it the same way)."""
+    """Share of the MLPs in the weights of all blocks (docs/explanation/replay.md counts LLaMA-2-7B like this)."""
     mlp = sum(s.hidden * s.intermediate * (3 if s.gated else 2) for s in program.sites)
     attention = sum(2 * s.hidden * (s.num_heads + s.num_kv_heads) * s.head_dim for s in program.sites)
     return mlp / (mlp + attention)

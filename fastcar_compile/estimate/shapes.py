@@ -89,7 +89,7 @@ class DecoderShape(BaseModel):
         return self.layers * rows * positions * 2 * self.kv_heads * (self.head_dim * bits // 8 + exponents)
 
     def mlp_cache_bytes(self, rows: int) -> int:
-        """Bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row (design section 2)."""
+        """Return the bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row."""
         return self.layers * self.tokens_per_frame * rows * self.hidden * 4
 
 

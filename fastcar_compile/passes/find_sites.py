@@ -1,4 +1,4 @@
-"""Find every decoder layer's attention and MLP from the structure of the graph (design section 3)."""
+"""Find every decoder layer's attention and MLP from the structure of the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FastCar rewrite: score, gate, conditional MLP, caches and chain counters (paper section 4, design section 2)."""
+"""The FastCar rewrite: score, gate, conditional MLP, caches and chain counters (docs/explanation/replay.md)."""
 
 from __future__ import annotations
 
