@@ -46,7 +46,7 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
         ratios = decoder.grid[gate]
         asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in ratios]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
-        cases += [replace(case, target=ratios[asked.index(case.target)]) for case in found]
+        cases += [replace(case, target=ratios[asked.index(float(case.target or 0))]) for case in found]
     if file.exists():
         cases += load_cases(file, decoder.weights(), set(decoder.grid) - set(gates))
     order = list(MARGINS)

@@ -1,5 +1,8 @@
 """Read bandwidth of this process with its threads: a sum over a buffer far larger than the caches."""
 
+# pyright: reportInvalidTypeForm=false
+# TVMScript annotates buffers with calls.
+
 from __future__ import annotations
 
 import time

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 from speed.base import NORM_EPSILON, Engine, Weights, cache_elements, rope_tables, weight_elements
@@ -121,5 +122,5 @@ class TorchCompiled(TorchEager):
             for layer in self._model.layers:
                 layer.compile(**options)
         else:
-            torch._inductor.config.freezing = True
+            inductor.freezing = True
             self._model.compile(**options)
