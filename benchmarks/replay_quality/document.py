@@ -1,4 +1,4 @@
-"""docs/measurements/quality.md from measured rows: every number and every verdict in it is computed here."""
+"""docs/measurements/quality.md from measured rows. Every number and verdict of the page is computed here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 GOALS = (("tas", 0.5, 1.18), ("learned", 0.8, 1.10), ("learned", 0.85, 1.20))
-"""(gate, replay ratio, NLL relative to dense) that calibration aims at."""
+"""Goals of the calibration: (gate, replay ratio, greatest NLL relative to dense)."""
 
 _NEAR = 0.06
-"""Thresholds that replay less than others by more than this are not called better, though their NLL may be lower."""
+"""Thresholds that replay less than others by more than this are not called better, even at a lower NLL."""
 
 _HEAD = """# Quality
 
@@ -50,7 +50,7 @@ def write_document(
     bounds: Mapping[str, Sequence[Found]],
     caches: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """The whole page; pictures lie in docs/images/quality/<decoder>/."""
+    """Write the whole page. Pictures are in docs/images/quality/<decoder>/."""
     lines = [_HEAD]
     for name, rows in found.items():
         lines += [*_decoder(name, rows)]
@@ -139,7 +139,7 @@ def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _tuned(found: Mapping[str, Rows]) -> Iterator[str]:
-    """What tuning does to the decoder itself: replay beside the dense decoder of before."""
+    """Yield the cost of replay in tuned decoders, counted from the original dense decoder."""
     yield "## Tuned decoders against the original ones"
     yield ""
     yield "Gate `learned`, calibrated. Tuning changes the weights, and so the NLL without replay."
@@ -164,7 +164,7 @@ def _tuned(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
-    """Which of the goals is beyond what decisions in hindsight reach."""
+    """Yield the goals that decisions in hindsight reach, and those that they do not."""
     yield "## A bound for every gate"
     yield ""
     yield f"Here the decisions of every token and layer are optimised one by one on {HINDSIGHT_VIDEOS} of the held-out"
@@ -184,7 +184,7 @@ def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
 
 
 def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:
-    """One line per decoder and gate: where calibrated is better, where not, and where shares differ too much."""
+    """Yield one line per decoder and gate: where calibrated thresholds are better, worse or not comparable."""
     yield "Thresholds are compared at one target ratio. On held-out videos all of them replay a little more or less."
     yield f"Two are not comparable where the other replays over {100 * _NEAR:g} points more at a higher NLL. With"
     yield "`learned` most tokens of a layer have the same score (no hidden unit is active), so no threshold gives every"
@@ -202,7 +202,7 @@ def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _others(rows: Rows, row: Row) -> Iterator[str]:
-    """What calibrated is not better than at this ratio, and what it cannot be compared with."""
+    """Yield a text for each alternative that calibrated thresholds do not beat, or cannot be compared with."""
     target = row["target_replay"]
     for gate, calibration in ((row["gate"], "uniform"), ("random", "random")):
         other = _pick(rows, gate, calibration, target)
@@ -221,7 +221,7 @@ def _others(rows: Rows, row: Row) -> Iterator[str]:
 
 
 def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
-    """Whether replay with the window has the lower NLL, over all frames or in the last one, than the window alone."""
+    """Yield whether replay with a window has a lower NLL than the window alone, in all frames or in the last one."""
     columns = ("NLL", "window alone", "last frame", "window alone", "replay is better in")
     yield f"| decoder | attention | gate | replay | {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|---|---|---|"

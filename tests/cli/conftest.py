@@ -66,14 +66,19 @@ class FakeSession:
 
 
 @dataclass(frozen=True)
+class FakeMlp:
+    hidden: int = 128
+    intermediate: int = 352
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
 class FakeSite:
     layer: int
     module_path: str
     source: str = "model.py:12"
-    hidden: int = 128
-    intermediate: int = 352
-    activation: str = "silu"
-    replay: bool = True
+    mlp: FakeMlp = FakeMlp()
+    replay: str = "tas"
 
 
 @dataclass

@@ -1,18 +1,15 @@
-"""Golden graphs and what must hold of every pass. `FASTCAR_UPDATE_GOLDEN=1 pytest tests/passes` rewrites the files."""
+"""Listings of programs, and what must hold of every pass."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from torch import fx
 
-from fastcar_compile.ir.graph_json import graph_to_text
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.text import graph_to_text
 
-FOLDER = Path(__file__).parent / "golden"
 # Source lines move with every edit of a model and with every release of torch; they have a test of their own.
 _SOURCE = re.compile(r"(?:, |  # )[\w./-]+\.py:\d+$", re.MULTILINE)
 
@@ -23,25 +20,20 @@ def program_text(program: DecoderProgram) -> str:
     return "\n".join([module_text(program.graph_module), f"outputs: {program.outputs}", *state]) + "\n"
 
 
+def without_sources(text: str) -> str:
+    """A listing without source lines."""
+    return _SOURCE.sub("", text)
+
+
 def module_text(module: fx.GraphModule) -> str:
     """The listing without source lines."""
-    return _SOURCE.sub("", graph_to_text(module))
+    return without_sources(graph_to_text(module))
 
 
 def everything(program: DecoderProgram) -> str:
     """All that a pass may change, as text: a second opinion beside the framework's own fingerprint."""
     graphs = [graph_to_text(m) for m in program.graphs()]
-    return "\n".join([*graphs, *map(str, (program.state, program.outputs, program.prefill_outputs, program.sites))])
-
-
-def check_golden(name: str, before: str, after: str) -> None:
-    """Compare with golden/<name>.txt, or rewrite it where FASTCAR_UPDATE_GOLDEN=1."""
-    text = f"== before ==\n{before}\n== after {name} ==\n{after}"
-    assert ".py" not in text, "golden text must not name files of this machine"
-    path = FOLDER / f"{name}.txt"
-    if os.environ.get("FASTCAR_UPDATE_GOLDEN") == "1":
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; FASTCAR_UPDATE_GOLDEN=1 rewrites it"
+    return "\n".join([*graphs, *map(str, (program.state, program.outputs, program.prefill_outputs))])
 
 
 def check_truthful(program: DecoderProgram, item: Pass) -> None:

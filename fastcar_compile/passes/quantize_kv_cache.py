@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec, where
-from fastcar_compile.ir.rewrite import fake_like, fake_value, is_op, placeholder
+from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import is_op, placeholder, shape_of
+from fastcar_compile.ir.rewrite import fake_like, fake_value
 from fastcar_compile.ops.cached import row_size
 
 fastcar = torch.ops.fastcar
@@ -23,40 +25,44 @@ TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
 
 
 @dataclass(frozen=True)
-class NarrowCache(Pass):
-    """The key and value caches of both graphs become float16 or int8. No node is added: an operator that writes a
-    cache rounds to its type (`ops.cached.stored`), one that reads it turns the rows back to float32.
+class QuantizeKvCache(Pass):
+    """Give the key and value caches of both graphs another type.
 
-    Args:
+    1. Matches every float32 state of role key_cache or value_cache.
+    2. Its placeholder and what is written of it get the type. No node is added: an operator that writes a cache rounds
+       to the cache's type (`ops.cached.stored`), and one that reads it widens the rows to float32.
+
+    Options:
         dtype: "float16" or "int8"; a row of the latter is longer by its exponents.
     """
 
-    name: ClassVar[str] = "narrow-cache"
+    name: ClassVar[str] = "quantize-kv-cache"
     dtype: str = "float16"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Raises CompileError for an unknown type, and where a cache is read by an operator that takes float32 only."""
+        """Raise CompileError for an unknown type, and where an operator that takes float32 only reads a cache."""
         if self.dtype not in TYPES:
             hint = f"use one of: {', '.join(sorted(TYPES))}"
             raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, hint=hint)
         caches = [s for s in program.state if s.role in CACHES and s.dtype == torch.float32]
         for module in program.graphs():
             for spec in caches:
-                self._narrow(module.graph, spec.name)
+                self._quantize(module.graph, spec.name)
         names = {s.name for s in caches}
         program.state = [self._spec(s) if s.name in names else s for s in program.state]
         return bool(caches)
 
     def _spec(self, spec: StateSpec) -> StateSpec:
-        shape = (*spec.shape[:3], row_size(spec.shape[3], self.dtype))
-        return dataclasses.replace(spec, shape=shape, dtype=TYPES[self.dtype])
+        return dataclasses.replace(spec, shape=self._shape(spec.shape), dtype=TYPES[self.dtype])
 
-    def _narrow(self, graph: fx.Graph, name: str) -> None:
-        """Gives a cache and what is written of it their new type."""
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:3], row_size(shape[3], self.dtype))
+
+    def _quantize(self, graph: fx.Graph, name: str) -> None:
+        """Give a cache and what is written of it their new type."""
         cache = placeholder(graph, name)
-        wide: Tensor = cache.meta["val"]
-        shape = (*wide.shape[:3], row_size(wide.shape[3], self.dtype))
-        cache.meta["val"] = fake_like(graph, torch.empty(shape, dtype=TYPES[self.dtype], device="meta"))
+        stored = torch.empty(self._shape(shape_of(cache)), dtype=TYPES[self.dtype], device="meta")
+        cache.meta["val"] = fake_like(graph, stored)
         for write in cache.users:
             if not is_op(write, fastcar.cache_write, fastcar.ring_write):
                 raise self._unknown(cache, write)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, get_attribute
-from fastcar_compile.ir.rewrite import is_op
-from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import is_op
+from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
-from .golden import check_truthful
+from .laws import check_truthful
 from .tiny import after, logits, prefill_logits
 
 TABLE = "embed.weight"
@@ -33,7 +34,7 @@ def with_table(change: float = 0.0) -> DecoderProgram:
 
 
 def narrowed(program: DecoderProgram) -> DecoderProgram:
-    return run_pipeline(copy.deepcopy(program), [NarrowEmbedding()])
+    return run_pipeline(copy.deepcopy(program), [Bfloat16Embedding()])
 
 
 def test_a_table_of_bfloat16_values_is_halved_and_no_logit_changes() -> None:
@@ -54,7 +55,7 @@ def test_one_value_that_is_no_bfloat16_keeps_the_table() -> None:
 
 
 def test_it_says_what_it_did() -> None:
-    check_truthful(with_table(), NarrowEmbedding())
+    check_truthful(with_table(), Bfloat16Embedding())
 
 
 @pytest.mark.parametrize("quantise", [False, True])
