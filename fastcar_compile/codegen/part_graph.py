@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import Target, map_arg
 
 from fastcar_compile.codegen.schema import index_of
-from fastcar_compile.ir.program import get_attribute
+from fastcar_compile.ir.modules import get_attribute
 
 fastcar = torch.ops.fastcar
 _LITERALS: dict[Target, int] = {

@@ -26,7 +26,7 @@ def _operators(module: fx.GraphModule) -> Counter[str]:
 
 def _layer(case: Case) -> fx.GraphModule:
     source = program(case)
-    return segment(source.graph_module, source.sites, source.state_names())[1].copy()
+    return segment(source.graph_module)[1].copy()
 
 
 def _inputs(module: fx.GraphModule) -> list[Tensor]:
@@ -60,7 +60,7 @@ def test_a_layer_is_fused() -> None:
 def test_the_program_keeps_its_operators() -> None:
     source = program(Case(quant="w8a8"))
     before = _operators(source.graph_module)
-    for part in segment(source.graph_module, source.sites, source.state_names()):
+    for part in segment(source.graph_module):
         fuse(part.copy())
     assert _operators(source.graph_module) == before
 
