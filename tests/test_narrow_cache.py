@@ -24,7 +24,7 @@ def compiled(folder: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama in w8a8."""
     defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "kv": "int8", "prefill_chunk": 16}
     return fc.compile(
-        llama(initializer_range=0.2, num_hidden_layers=1),  # type: ignore[arg-type]
+        llama(initializer_range=0.2, num_hidden_layers=1),
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=BATCH,

@@ -16,12 +16,14 @@ from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.estimate.explore import budget_of
 from fastcar_compile.targets import load_target
 
+from .conftest import FakeArtifact
+
 Fastcar = Callable[..., Result]
 KV260 = ("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--target", "kv260", "--context", 512)
 
 
 @pytest.fixture
-def compiled(fake, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-untyped-def]
+def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The fake artifact with the manifest's sections that the estimate reads."""
     import fastcar_compile
 
