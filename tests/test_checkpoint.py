@@ -21,12 +21,12 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
-from fastcar_compile.ir.graph_json import graph_to_text
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights, Parameters
 from fastcar_compile.ops.quant import quantize_weight
-from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
+from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 
@@ -36,7 +36,7 @@ SHARDS = 3
 
 def save(folder: Path, *, dtype: torch.dtype = torch.bfloat16, tied: bool = False) -> Path:
     """A Llama of four layers in shards, without save_pretrained's choice of where to cut."""
-    model = llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied).to(dtype)
+    model = torch.nn.Module.to(llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied), dtype)
     folder.mkdir()
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(folder)
@@ -147,7 +147,7 @@ def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
 def analysed(model: object, repeat: bool, quant: str = "none", chunk: int = 0) -> DecoderProgram:
     program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # type: ignore[arg-type]
     passes = [*analysis_pipeline(), *([RepeatLayers("model.layers", LAYERS)] if repeat else [])]
-    return run_pipeline(program, [*passes, *([] if quant == "none" else [QUANTIZE[quant], NarrowEmbedding()])])
+    return run_pipeline(program, [*passes, *([] if quant == "none" else [QUANTIZE[quant], Bfloat16Embedding()])])
 
 
 def loaded(folder: Path) -> torch.nn.Module:
@@ -177,7 +177,10 @@ def test_repeated_layers_equal_captured_ones(folder: Path) -> None:
         ops = [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (repeated, captured)]
         assert ops[0] == ops[1]
         assert {n.target for n in repeated.graph.nodes} == {n.target for n in captured.graph.nodes}
-    paths = [[(s.layer, s.module_path, s.weights, s.hidden, s.intermediate) for s in p.sites] for p in (few, all_)]
+    paths = [
+        [(s.layer, s.module_path, s.mlp.weights, s.mlp.hidden, s.mlp.intermediate) for s in p.sites]
+        for p in (few, all_)
+    ]
     assert paths[0] == paths[1]
     assert [s.entry for s in few.sites[1:]] == [s.exit for s in few.sites[:-1]]
 
@@ -317,11 +320,11 @@ def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.Mo
             assert torch.equal(lazy.load(f"{given}_scale"), scale)
     blocks = [(r, min(r + 3, 10)) for r in range(0, 10, 3)]
     assert source.read_rows[4] is source.read_rows[9] is None
-    assert sorted(source.read_rows[:4]) == sorted(source.read_rows[5:9]) == blocks  # type: ignore[type-var]
+    assert sorted(source.read_rows[:4]) == sorted(source.read_rows[5:9]) == blocks
 
 
 def test_a_parameter_without_source_is_an_internal_error() -> None:
-    with pytest.raises(fc.errors.InternalError, match="parameter a has no value and no source"):
+    with pytest.raises(fc.InternalError, match="parameter a has no value and no source"):
         Parameters({"a": torch.empty(1, device="meta")})["a"]
 
 

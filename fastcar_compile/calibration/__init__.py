@@ -113,7 +113,7 @@ def search_of(
     Raises:
         InputError: the videos do not fit the program.
     """
-    layers = len(program.sites)
+    layers = program.config.num_layers
     able = tuple(t is not None for t in replay.thresholds(layers))
     evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
     key = _key(program, replay, videos, prompt)

@@ -124,7 +124,7 @@ def compile_command(
     if as_json:
         print_json({"path": artifact.path, "sites": sites, "files": len(files), "bytes": size})
     else:
-        able = sum(site.replay for site in artifact.sites)
+        able = sum(site.replay is not None for site in artifact.sites)
         print_text(
             f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
             f"{count_text(len(files), 'file')}, {size_text(size)}"

@@ -13,8 +13,6 @@ from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import count_text, print_fields, print_json, print_text
 from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
-from fastcar_compile.formats import kv_type
-from fastcar_compile.formats.quant import ACCELERATED
 
 if TYPE_CHECKING:
     from fastcar_compile.estimate.explore import Design
@@ -95,6 +93,8 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     from fastcar_compile.estimate.gate import GateModel
     from fastcar_compile.estimate.shapes import shape_of_sections
     from fastcar_compile.estimate.system import Workload
+    from fastcar_compile.formats import kv_type
+    from fastcar_compile.formats.quant import ACCELERATED
     from fastcar_compile.targets import Target, load_target
 
     sections = fc.load(str(path)).manifest.sections
@@ -124,6 +124,8 @@ def _with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     Raises:
         UserError: a quantisation or an offload that there is not.
     """
+    from fastcar_compile.formats.quant import ACCELERATED
+
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
         raise UserError(f"there is no engine for --quant {given['quant']}", hint=f"give {' or '.join(ACCELERATED)}")

@@ -78,6 +78,7 @@ def _show_sites(sites: Iterable[object], as_json: bool) -> None:
         print_json({"sites": rows})
         return
     names = ("layer", "module_path", "hidden", "intermediate", "activation", "source")
+    rows = [row | row["mlp"] for row in rows]
     columns = [Column(name.replace("_", " "), right=name in ("layer", "hidden", "intermediate")) for name in names]
     print_table(columns, ([str(row.get(name, "-")) for name in names] for row in rows))
 

@@ -15,7 +15,6 @@ from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
 from fastcar_compile.cli.sizes import Sizes, decoder_sizes
 from fastcar_compile.errors import UserError
-from fastcar_compile.formats import quant_format
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +95,8 @@ def default_backends(sections: Mapping[str, Any]) -> list[str]:
 
 def default_tolerance(sections: Mapping[str, Any]) -> float:
     """Return the largest difference of logits that the quantisation format explains."""
+    from fastcar_compile.formats import quant_format
+
     return quant_format(sections.get("config", {}).get("quant", "none")).tolerance
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.codegen.schema import index_of
-from fastcar_compile.ir.program import LayerSite, get_attribute
-from fastcar_compile.ir.rewrite import ancestors, descendants, output_nodes
+from fastcar_compile.ir.layers import schedule
+from fastcar_compile.ir.modules import get_attribute
+from fastcar_compile.ir.query import output_nodes
 
 fastcar = torch.ops.fastcar
 _LITERALS = {
@@ -56,71 +57,12 @@ class Segment:
         return _copy_part(self)
 
 
-def segment(module: fx.GraphModule, sites: Sequence[LayerSite], state: Sequence[str]) -> list[Segment]:
-    """Return prologue, one segment per layer, and epilogue.
-
-    A node belongs to the last layer whose entry it depends on. Two corrections keep equal layers equal: a node that
-    gathers results of several layers goes to the epilogue, and a layer reads its own state in the layer.
-
-    Args:
-        module: the decode step or the prefill chunk.
-        sites: the layers.
-        state: names of the state placeholders.
-    """
-    graph = module.graph
-    borders = _borders(graph, sites)
-    rank = _ranks(graph, borders)
-    _gather_last(graph, borders, rank)
-    _sink_state_reads(graph, state, rank)
-    parts: list[list[fx.Node]] = [[] for _ in range(len(borders) + 1)]
-    for node in graph.nodes:
-        if node.op == "call_function":
-            parts[rank[node]].append(node)
-    results = set(output_nodes(graph))
-    return [_extract(module, part, results) for part in parts if part]
-
-
-def _borders(graph: fx.Graph, sites: Sequence[LayerSite]) -> list[fx.Node]:
-    """Return the entry of the first layer and the exit of every layer.
-
-    The prefill graph has its own node names. It is cut only where they agree with those of the decode step.
-    """
-    nodes = {n.name: n for n in graph.nodes}
-    if not all(s.entry in nodes and s.exit in nodes for s in sites):
-        return []
-    return [nodes[name] for name in [sites[0].entry, *(s.exit for s in sites)]]
-
-
-def _ranks(graph: fx.Graph, borders: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return for every node the number of the last border that it depends on; 0: none."""
-    number = {border: i for i, border in enumerate(borders, 1)}
-    rank: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        rank[node] = max((max(rank[a], number.get(a, 0)) for a in node.all_input_nodes), default=0)
-    return rank
-
-
-def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node, int]) -> None:
-    """Move nodes that read several layers' inner values, and that no layer needs, to the epilogue."""
-    needed, ends = ancestors(*borders), set(borders)
-    for node in graph.nodes:
-        if node.op != "call_function" or node in needed:
-            continue
-        layers = {rank[a] for a in node.all_input_nodes if a not in ends} - {0}
-        if len(layers) > 1 or len(borders) in layers:
-            rank[node] = len(borders)
-
-
-def _sink_state_reads(graph: fx.Graph, state: Sequence[str], rank: dict[fx.Node, int]) -> None:
-    """Move nodes of the prologue that depend on state into the one layer that uses them."""
-    names = set(state)
-    reads = descendants(*(n for n in graph.nodes if n.op == "placeholder" and n.target in names))
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or rank[node] != 0 or node not in reads:
-            continue
-        users = {rank[u] for u in node.users}
-        if len(users) == 1:
-            rank[node] = users.pop()
+def segment(module: fx.GraphModule) -> list[Segment]:
+    """Return the part before the layers, one segment per layer, and the part behind them, as `schedule` cuts them."""
+    stages = schedule(module.graph)
+    results = set(output_nodes(module.graph))
+    parts = [stages.before, *stages.layers, stages.behind]
+    return [_extract(module, list(part), results) for part in parts if part]
 
 
 def _extract(module: fx.GraphModule, part: list[fx.Node], results: set[fx.Node]) -> Segment:

@@ -122,6 +122,7 @@ def shape_of_sections(sections: Mapping[str, Any]) -> DecoderShape:
     """
     decoder, sites = sections["decoder"], sections["sites"]
     keys = ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "gated", "activation")
+    sites = [{"layer": s["layer"], **s["mlp"], **s["attention"]} for s in sites]
     _require_equal(sites, keys)
     site = sites[0]
     stride = decoder["tokens_per_frame"]

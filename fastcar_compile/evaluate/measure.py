@@ -49,7 +49,7 @@ class Judge:
         self, program: DecoderProgram, videos: np.ndarray, decoder: str, prompt: int, detokenize: Detokenize | None
     ) -> None:
         self._program, self._videos, self._prompt, self._decoder = program, videos, prompt, decoder
-        self._frame, self._layers = program.config.tokens_per_frame, len(program.sites)
+        self._frame, self._layers = program.config.tokens_per_frame, program.config.num_layers
         self.dense = self._details(Case("dense"))
         self.frames = self.dense.losses.shape[1] // self._frame
         self._detokenize = detokenize

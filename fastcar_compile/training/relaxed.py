@@ -18,7 +18,7 @@ from fastcar_compile.calibration.layers import Stages
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.rewrite import is_op
+from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 UNIFORM_EDGE = 1e-6

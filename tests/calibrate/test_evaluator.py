@@ -39,7 +39,7 @@ def rewritten(replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5) -> D
     run_pipeline(captured, analysis_pipeline())
     config = CompileConfig(
         target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant=quant, replay=replay
-    )  # type: ignore[arg-type]
+    )
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 
 

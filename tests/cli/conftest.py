@@ -66,14 +66,19 @@ class FakeSession:
 
 
 @dataclass(frozen=True)
+class FakeMlp:
+    hidden: int = 128
+    intermediate: int = 352
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
 class FakeSite:
     layer: int
     module_path: str
     source: str = "model.py:12"
-    hidden: int = 128
-    intermediate: int = 352
-    activation: str = "silu"
-    replay: bool = True
+    mlp: FakeMlp = FakeMlp()
+    replay: str = "tas"
 
 
 @dataclass
@@ -88,7 +93,7 @@ class FakeArtifact:
 
     @property
     def manifest(self) -> Manifest:
-        sizes = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME}
+        sizes: dict[str, Any] = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME}
         config = CompileConfig(target="zcu102", replay=ReplayConfig(threshold=[2, None, math.inf]), **sizes).to_json()
         files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
         sections = {"config": config, "decoder": sizes | {"vocab_size": VOCAB, "takes_embeddings": False}}

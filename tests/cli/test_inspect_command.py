@@ -46,7 +46,7 @@ def test_sites(fastcar: Callable[..., Result]) -> None:
     assert "model.py:12" in text
     sites = json.loads(fastcar("inspect", "x", "--sites", "--json").stdout)["sites"]
     assert [site["layer"] for site in sites] == [0, 1, 2]
-    assert sites[0]["activation"] == "silu"
+    assert sites[0]["mlp"]["activation"] == "silu"
 
 
 @pytest.mark.usefixtures("fake")

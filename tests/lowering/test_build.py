@@ -93,7 +93,7 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     case = Case(quant="w8a8", thresholds=(0.0, None, 0.0))
     host = copy.deepcopy(program(case))
     run_pipeline(host, offload_pipeline())
-    lower_host = lower(host.graph_module, host.outputs, host.sites, host.state_names())
+    lower_host = lower(host.graph_module, host.outputs)
     lower_host.export(tmp_path / "offload.so")
     programs = {"offload": {"library": "offload.so", **lower_host.arguments()}}
     params = {n: t.numpy() for n, t in host.params.items()}
@@ -135,7 +135,7 @@ def test_every_unsupported_operator_is_named() -> None:
             node = graph.call_function(op, (logits,))
             node.meta = {"val": logits.meta["val"], "source": "decoder.py:12"}
     with pytest.raises(CompileError, match=r"(?s)2 problems.*aten\.lgamma\.default.*decoder\.py:12.*aten\.cummax"):
-        lower(source.graph_module, source.outputs, source.sites, source.state_names())
+        lower(source.graph_module, source.outputs)
 
 
 def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.Monke
         host = copy.deepcopy(program(Case(quant="w8a8", thresholds=thresholds)))
         if offload is not None:
             run_pipeline(host, offload_pipeline(offload))
-        module = lower(host.graph_module, host.outputs, host.sites, host.state_names()).ir_module
+        module = lower(host.graph_module, host.outputs).ir_module
         whole = tvm.transform.Sequential([relax.transform.LegalizeOps(), relax.transform.DeadCodeElimination([ENTRY])])
         names: dict[str, list[str]] = {}
         for variable, function in whole(module).functions_items():

@@ -125,5 +125,5 @@ def test_float_chunks_keep_their_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     for quant, expected in (("none", {1}), ("w8a8", {1, 2, 3})):
         source = program(Case(quant=quant))
         assert source.prefill is not None
-        module = lower(source.prefill, source.prefill_outputs, source.sites, source.state_names()).ir_module
+        module = lower(source.prefill, source.prefill_outputs).ir_module
         assert {results for _, results in _calls(module)} == expected

@@ -21,7 +21,8 @@ from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.pipeline import compile_module, import_graph
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import LayerSite, where
+from fastcar_compile.ir.layers import Role, role_of
+from fastcar_compile.ir.provenance import where
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,6 @@ class LoweredModule:
 def lower(
     module: fx.GraphModule,
     outputs: Sequence[str],
-    sites: Sequence[LayerSite],
-    state: Sequence[str],
     isa: InstructionSet | None = None,
 ) -> LoweredModule:
     """Lower a decode step or a prefill chunk to a CPU.
@@ -74,8 +73,6 @@ def lower(
     Args:
         module: fx graph.
         outputs: names of its results.
-        sites: where to cut it into layers.
-        state: names of its state.
         isa: instruction set; default: the best one of this machine.
 
     Raises:
@@ -83,14 +80,14 @@ def lower(
     """
     isa = isa or host_instruction_set()
     _check_operators(module, isa)
-    segments = segment(module, sites, state)
+    segments = segment(module)
     ir_module = import_graph(module, segments, isa)
     return LoweredModule(
         executable=compile_module(ir_module, isa),
         inputs=tuple(str(n.target) for n in module.graph.find_nodes(op="placeholder")),
         params=tuple(parameters(segments)),
         outputs=tuple(outputs),
-        distinct_layers=_distinct_layers(segments, sites),
+        distinct_layers=_distinct_layers(segments),
         ir_module=ir_module,
     )
 
@@ -106,9 +103,8 @@ def _check_operators(module: fx.GraphModule, isa: InstructionSet) -> None:
         raise CompileError.collect(problems)
 
 
-def _distinct_layers(segments: Sequence[Segment], sites: Sequence[LayerSite]) -> int:
-    exits = {site.exit for site in sites}
-    return len({part.key for part in segments if exits & {n.name for n in part.outputs}})
+def _distinct_layers(segments: Sequence[Segment]) -> int:
+    return len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)})
 
 
 def _pack_objects(path: str, objects: Sequence[str], **_options: object) -> None:

@@ -12,7 +12,7 @@ from tvm.tirx import IntImm
 
 from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.codegen.tvm.call import tensor_type
-from fastcar_compile.ir.rewrite import output_nodes
+from fastcar_compile.ir.query import output_nodes
 
 
 def parameters(segments: Sequence[Segment]) -> dict[str, fx.Node]:

@@ -15,8 +15,9 @@ from fastcar_compile.codegen.tvm.call import Call, Context, tensor_type
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import get_attribute, where
-from fastcar_compile.ir.rewrite import output_nodes
+from fastcar_compile.ir.modules import get_attribute
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import output_nodes
 
 _COND = torch.ops.higher_order.cond
 

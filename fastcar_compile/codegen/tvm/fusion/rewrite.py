@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fastcar_compile.codegen.schema import bound
-from fastcar_compile.ir.rewrite import is_op, set_origin
+from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.rewrite import set_origin
 
 aten = torch.ops.aten
 GraphStep = Callable[[fx.Graph], None]
