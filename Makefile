@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -18,6 +18,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# The notice that is switched off is about a successor of MkDocs.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	@found=0; for script in benchmarks/*.py; do \

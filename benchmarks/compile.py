@@ -1,12 +1,12 @@
-"""Seconds and peak resident memory of a build, and of opening what it made, against the number of layers and the width.
+"""Time and peak resident memory of a build, and of opening its artifact, by number of layers and width.
 
     python benchmarks/compile.py --layers 4,32 --hidden 1024 --json out.json
     python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --quant w4a8 --folder big
     python benchmarks/compile.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --checkpoint big/model
 
-Each build is a process of its own: it writes a random Llama checkpoint in bfloat16 shards, one layer at a time, and
-compiles its folder. Graph seconds are those of the build without writing and hashing weights. A second process opens
-the artifact and decodes a few tokens. With --checkpoint only the random checkpoint is written.
+The parent writes a random Llama checkpoint in bfloat16 shards, one layer at a time. One process compiles its folder, a
+second one opens the artifact and decodes a few tokens. Graph seconds leave out writing and hashing weights.
+With --checkpoint only the random checkpoint is written.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from transformers import LlamaConfig
 import fastcar_compile as fc
 
 WEIGHT_STAGES = ("writing the weights", "writing the HLS project and the DRS table", "checking and placing the files")
-"""Stages whose time grows with the bytes of the weights."""
+"""Stages whose time grows with the bytes of the weights. They do not count as graph seconds."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One build; lengths in tokens."""
+    """One build. Lengths are in tokens."""
 
     layers: int
     hidden: int
@@ -50,7 +50,7 @@ class Case:
 
 
 def write_checkpoint(folder: Path, case: Case) -> int:
-    """A random bfloat16 Llama, one shard per layer; returns its bytes. Only one shard is in memory at a time."""
+    """Write a random bfloat16 Llama, one shard per layer, and return its bytes. One shard is in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         hidden_size=case.hidden,
@@ -91,7 +91,7 @@ def _shards(case: Case) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def build(case: Case, folder: Path) -> dict[str, Any]:
-    """Compile `folder` in this process; seconds by stage and peak resident memory of the process."""
+    """Compile `folder` in this process. Return seconds by stage and the peak resident memory of the process."""
     stages: list[tuple[str, float, float]] = []
 
     def stage(name: str) -> None:
@@ -125,7 +125,7 @@ def build(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def decode(folder: Path, tokens: int = 8) -> dict[str, Any]:
-    """Open the artifact of `build` in this process and decode; seconds, and memory that is no view of a file."""
+    """Open the artifact of `build` in this process and decode. Return seconds, and memory that maps no file."""
     start = time.perf_counter()
     artifact = fc.load(folder / "artifact")
     loaded = time.perf_counter()
@@ -153,7 +153,7 @@ def _anonymous_bytes() -> int:
 
 
 def measure(case: Case, folder: Path | None) -> dict[str, Any]:
-    """One case, in child processes."""
+    """Return the measurements of one case, made in child processes."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         size = write_checkpoint(Path(place) / "model", case)
         built = _child("--child", json.dumps(asdict(case)), place)
@@ -166,7 +166,7 @@ def _child(*arguments: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Return the rows as a table for people."""
     names = (
         "layers",
         "hidden",
@@ -192,7 +192,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="4,8", help="numbers separated by commas")
     parser.add_argument("--hidden", default="512", help="numbers separated by commas, multiples of 128")
@@ -201,9 +201,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-seq-len", type=int, default=2049)
     parser.add_argument("--quant", default="w8a8")
     parser.add_argument("--target", default="cpu")
-    parser.add_argument("--folder", type=Path, default=None, help="where checkpoints and artifacts go meanwhile")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for temporary checkpoints and artifacts")
     parser.add_argument("--checkpoint", type=Path, default=None, help="write the first case's checkpoint here and stop")
-    parser.add_argument("--rounds", type=int, default=1, help="builds of each, in turns; least graph seconds count")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="builds of each case, alternating; the least graph seconds count"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--decode-child", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Milliseconds per decoded token beside PyTorch, onnxruntime, OpenVINO and llama.cpp, dense and with replay.
+"""Milliseconds per decoded token of our engine, PyTorch, onnxruntime, OpenVINO and llama.cpp, dense and with replay.
 
     python benchmarks/decode.py --json out.json --plot out.png
     python benchmarks/decode.py --docs          # writes docs/measurements/speed_table.md and docs/images/speed.png
     python benchmarks/decode.py --quick         # a small decoder, one to two minutes
 
-All engines decode the same random Llama with the same threads at the same context. Each is a process of its own that
-is stopped between its blocks of tokens; blocks of a group's engines alternate.
-docs/measurements/speed.md says how peers are set up.
+All engines decode the same random Llama with the same threads at the same context. Each engine is a process, which is
+stopped between its blocks of tokens. The blocks of a group's engines alternate. docs/measurements/speed.md says how
+peers are set up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUICK_PRECISIONS = ("float32", "w4a8")
 
 
 def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
-    """Write the checkpoint, run every group, and delete its files unless they are to be kept."""
+    """Return the rows of all groups. Write the checkpoint first; delete a group's files unless `keep`."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -63,18 +63,18 @@ def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
 
 
 def _reference(results: list[Result]) -> list[float]:
-    """Logits of the first PyTorch, or of whatever ran."""
+    """Return the logits of PyTorch eager, or of another engine that ran."""
     ran = sorted((r for r in results if r.logits), key=lambda r: r.job.engine != "pytorch eager")
     return ran[0].logits if ran else []
 
 
 def _bandwidth(results: list[Result]) -> float:
-    """Median of the readings that our engine's processes made between the blocks, GB/s; 0: there are none."""
+    """Return the median of our engine's bandwidth readings in GB/s; 0 if there are none."""
     return statistics.median([g for r in results for g in r.gigabytes] or [0.0])
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
     parser.add_argument("--docs", action="store_true", help="write table and picture of docs/measurements")
-    parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use those that are there")
+    parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use existing ones")
     options = parser.parse_args()
     chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
     options.precisions = tuple(chosen.split(","))
@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def working_folder(given: Path | None) -> Iterator[Path]:
-    """The folder that the user gave, or one that disappears."""
+    """Yield the given folder, or a temporary one."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given.resolve()
@@ -104,7 +104,7 @@ def working_folder(given: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     options = parse()
     given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
     sizes = replace(QUICK if options.quick else Sizes(), **given)

@@ -1,10 +1,10 @@
-"""The hardware model beside published boards, and DRS beside static mapping on recorded traces.
+"""The hardware model against published boards, and DRS against static mapping on recorded traces.
 
     python benchmarks/hardware.py --docs        # writes docs/measurements/hardware_table.md and docs/images/drs.png
     python benchmarks/hardware.py --json out.json
 
-Predictions only: nothing here ran on a board. The traces are replay decisions of the shipped decoder on 16 held-out
-videos, recorded on this machine's CPU.
+All figures are predictions: nothing here ran on a board. The traces are replay decisions of the shipped decoder on 16
+held-out videos, recorded on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from video import make_videos, tokenize, with_bos  # noqa: E402
 ROWS = 16
 BATCHES = (2, 4, 8, 16)
 DRS_CORES = 2
-"""With a core per row there is nothing to balance; two cores show what balancing is worth."""
+"""One core per row leaves nothing to balance. Two cores show what balancing gains."""
 
 THRESHOLDS = (-np.inf, -40.0, -30.0, -24.0, -16.0, -8.0)
 PUBLISHED = (
@@ -48,19 +48,19 @@ PUBLISHED = (
     ("tinyllama-1.1b", "w8a8", "zcu102", 1.5, "arXiv 2409.11424 (W8A8)"),
 )
 FASTCAR = {0.0: 689.7, 0.2: 556.8, 0.5: 475.3, 0.8: 390.7}
-"""Seconds per video of 2048 tokens on a U280 by replay ratio (arXiv 2505.14709)."""
+"""Replay ratio -> seconds per video of 2048 tokens on a U280 (arXiv 2505.14709)."""
 
 FASTCAR_SINK_WINDOW = {(4, 256): 354.5, (4, 16): 324.3}
-"""The same at 87 % replay with attention over sinks and a window."""
+"""(sinks, window) -> the same at 87 % replay."""
 
 
 def predict(shape: DecoderShape, quant: str, board: str, context: int, **options: Any) -> Estimate:
-    """One estimate, whether or not the board's memory holds the decoder."""
+    """Return one estimate without a check that the decoder fits the board's memory."""
     return estimate(Workload(shape, quant, context, **options), load_target(board), check_memory=False)  # type: ignore[arg-type]
 
 
 def published() -> list[dict[str, Any]]:
-    """Our prediction beside each published board, context 512, attention in the fabric over an int8 cache."""
+    """Return our prediction for each published board: context 512, attention in the fabric over an int8 cache."""
     rows = []
     for name, quant, board, figure, source in PUBLISHED:
         shape = load_shape(name)
@@ -77,7 +77,7 @@ def published() -> list[dict[str, Any]]:
 
 
 def vila_u_on_u280() -> list[dict[str, Any]]:
-    """Speed over dense by replay ratio, beside FastCar's; context 1024 is the mean of a video."""
+    """Return the speedup by replay ratio with FastCar's. Context 1024 is the mean of a video."""
     shape, rows = load_shape("vila-u-7b"), []
     dense = predict(shape, "w8a8", "u280", 1024)
     for ratio, seconds in FASTCAR.items():
@@ -101,7 +101,7 @@ def _beside(result: Estimate, dense: Estimate, ratio: float, window: str, paper:
 
 
 def vila_u_on_zcu102() -> list[dict[str, Any]]:
-    """w4a8 by context and by what is in the fabric: bandwidth when dense, speed over dense at 80 % replay."""
+    """Return dense bandwidth and the speedup at 80 % replay in w4a8, by context and offload."""
     shape, rows = load_shape("vila-u-7b"), []
     for offload in ("mlp", "linears", "all"):
         for context in (64, 256, 512, 1024):
@@ -118,7 +118,7 @@ def vila_u_on_zcu102() -> list[dict[str, Any]]:
 
 
 def record(frames: int) -> dict[float, np.ndarray]:
-    """Decisions bool [forwards, 4, 16] of the shipped decoder by TAS threshold, fed with held-out videos."""
+    """Return decisions bool [forwards, 4, 16] of the shipped decoder by TAS threshold, on held-out videos."""
     tokens = torch.from_numpy(with_bos(tokenize(make_videos(ROWS, HELD_OUT_SEED))))[:, : 256 * frames]
     traces = {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -137,7 +137,7 @@ def record(frames: int) -> dict[float, np.ndarray]:
 
 
 def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
-    """Speed-up of DRS over static mapping by batch, trace and organisation of the cores; w8a8 on zcu102."""
+    """Return the speedup of DRS over static mapping by batch, trace and organisation of cores; w8a8 on zcu102."""
     small = DecoderShape(
         name="moving-shapes", layers=4, hidden=128, intermediate=352, heads=4, kv_heads=4, head_dim=32, vocab=17,
         source="examples/moving_shapes",
@@ -167,7 +167,7 @@ def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Two panels: cores as emitted, and cores that take one row after another."""
+    """Draw two panels: cores as emitted, and cores that compute one row after another."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
     for axis, side_by_side in zip(axes, (True, False), strict=True):
@@ -176,7 +176,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             line = sorted((r for r in line if r["decoder"] != "moving-shapes"), key=lambda r: r["replay"])
             label = f"batch {batch}"
             axis.plot([r["replay"] for r in line], [r["drs_over_static"] for r in line], marker="o", label=label)
-        axis.set_title("rows side by side (as emitted)" if side_by_side else "one row after another", fontsize=10)
+        axis.set_title("rows of a core together (as emitted)" if side_by_side else "one row after another", fontsize=10)
         axis.set_xlabel("replay ratio of the recorded trace")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("DRS over static mapping (predicted)")
@@ -185,7 +185,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     parts = ["<!-- Written by `python benchmarks/hardware.py --docs`; do not edit. -->"]
     parts.append("## Published boards\n\nContext 512, int8 key and value cache, attention in the fabric.\n")
     parts.append(_markdown(report["published"]))
@@ -206,7 +206,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Predict, print, and write."""
+    """Predict, print, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", action="store_true", help="write the table and the picture named above")
     parser.add_argument("--json", type=Path, default=None, help="write the report here")

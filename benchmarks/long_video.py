@@ -1,11 +1,11 @@
-"""Long videos of the example decoder: quality and time per frame, with all positions kept and with sinks and a window.
+"""Long videos of the example decoder: quality and time per frame, with full and with sink-window attention.
 
     python benchmarks/long_video.py --docs        # docs/measurements/long_video_table.md and its pictures
     python benchmarks/long_video.py --frames 3 --videos 1 --attention "window 512, in cache" --no-decode   # a look
 
-Quality is teacher-forced on held-out videos of many more frames than the decoder was trained on (8): NLL per frame for
-every attention and every rule that bounds chains of replays. Time is that of a free decode after two given frames. The
-decoder is the one that was tuned for replay, with its gate `learned` and the thresholds of its cases.json.
+Quality is teacher-forced on held-out videos of many more frames than in training (8): NLL per frame for every attention
+and every rule that limits chains of replays. Time is that of a free decode after two given frames. The decoder was
+tuned for replay. It has its gate `learned` and the thresholds of its cases.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ATTENTIONS: dict[str, fc.SparseAttention | None] = {
     "window 256, in cache": fc.SparseAttention(window=256, sinks=SINKS, positions="cache"),
 }
 DECODED = ("all positions", "window 512, in cache")
-"""Attentions that are decoded freely; the others would say the same."""
+"""Attentions that are decoded freely."""
 
 CHAINS: dict[str, dict[str, int]] = {
     "unlimited": {},
@@ -60,7 +60,7 @@ CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 
 
 def program_of(attention: fc.SparseAttention | None, rows: int, length: int) -> DecoderProgram:
-    """The decoder with this attention, for the layer-by-layer evaluator, which puts the replay in itself."""
+    """Return the dense decoder with this attention. The evaluator adds replay itself."""
     program = capture(
         load_model(FOLDER / "model"),
         batch_size=rows,
@@ -75,7 +75,7 @@ def program_of(attention: fc.SparseAttention | None, rows: int, length: int) -> 
 
 
 def quality_rows(tokens: np.ndarray, attentions: dict[str, Any]) -> list[dict[str, Any]]:
-    """NLL per frame and replay ratio, of all layers dense and of every chain rule.
+    """Return NLL per frame and replay ratio, dense and with every chain rule.
 
     Args:
         tokens: int64 [N, 1 + frames * 256].
@@ -105,14 +105,14 @@ def quality_rows(tokens: np.ndarray, attentions: dict[str, Any]) -> list[dict[st
 
 
 def _summary(losses: torch.Tensor) -> list[str]:
-    """Means of frames 2-8 and of the last eight, nats."""
+    """Return texts of the mean NLL over frames 2-8 and over the last eight, in nats."""
     return [f"frames 2-8 {float(losses[1:8].mean()):.4f}", f"last eight {float(losses[-8:].mean()):.4f}"]
 
 
 def decode_rows(
     tokens: np.ndarray, attentions: dict[str, Any], folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Free greedy decode of one video on the cpu backend: milliseconds per token of every frame, and the frames.
+    """Decode one video greedily on the cpu backend. Return milliseconds per token by frame, and the frames.
 
     Args:
         tokens: int64 [1, 1 + frames * 256].
@@ -151,7 +151,7 @@ def decode_rows(
 
 
 def _decode(session: fc.Session, prompt: torch.Tensor, count: int) -> tuple[np.ndarray, list[float]]:
-    """Tokens int64 [1, count] and the median seconds of a step in every frame."""
+    """Return tokens int64 [1, count] and the median seconds of a step in each frame."""
     token = session.prefill(prompt).argmax(-1)
     made, times = [token], []
     for _ in range(count - 1):
@@ -164,7 +164,7 @@ def _decode(session: fc.Session, prompt: torch.Tensor, count: int) -> tuple[np.n
 
 
 def plot(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], path: Path) -> None:
-    """NLL by frame of the attentions, NLL by frame of the chain rules and, of what was decoded, time by frame."""
+    """Draw NLL by frame of the attentions and of the chain rules, and time by frame of the free decodes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -201,7 +201,7 @@ def _plot_times(decoded: list[dict[str, Any]], axes: Any) -> None:
 
 
 def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """Markdown: means over parts of the videos, nats per token, and times of free decodes."""
+    """Return Markdown: mean NLL in nats per token over parts of the videos, and times of free decodes."""
     parts = [(2, 8), (9, 24), (25, options.frames)]
     columns = ("attention", "KV", "chains of replays", "replay, t >= F", *(f"frames {a}-{b}" for a, b in parts))
     lines = [
@@ -229,7 +229,7 @@ def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--videos", type=int, default=2, help="held-out videos for the quality")

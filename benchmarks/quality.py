@@ -1,9 +1,11 @@
 """What replay costs in quality on the shipped decoders: docs/measurements/quality.md and its pictures.
 
-`--train` trains the gates of examples/*/gates anew, and decoders and gates of examples/*/tuned; `--calibrate` chooses
-the thresholds of their cases.json anew, `--hindsight` looks for decisions that no gate could better (all three long);
-`--docs` measures what is shipped on held-out videos. Training and measurements go on from build/quality where they were
-interrupted.
+--train      trains the gates of examples/*/gates, and decoders and gates of examples/*/tuned
+--calibrate  chooses the thresholds of their cases.json
+--hindsight  searches decisions that bound every gate
+--docs       measures the shipped decoders on held-out videos
+
+The first three take long. Interrupted training and measurements continue from build/quality.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))
 
 
 def study_of(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> Study:
-    """On the held-out videos."""
+    """Return a study of the decoder on the held-out videos."""
     held_out = decoder.videos(HELD_OUT, HELD_OUT_SEED)
     options: dict[str, Any] = {"detokenize": decoder.video().pixels, "journal": folder / "rows.json"}
     return Study(decoder.model(), held_out, decoder=decoder.name, progress=say, **options)
 
 
 def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates: list[str]) -> None:
-    """Write the example's cases.json anew for these gates; those of others stay."""
+    """Replace the cases of these gates in the example's cases.json."""
     file, study = decoder.folder / "cases.json", study_of(decoder, folder, say)
     cases: list[Case] = []
     for gate in gates:
@@ -46,7 +48,8 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
         ratios = decoder.grid[gate]
         asked = [round(ratio + MARGINS[gate] * (1 - ratio), 3) for ratio in ratios]
         found = study.plan(videos, [decoder.config(gate)], asked, ("calibrated", "uniform"), journals=folder)[1:]
-        cases += [replace(case, target=ratios[asked.index(case.target)]) for case in found]
+        nominal = dict(zip(asked, ratios, strict=True))
+        cases += [replace(case, target=nominal[case.target]) for case in found if case.target is not None]
     if file.exists():
         cases += load_cases(file, decoder.weights(), set(decoder.grid) - set(gates))
     order = list(MARGINS)
@@ -56,7 +59,7 @@ def calibrate(decoder: Decoder, folder: Path, say: Callable[[str], None], gates:
 
 
 def look_back(decoder: Decoder, say: Callable[[str], None]) -> None:
-    """Write the example's hindsight.json: the best decisions on some of the held-out videos."""
+    """Write the example's hindsight.json: the best decisions found on some of the held-out videos."""
     gate = fc.TrainedGate.load(decoder.gate_file("learned"))
     videos = decoder.videos(hindsight.HINDSIGHT_VIDEOS, HELD_OUT_SEED)
     found = [hindsight.hindsight(decoder.model(), gate, videos, ratio, say) for ratio in HINDSIGHT_RATIOS]
@@ -64,7 +67,7 @@ def look_back(decoder: Decoder, say: Callable[[str], None]) -> None:
 
 
 def cases_of(decoder: Decoder) -> list[Case]:
-    """The shipped ones; the dense decoder and WITH_WINDOW also in every window."""
+    """Return the shipped cases, with the dense decoder and WITH_WINDOW also under every window."""
     cases = load_cases(decoder.folder / "cases.json", decoder.weights())
     chosen = [
         c for c in cases if c.replay is None or (c.calibration == "calibrated" and (c.gate, c.target) in WITH_WINDOW)
@@ -73,19 +76,19 @@ def cases_of(decoder: Decoder) -> list[Case]:
 
 
 def parsed() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", action="store_true", help="train the gates anew; then calibrate them")
-    parser.add_argument("--calibrate", action="store_true", help="choose the thresholds anew")
-    parser.add_argument("--gates", help="to calibrate, separated by commas; default: all that the decoder has")
-    parser.add_argument("--hindsight", action="store_true", help="look for the best decisions anew")
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train the gates; calibrate them afterwards")
+    parser.add_argument("--calibrate", action="store_true", help="choose the thresholds")
+    parser.add_argument("--gates", help="gates to calibrate, separated by commas; default: all of the decoder")
+    parser.add_argument("--hindsight", action="store_true", help="search the best decisions")
     parser.add_argument("--docs", action="store_true", help="write docs/measurements/quality.md and its pictures")
     parser.add_argument("--decoder", choices=[d.name for d in DECODERS], help="default: all")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="where measurements are kept")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="folder of the measurements")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     if options.docs and options.decoder:
-        parser.error("--docs writes about all decoders: leave --decoder away")
+        parser.error("--docs writes about all decoders: omit --decoder")
     options.gates = options.gates.split(",") if options.gates else list(MARGINS)
     if unknown := set(options.gates) - set(MARGINS):
         parser.error(f"unknown gate {min(unknown)}: choose from {', '.join(MARGINS)}")
@@ -93,7 +96,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """What the command line asks for."""
+    """Run the requested parts."""
     options = parsed()
     torch.set_num_threads(options.threads)
     found = {}
@@ -116,12 +119,12 @@ def main() -> None:
     if options.docs:
         bounds = {d.name: hindsight.load(d.hindsight_file) for d in DECODERS if d.hindsight_file.exists()}
         videos = {d.name: d.videos(HELD_OUT, HELD_OUT_SEED) for d in DECODERS}
-        narrow = {d.name: caches.dense_nll(d.model(), videos[d.name]) for d in DECODERS if not d.tuned}
-        write_document(ROOT / "docs" / "measurements" / "quality.md", found, bounds, narrow)
+        kv_types = {d.name: caches.dense_nll(d.model(), videos[d.name]) for d in DECODERS if not d.tuned}
+        write_document(ROOT / "docs" / "measurements" / "quality.md", found, bounds, kv_types)
 
 
 def measure(decoder: Decoder, folder: Path, say: Callable[[str], None], pictures: bool) -> list[dict[str, Any]]:
-    """Rows of the shipped cases on the held-out videos."""
+    """Return the rows of the shipped cases on the held-out videos."""
     cases, study = cases_of(decoder), study_of(decoder, folder, say)
     rows = study.rows(cases)
     if pictures:

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
@@ -17,9 +16,9 @@ from fastcar_compile.artifact.tensor_files import weight_files
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.gates import gate_named
-from fastcar_compile.ir.graph_json import graph_from_json
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, LayerSite, StateSpec
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, StateSpec
 from fastcar_compile.ir.program_json import config_from_json, program_from_json, sites_from_json, state_from_json
+from fastcar_compile.ir.sites import LayerSite
 from fastcar_compile.runtime.session import Session
 
 
@@ -72,7 +71,7 @@ class Artifact:
     @cached_property
     def program(self) -> DecoderProgram:
         """The rewritten program."""
-        return program_from_json(self.manifest.sections, self._json("graph/after.json"), self.params)
+        return program_from_json(self._json("graph/after.json"), self.params)
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -89,14 +88,7 @@ class Artifact:
         if self._original is not None:
             return self._original
         data = self._json("graph/before.json")
-        missing = {
-            n["target"]: n["type"] for n in data["nodes"] if n["op"] == "get_attr" and n["target"] not in self.params
-        }
-        stand_ins = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
-            for name, (dtype, shape) in missing.items()
-        }
-        return graph_from_json(data, self.params | stand_ins)
+        return program_from_json(data, self.params, missing_on_meta=True).graph_module
 
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
         """What was found, inserted and cached, per layer (or one layer, or one node of the rewritten graph), and why.
@@ -125,7 +117,7 @@ class Artifact:
             ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
         """
         if thresholds is not None:
-            thresholds.check([s.gate for s in self.sites], str(self.path))
+            thresholds.check([s.replay and s.replay.gate for s in self.sites], str(self.path))
         self.manifest = write_section(self.path, "thresholds", None if thresholds is None else thresholds.to_json())
 
     def session(
@@ -150,13 +142,13 @@ class Artifact:
         from fastcar_compile.runtime.backends import open_backend
 
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds or self.thresholds
-        compiled = [s.threshold if s.replay else None for s in self.sites]
-        gates = {s.gate for s in self.sites if s.gate is not None}
+        compiled = [s.threshold for s in self.sites]
+        gates = {s.replay.gate for s in self.sites if s.replay is not None}
         never = gate_named(gates.pop()).comparison.never if gates else float("inf")
         opened = open_backend(self, backend, threads)
         session = Session(opened, self.config, compiled, record=record, never=never)
         if given is not None:
-            given.check([s.gate for s in self.sites], str(self.path))
+            given.check([s.replay and s.replay.gate for s in self.sites], str(self.path))
             session.set_threshold(given.values)
         return session
 

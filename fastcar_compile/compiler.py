@@ -99,13 +99,13 @@ def compile(
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
-    original = copy.deepcopy(program.graph_module)
+    original = copy.deepcopy(program)
     say("rewriting the graph")
     rewrite = rewrite_pipeline(config, len(program.sites))
     run_pipeline(program, rewrite)
     pipeline = pipeline_to_string([*passes, *rewrite])
     path = emit_artifact(program, original, config, board, pipeline, Path(output), say, variants)
-    return Artifact(path, original=None if program.lazy else original)
+    return Artifact(path, original=None if program.lazy else original.graph_module)
 
 
 def _configure(

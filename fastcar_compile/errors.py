@@ -1,4 +1,15 @@
-"""Error types. A user error can be fixed by the caller; an internal error is a defect of this package."""
+"""Error types: a caller can fix a user error, an internal error is a defect of this package.
+
+| type | what is wrong | exit code |
+|---|---|---|
+| UserError | the call, the model or a file; base of the next five | 2 |
+| CompileError | the model cannot be compiled as asked | 2 |
+| InputError | a tensor, a token or an option given at run time | 2 |
+| TargetError | the target is unknown, or its file is malformed | 2 |
+| ArtifactError | the artifact is missing, damaged, or of another schema version | 2 |
+| BackendError | the backend cannot run here: a tool, device or package is missing | 2 |
+| InternalError | an invariant of the compiler does not hold | 3 |
+"""
 
 from __future__ import annotations
 
@@ -8,6 +19,10 @@ from collections.abc import Sequence
 class FastcarError(Exception):
     """Base of every error that fastcar_compile raises on purpose."""
 
+    def to_json(self) -> dict[str, object]:
+        """Return the error as JSON fields: its type and its message."""
+        return {"type": type(self).__name__, "message": str(self)}
+
 
 class UserError(FastcarError):
     """Something in the call, the model or the files is wrong; the text says what, where and how to fix it.
@@ -16,7 +31,12 @@ class UserError(FastcarError):
         what: one sentence: what is wrong.
         where: module path, source line, graph node or file, if known.
         hint: what the user can do about it.
+
+    Attributes:
+        problems: the single errors of one that lists several; else empty.
     """
+
+    problems: tuple[UserError, ...] = ()
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
@@ -27,17 +47,29 @@ class UserError(FastcarError):
             lines.append(f"  hint:  {hint}")
         super().__init__("\n".join(lines))
 
+    def to_json(self) -> dict[str, object]:
+        """Return the error as JSON fields: type, message, where, hint, and problems where it lists several."""
+        fields: dict[str, object] = {"type": type(self).__name__, "message": self.what}
+        fields |= {"where": self.where, "hint": self.hint}
+        if self.problems:
+            fields["message"] = f"{len(self.problems)} problems were found"
+            fields["problems"] = [problem.to_json() for problem in self.problems]
+        return fields
+
 
 class CompileError(UserError):
     """The model cannot be compiled as asked."""
 
     @classmethod
     def collect(cls, problems: Sequence[UserError]) -> CompileError:
-        """One error that lists every problem found, so that a user can fix them in one round."""
-        if len(problems) == 1:
-            return cls(problems[0].what, where=problems[0].where, hint=problems[0].hint)
-        body = "\n".join(f"[{i}] {p}" for i, p in enumerate(problems, 1))
-        return cls(f"{len(problems)} problems were found:\n{body}")
+        """Return one error that lists every problem found, so that a user can fix them in one round."""
+        single = tuple(each for problem in problems for each in problem.problems or (problem,))
+        if len(single) == 1:
+            return cls(single[0].what, where=single[0].where, hint=single[0].hint)
+        body = "\n".join(f"[{i}] {p}" for i, p in enumerate(single, 1))
+        error = cls(f"{len(single)} problems were found:\n{body}")
+        error.problems = single
+        return error
 
 
 class InputError(UserError):

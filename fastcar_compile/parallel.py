@@ -1,4 +1,4 @@
-"""How many cores there are to use, and work on all of them."""
+"""Usable cores, and a parallel map over them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def at_once(function: Callable[[T], R], values: Iterable[T]) -> list[R]:
-    """`function` of every value, in order, on as many threads as there are usable cores."""
+    """Return `function` of every value, in order, computed on one thread per usable core."""
     with ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(function, values))
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: of its affinity, and whole ones of its control group's CPU quota; at least 1."""
+    """Return the number of cores of this process: its affinity, limited to whole cores of its CPU quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of CPU time that the control groups of this process allow (the least of them); None: no limit.
+    """Return the least CPU quota, in cores, of the control groups of this process; None without a limit.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: folder that holds `proc` and `sys`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
@@ -39,7 +40,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _limits(mount: Path, hierarchy: str, controllers: str, group: str) -> Iterator[float]:
-    """Limits of one line of /proc/self/cgroup: those of the group and of every group above it."""
+    """Yield the limits of the group in one line of /proc/self/cgroup, and of every group above it."""
     if hierarchy == "0":
         bases = [mount, mount / "unified"]
     elif "cpu" in controllers.split(","):
@@ -57,7 +58,10 @@ def _limits(mount: Path, hierarchy: str, controllers: str, group: str) -> Iterat
 
 
 def _limit(group: Path) -> float | None:
-    """cpu.max of version 2 ("max 100000", "150000 100000"), or quota and period of version 1 (-1: none)."""
+    """Return a group's limit in cores, or None.
+
+    Version 2 has cpu.max ("max 100000", "150000 100000"). Version 1 has quota and period; a quota of -1 is no limit.
+    """
     try:
         if (group / "cpu.max").is_file():
             quota, period = (group / "cpu.max").read_text("ascii").split()

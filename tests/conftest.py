@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 LONG = (
+    "test_commands.py",
     "test_full_video.py",
     "test_board_backend.py",
     "test_board_program.py",

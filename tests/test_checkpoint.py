@@ -21,12 +21,12 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
-from fastcar_compile.ir.graph_json import graph_to_text
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights, Parameters
 from fastcar_compile.ops.quant import quantize_weight
-from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
+from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 
@@ -147,7 +147,7 @@ def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
 def analysed(model: object, repeat: bool, quant: str = "none", chunk: int = 0) -> DecoderProgram:
     program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # type: ignore[arg-type]
     passes = [*analysis_pipeline(), *([RepeatLayers("model.layers", LAYERS)] if repeat else [])]
-    return run_pipeline(program, [*passes, *([] if quant == "none" else [QUANTIZE[quant], NarrowEmbedding()])])
+    return run_pipeline(program, [*passes, *([] if quant == "none" else [QUANTIZE[quant], Bfloat16Embedding()])])
 
 
 def loaded(folder: Path) -> torch.nn.Module:
@@ -177,7 +177,10 @@ def test_repeated_layers_equal_captured_ones(folder: Path) -> None:
         ops = [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (repeated, captured)]
         assert ops[0] == ops[1]
         assert {n.target for n in repeated.graph.nodes} == {n.target for n in captured.graph.nodes}
-    paths = [[(s.layer, s.module_path, s.weights, s.hidden, s.intermediate) for s in p.sites] for p in (few, all_)]
+    paths = [
+        [(s.layer, s.module_path, s.mlp.weights, s.mlp.hidden, s.mlp.intermediate) for s in p.sites]
+        for p in (few, all_)
+    ]
     assert paths[0] == paths[1]
     assert [s.entry for s in few.sites[1:]] == [s.exit for s in few.sites[:-1]]
 

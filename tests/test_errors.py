@@ -60,7 +60,7 @@ def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
     ("options", "texts"),
     [
         ({"batch_size": 0, "prefill_chunk": 0}, ["batch_size: ", "prefill_chunk: ", "correct the fields named"]),
-        ({"quant": "int3"}, ["quant: Input should be 'none', 'bf16', 'w8a8' or 'w4a8'"]),
+        ({"quant": "int3"}, ["quant: unknown quantisation 'int3'; known: none, bf16, w8a8, w4a8"]),
         ({"batch_size": 33}, ["batch_size: Input should be less than or equal to 32"]),
         ({"replay": fc.ReplayConfig(couple_cfg=True)}, ["couple_cfg pairs row b with row b + batch_size / 2"]),
         ({"replay": fc.ReplayConfig(threshold=[1.0])}, ["1 thresholds were given for a decoder of 2 layers"]),

@@ -111,9 +111,9 @@ def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
 ) -> None:
     training, world = example.training, tiny_world(example)
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-    phases = (training.Phase(2, 4, 6), training.Phase(4, 2, 4))
+    plan = training.Plan((training.Phase(2, 4, 6), training.Phase(4, 2, 4)), seed=0, rate=1e-2, every=5)
     whole, stopped, resumed = tiny(), tiny(), tiny()
-    log = training.train(whole, world, phases, 0, 1e-2, 5, tmp_path / "whole")
+    log = training.train(whole, world, plan, tmp_path / "whole")
     assert [(e["step"], e["frames"]) for e in log] == [(5, 2), (10, 4), (10, 4)]
     assert log[-1]["held_out_nll_frames_2_to_8"] < log[0]["held_out_nll_frames_2_to_8"] < math.log(5)
     real, calls = training.update, []
@@ -126,9 +126,9 @@ def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
 
     monkeypatch.setattr(training, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        training.train(stopped, world, phases, 0, 1e-2, 5, tmp_path / "part")
+        training.train(stopped, world, plan, tmp_path / "part")
     monkeypatch.setattr(training, "update", real)
-    assert training.train(resumed, world, phases, 0, 1e-2, 5, tmp_path / "part") == log
+    assert training.train(resumed, world, plan, tmp_path / "part") == log
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
 

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 import fastcar_compile as fc
 from fastcar_compile.frontend.importer import import_exported
-from fastcar_compile.ir.graph_json import graph_to_text
+from fastcar_compile.ir.text import graph_to_text
 
 ROWS, FRAME = 33, 8
 IDS = torch.randint(0, 11, (1, ROWS), generator=torch.Generator().manual_seed(9))

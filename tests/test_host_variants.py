@@ -44,8 +44,8 @@ def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
             f"{folder}/{n}.so" for n in ("decode", "prefill")
         }
     assert host_lines(artifact.manifest.sections["host"]) == [
-        f"library: {best} (x86_64-linux-gnu)",
-        "library: sse4 (x86_64-linux-gnu)",
+        f"{best} (x86_64-linux-gnu)",
+        "sse4 (x86_64-linux-gnu)",
     ]
 
 

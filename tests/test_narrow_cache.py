@@ -55,7 +55,7 @@ def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
     caches = [s for s in artifact.state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
     assert {s.dtype for s in caches} == {torch.int8}
     assert {s.dtype for s in artifact.state if s not in caches} == {torch.float32, torch.int32}
-    assert artifact.manifest.sections["pipeline"].endswith('narrow-cache{"dtype": "int8"}')
+    assert artifact.manifest.sections["pipeline"].endswith('quantize-kv-cache{"dtype": "int8"}')
     assert artifact.manifest.sections["config"]["kv"] == "int8"
     rows, each = caches[0].shape[2], BATCH * 2 * (16 + 1)
     assert f"key_cache_0: torch.int8 [2, 2, {rows}, 17], {rows * each / 2**20:.3f} MiB" in artifact.explain(layer=0)

@@ -79,7 +79,7 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     assert "| tiny | `learned` | 85 % | 84.0 % | 1.2x | 1.10x | +0.0100 | **not reached** |" in text, "too little"
     assert "- tiny, `tas`: calibrated is better than uniform and random at 50 %." in text
     worse = "**not** better than uniform at 80 % (0.1050 and 0.1040, 81.0 % against 80.0 % replayed)"
-    same = "the very decisions of uniform at 95 % (0.1500 and 0.1500, 95.0 % against 95.0 % replayed)"
+    same = "the same decisions as uniform at 95 % (0.1500 and 0.1500, 95.0 % against 95.0 % replayed)"
     far = "not comparable with uniform at 90 % (0.1100 and 0.1200, 84.0 % against 91.0 % replayed)"
     assert f"- tiny, `learned`: calibrated is better than uniform and random at 85 %; {worse}; {far}; {same}." in text
     line = "| tiny | window 9, sinks 1 | `tas` | 51 % | 0.3000 | 0.2000 | 0.3000 | 0.4000 | the last frame |"
@@ -90,6 +90,11 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     assert (
         "| `tas` | calibrated | full | 51.0 % (44.6 %) | 0.1170 | +0.0170 | 1.17x | 99.00 % | 20.0 dB | 0.900 |" in text
     )
+
+
+def test_the_committed_page_begins_as_the_generator_writes_it(document: Any) -> None:
+    committed = (ROOT / "docs" / "measurements" / "quality.md").read_text()
+    assert committed.startswith(document._HEAD)
 
 
 def test_a_tuned_decoder_is_counted_from_the_one_before(document: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replay semantics (design section 2) against a plain Python reference: the operators, then the whole graph."""
+"""The rules of docs/explanation/replay.md against a plain Python reference: the operators, then the whole graph."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What benchmarks/quality.py is made of."""
+"""Parts of benchmarks/quality.py."""

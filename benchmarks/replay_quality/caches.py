@@ -1,4 +1,4 @@
-"""What keys and values in fewer bytes cost: the dense NLL with every type of cache."""
+"""The cost of quantised key and value caches: the dense NLL for every KV type."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 import fastcar_compile as fc
 from fastcar_compile.calibration import Evaluator, program_of, rules_of
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.passes.narrow_cache import TYPES, NarrowCache
+from fastcar_compile.passes.quantize_kv_cache import TYPES, QuantizeKvCache
 
 
 def dense_nll(model: nn.Module, videos: np.ndarray) -> dict[str, float]:
-    """Nats per token of videos int64 [N, T], by the type of the caches, through the pass that narrows them."""
+    """Return KV type -> dense NLL in nats per token, on videos int64 [N, T]."""
     found = {}
     for dtype in ("float32", *TYPES):
-        passes = [] if dtype == "float32" else [NarrowCache(dtype)]
+        passes = [] if dtype == "float32" else [QuantizeKvCache(dtype)]
         program = run_pipeline(program_of(model, len(videos)), passes)
         layers = program.config.num_layers
         evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="never"), layers))

@@ -1,4 +1,4 @@
-"""The shipped decoders that docs/measurements/quality.md is about, and how their gates are trained and calibrated."""
+"""The shipped decoders of docs/measurements/quality.md, and how their gates are trained and calibrated."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from fastcar_compile.gates import GateWeights
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
-"""Of videos; those that the decoders were trained on have seeds from 10 million."""
+"""Seeds of videos. The decoders were trained on videos of seeds from 10 million on."""
 
 HELD_OUT, BATCH = 32, 4
 RATIOS = (0.5, 0.8, 0.85)
 
 MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.06, "learned": 0.12}
-"""Per gate how much less may compute, relatively, where its thresholds are chosen: on other videos more may."""
+"""Gate -> relative margin on the share that computes when its thresholds are chosen: new videos may compute more."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Of training: steps of BATCH videos, the share of t >= F that shall replay, softness after the first round, and
-    the rate of the decoder's own weights, if they are tuned with the gate."""
+    """One round of training, with BATCH videos per step.
+
+    Attributes:
+        target: share of the forwards t >= F to replay. softness: used after the first round.
+        rate: of the decoder's own weights, when they are tuned with the gate; 0 freezes them.
+    """
 
     steps: int
     target: float
@@ -42,12 +46,12 @@ class Decoder:
     """A shipped decoder.
 
     Attributes:
-        name: its folder below examples/; "EXAMPLE/tuned" is EXAMPLE's decoder, tuned for replay.
+        name: its folder in examples/; "EXAMPLE/tuned" is EXAMPLE's decoder, tuned for replay.
         windows: attention windows to compare with and without replay.
-        calibration_videos: how many thresholds are chosen on.
-        training: per gate the rounds of its training.
-        from_heads: the training of `tas` goes on from heads that are chosen one by one.
-        grid: per gate the replay ratios that it is calibrated for and measured at.
+        calibration_videos: number of videos that thresholds are chosen on.
+        training: gate -> the rounds of its training.
+        from_heads: the training of `tas` starts from heads chosen one by one.
+        grid: gate -> the replay ratios that it is calibrated for and measured at.
     """
 
     name: str
@@ -59,32 +63,32 @@ class Decoder:
 
     @property
     def folder(self) -> Path:
-        """Of model, gates and cases."""
+        """Folder of model, gates and cases."""
         return ROOT / "examples" / self.name
 
     @property
     def ratios(self) -> list[float]:
-        """Of the grid."""
+        """All replay ratios of the grid."""
         return sorted({ratio for ratios in self.grid.values() for ratio in ratios})
 
     @property
     def example(self) -> str:
-        """Whose videos it decodes."""
+        """The example whose videos it decodes."""
         return self.name.split("/")[0]
 
     @property
     def tuned(self) -> bool:
-        """For replay."""
+        """Whether it was tuned for replay."""
         return self.name != self.example
 
     def model(self) -> Any:
-        """float32, in evaluation mode."""
+        """Return the model, float32, in evaluation mode."""
         return AutoModelForCausalLM.from_pretrained(
             self.folder / "model", local_files_only=True, dtype=torch.float32
         ).eval()
 
     def video(self) -> Any:
-        """The example's video.py."""
+        """Return the module of the example's video.py."""
         folder = ROOT / "examples" / self.example
         spec = importlib.util.spec_from_file_location(f"{self.example}_video", folder / "video.py")
         assert spec is not None
@@ -94,25 +98,25 @@ class Decoder:
         return module
 
     def videos(self, count: int, seed: int) -> np.ndarray:
-        """int64 [count, T], BOS first."""
+        """Return videos int64 [count, T], BOS first."""
         video = self.video()
         return video.with_bos(video.tokenize(video.make_videos(count, seed)))
 
     def gate_file(self, gate: str) -> Path:
-        """Of a trained gate."""
+        """Return the path of a trained gate."""
         return self.folder / "gates" / f"{gate}.safetensors"
 
     @property
     def hindsight_file(self) -> Path:
-        """What the best decisions reach; not there where the goals are reached without."""
+        """Results of the best decisions. The file is missing where a gate reaches the goals."""
         return self.folder / "hindsight.json"
 
     def weights(self) -> GateWeights:
-        """Of gate `learned`."""
+        """Return the weights of gate `learned`."""
         return GateWeights.load(self.gate_file("learned"))
 
     def config(self, gate: str) -> fc.ReplayConfig:
-        """The gate, trained where it can be."""
+        """Return a config of the gate, with trained weights if it has any."""
         if gate in self.training:
             return fc.TrainedGate.load(self.gate_file(gate)).replay_config()
         return fc.ReplayConfig(gate=gate)

@@ -1,4 +1,4 @@
-"""docs/measurements/quality.md from measured rows: every number and every verdict in it is computed here."""
+"""docs/measurements/quality.md from measured rows. Every number and verdict of the page is computed here."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 GOALS = (("tas", 0.5, 1.18), ("learned", 0.8, 1.10), ("learned", 0.85, 1.20))
-"""(gate, replay ratio, NLL relative to dense) that calibration aims at."""
+"""Goals of the calibration: (gate, replay ratio, greatest NLL relative to dense)."""
 
 _NEAR = 0.06
-"""Thresholds that replay less than others by more than this are not called better, though their NLL may be lower."""
+"""Thresholds that replay less than others by more than this are not called better, even at a lower NLL."""
 
 _HEAD = """# Quality
 
-Written by `python benchmarks/quality.py --docs`; not edited by hand. The decoders are the shipped ones
-(`examples/moving_shapes`, `examples/bouncing_digits`), float32, each as it was trained for its videos alone, and in
-`tuned/` as it was fine-tuned for replay together with its gate `learned`
-([how](../explanation/gates.md#fine-tuning-for-replay)). The
-videos are held out: neither trained nor calibrated on. Everything is teacher-forced, so every token is predicted from
-the true past, and counts frames 2 to 8.
+This page measures what replay costs the shipped decoders in likelihood. `python benchmarks/quality.py --docs` writes
+it; do not edit it by hand.
 
-- *replay*: share of the forwards that may replay (t >= F); in brackets of all forwards, as the paper counts.
-- *NLL*: nats per token. The dense NLL of these decoders is small, so small absolute increases are large relative ones:
-  both are given.
-- *agreement*: share of places whose likeliest symbol is the dense decoder's.
-- *PSNR*, *SSIM*: frames of the likeliest symbols against the true frames.
-- *calibrated*: thresholds per layer from [`fc.calibrate`](../explanation/gates.md) on other videos. *uniform*: the same
-  gate and weights, one quantile of every layer's scores. *random*: a hash decides.
-- `tas` has trained head weights, `learned` is [trained](../explanation/gates.md#training) as a whole, on videos
-  of their own. Thresholds of `tas` are chosen so that 6 % less computes than is asked for, those of `learned` 12 %
-  less (82.4 % replay where 80 % are asked for): on other videos more may compute.
+The decoders (`examples/moving_shapes`, `examples/bouncing_digits`) are float32. Each was trained for its videos
+alone. The ones in `tuned/` were [fine-tuned for replay](../explanation/gates.md#fine-tuning-for-replay) together with
+their gate `learned`. The videos are held out: no decoder, gate or threshold has seen them. Every token is predicted
+from the true past (teacher-forced). Figures are of frames 2 to 8.
 
-The shipped gates are the folders `gates`, trained by `python benchmarks/quality.py --train`, their thresholds the files
-`cases.json`, chosen by `python benchmarks/quality.py --calibrate`. After a run the rows are in
-`build/quality/rows.json` too. `fastcar evaluate` measures your own decoder in the same way.
+- *replay*: share of the eligible forwards (t >= F); in brackets, of all forwards, as the paper counts.
+- *NLL*: nats per token. The dense NLL is small, so a small increase is large in proportion. Both are given.
+- *agreement*: share of tokens whose most likely symbol is the dense decoder's.
+- *PSNR*, *SSIM*: frames of the most likely symbols against the true frames.
+- *calibrated*: thresholds per layer from [`fc.calibrate`](../explanation/gates.md#calibration) on other videos.
+  *uniform*: the same gate and weights, one quantile of every layer's scores. *random*: a hash decides.
+- `tas` has trained head weights and `learned` is [trained](../explanation/gates.md#training) as a whole, on other
+  videos. Their thresholds leave a margin, because more forwards may compute on new videos: 6 % fewer compute than the
+  target allows for `tas`, and 12 % fewer for `learned` (82.4 % replay for a target of 80 %).
+
+`python benchmarks/quality.py --train` trains the gates in `gates/`. `python benchmarks/quality.py --calibrate`
+chooses the thresholds in `cases.json`. After a run `build/quality/rows.json` has the rows. `fastcar evaluate`
+measures your own decoder in the same way.
 """
 
 
@@ -50,7 +50,7 @@ def write_document(
     bounds: Mapping[str, Sequence[Found]],
     caches: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """The whole page; pictures lie in docs/images/quality/<decoder>/."""
+    """Write the whole page. Pictures are in docs/images/quality/<decoder>/."""
     lines = [_HEAD]
     for name, rows in found.items():
         lines += [*_decoder(name, rows)]
@@ -116,7 +116,7 @@ def _pick(rows: Rows, gate: str, calibration: str, target: float, attention: str
 
 
 def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
-    yield "| decoder | gate | replay asked for | replay | NLL allowed | NLL | above dense | |"
+    yield "| decoder | gate | target replay | replay | NLL allowed | NLL | above dense | |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, rows in found.items():
         for gate, target, limit in GOALS:
@@ -139,13 +139,13 @@ def _goals(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _tuned(found: Mapping[str, Rows]) -> Iterator[str]:
-    """What tuning does to the decoder itself: replay beside the dense decoder of before."""
-    yield "## Tuned, beside the decoder before"
+    """Yield the cost of replay in tuned decoders, counted from the original dense decoder."""
+    yield "## Tuned decoders against the original ones"
     yield ""
-    yield "Gate `learned`, calibrated. A tuned decoder has other weights, so its NLL without replay is another one:"
-    yield "here what replay costs is counted from the dense NLL of the decoder *before* it was tuned."
+    yield "Gate `learned`, calibrated. Tuning changes the weights, and so the NLL without replay."
+    yield "This table counts the cost of replay from the dense NLL of the *original* decoder."
     yield ""
-    yield "| decoder | dense before | dense, tuned | asked for | replay | NLL before | NLL, tuned | of dense before |"
+    yield "| decoder | dense | dense, tuned | target | replay | NLL | NLL, tuned | of dense, original |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, rows in found.items():
         before = found.get(name.removesuffix("/tuned"), rows)
@@ -164,14 +164,14 @@ def _tuned(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
-    """Which of the goals is beyond what decisions in hindsight reach."""
-    yield "## How far any gate could come"
+    """Yield the goals that decisions in hindsight reach, and those that they do not."""
+    yield "## A bound for every gate"
     yield ""
-    yield f"Decisions of every token and layer, optimised one by one on {HINDSIGHT_VIDEOS} of the held-out videos"
-    yield "themselves (`python benchmarks/quality.py --hindsight`). A gate does not know the videos: it can hardly do"
-    yield "better than this, though what is found is a local optimum and no proof."
+    yield f"Here the decisions of every token and layer are optimised one by one on {HINDSIGHT_VIDEOS} of the held-out"
+    yield "videos themselves (`python benchmarks/quality.py --hindsight`). A gate does not know these videos, so it can"
+    yield "hardly do better. The result is a local optimum, not a proof."
     yield ""
-    yield "| decoder | replay asked for | replay | by layer | NLL in hindsight | NLL allowed |"
+    yield "| decoder | target replay | replay | by layer | NLL in hindsight | NLL allowed |"
     yield "|---|---|---|---|---|---|"
     allowed = {target: limit for gate, target, limit in GOALS if gate == "learned"}
     for name, results in bounds.items():
@@ -184,10 +184,11 @@ def _hindsight(bounds: Mapping[str, Sequence[Found]]) -> Iterator[str]:
 
 
 def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:
-    """One line per decoder and gate: where calibrated is better, where not, and where shares differ too much."""
-    yield "Compared at the ratio asked for; on held-out videos all of them replay a little more or less than that."
-    yield f"Where others replay over {100 * _NEAR:g} points more, at a higher NLL, the two cannot be compared: most"
-    yield "tokens of a layer have the same score of `learned` (no hidden unit is on): no threshold gives every ratio."
+    """Yield one line per decoder and gate: where calibrated thresholds are better, worse or not comparable."""
+    yield "Thresholds are compared at one target ratio. On held-out videos all of them replay a little more or less."
+    yield f"Two are not comparable where the other replays over {100 * _NEAR:g} points more at a higher NLL. With"
+    yield "`learned` most tokens of a layer have the same score (no hidden unit is active), so no threshold gives every"
+    yield "ratio."
     yield ""
     for name, rows in found.items():
         calibrated = [r for r in rows if r["calibration"] == "calibrated" and r["sparse_attention"] == "none"]
@@ -201,7 +202,7 @@ def _verdicts(found: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _others(rows: Rows, row: Row) -> Iterator[str]:
-    """What calibrated is not better than at this ratio, and what it cannot be compared with."""
+    """Yield a text for each alternative that calibrated thresholds do not beat, or cannot be compared with."""
     target = row["target_replay"]
     for gate, calibration in ((row["gate"], "uniform"), ("random", "random")):
         other = _pick(rows, gate, calibration, target)
@@ -215,12 +216,12 @@ def _others(rows: Rows, row: Row) -> Iterator[str]:
         values = f"{float(row['nll']):.4f} and {float(other['nll']):.4f}"
         what = "**not** better than" if comparable or not lower else "not comparable with"
         same = all(row[key] == other[key] for key in ("nll", "replay_by_layer"))
-        what = "the very decisions of" if same else what
+        what = "the same decisions as" if same else what
         yield f"{what} {calibration} at {100 * target:g} % ({values}, {shares})"
 
 
 def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
-    """Whether replay with the window has the lower NLL, over all frames or in the last one, than the window alone."""
+    """Yield whether replay with a window has a lower NLL than the window alone, in all frames or in the last one."""
     columns = ("NLL", "window alone", "last frame", "window alone", "replay is better in")
     yield f"| decoder | attention | gate | replay | {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -234,8 +235,8 @@ def _windows(found: Mapping[str, Rows]) -> Iterator[str]:
             yield f"| {name} | {row['sparse_attention']} | {line} | {' and '.join(won) or 'neither'} |"
     yield ""
     yield f"Replay with a window beats the same window alone in {better} of {total} rows. The thresholds are those of"
-    yield "full attention. Drift is in the pictures above: NLL by frame. Small differences decide nothing, as there are"
-    yield "few videos."
+    yield "full attention. The pictures above show drift (NLL by frame). Small differences mean nothing: there are few"
+    yield "videos."
 
 
 def _against(row: Row, alone: Row) -> tuple[list[str], str]:
@@ -249,7 +250,7 @@ def _against(row: Row, alone: Row) -> tuple[list[str], str]:
 def _caches(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     yield "## Keys and values in fewer bytes"
     yield ""
-    yield "Dense NLL on the same videos with caches of each type (`fc.compile(kv=...)`, architecture.md)."
+    yield "Dense NLL on the same videos for each KV type (`fc.compile(kv=...)`, [numbers](../reference/numerics.md))."
     yield ""
     types = list(next(iter(found.values()), {}))
     yield f"| decoder | {' | '.join(types)} |"

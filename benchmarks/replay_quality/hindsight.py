@@ -1,7 +1,7 @@
-"""How much replay a decoder bears at best: decisions that are optimised one by one on the videos that judge them.
+"""A bound for gates: decisions that are optimised one by one on the videos that judge them.
 
-No gate can do that, as it does not know the videos: what is found here is near a bound for all of them. It is a local
-optimum, found as `fastcar_compile.train_gate` finds a gate, with a score of its own for every token and layer.
+A gate does not know these videos, so it can hardly do better. The result is a local optimum, found as
+`fastcar_compile.train_gate` finds a gate, with one score for every token and layer.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import torch
 from torch import Tensor, nn
 
 import fastcar_compile as fc
+from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
 from fastcar_compile.training.scorers import LearnedScorer
 
 HINDSIGHT_VIDEOS = 4
 STEPS, RATE, SAY_EVERY = 300, 0.1, 20
 NOISE, NOISE_ENDS = 0.3, 0.8
-"""On scores at first; share of the steps at which it has faded."""
+"""First noise on scores; share of the steps after which it is 0."""
 
 SOFTNESS, SOFTNESS_FALLS = 0.5, 0.2
-"""Of decisions at first, and what of it is left at the end."""
+"""First softness of decisions; its factor at the end."""
 
 EDGE = 3.0
-"""First scores lie between this and its negative, so that every decision can still turn."""
+"""Limit of the first scores, so that every decision can still change."""
 
 PARTS = 2000
-"""Of all scores, by which the threshold rises until the target is reached: the last frame may not be whole."""
+"""Parts of all scores by which the threshold rises until it reaches the target: the last frame may be incomplete."""
 
 PRICE, PRICE_GAIN, SHORTFALL_GAIN = 2.0, 1.0, 60.0
-"""As in `fastcar_compile.training.train`, but steeper: the few videos are the same in every step."""
+"""As in `fastcar_compile.training.train`, but steeper: every step has the same few videos."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Hard decisions that reached the target: their share of t >= F per layer, and NLL in nats per token."""
+    """Hard decisions that reach the target: their share of t >= F in each layer, and the NLL in nats per token."""
 
     target: float
     replay: float
@@ -50,7 +51,7 @@ class Found:
 
 
 class Hindsight(Scorer):
-    """One score per token, which begins as that of a trained gate on the dense decoder."""
+    """One score per token. The first scores are those of a trained gate on the dense decoder."""
 
     def __init__(self, gate: LearnedScorer, sample: Sample) -> None:
         super().__init__()
@@ -61,32 +62,34 @@ class Hindsight(Scorer):
         self.threshold_now = 0.0
 
     def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
-        """The scores."""
+        """Return the scores."""
         return self.scores
 
     def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
-        """Those of one frame, above the threshold."""
+        """Return the scores of one frame, less the threshold."""
         return prepared - self.threshold_now
 
     def weights(self) -> dict[str, Tensor]:
-        """They fit these videos only: there is no gate to be had."""
+        """Return nothing: the scores fit these videos only."""
         return {}
 
     def threshold(self) -> float:
-        """At which the decisions reach the target."""
+        """Return the threshold at which the decisions reach the target."""
         return self.threshold_now
 
     def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
-        """Nothing to take over."""
+        """Do nothing: a trained gate's weights do not apply."""
 
 
 def hindsight(
     model: nn.Module, gate: fc.TrainedGate, videos: np.ndarray, target: float, say: Callable[[str], None]
 ) -> Found:
-    """The best decisions at the target on these videos, int64 [N, T], from those of a gate `learned`."""
+    """Return the best decisions found at the target on videos int64 [N, T], starting from a gate `learned`."""
     tokens = torch.from_numpy(np.ascontiguousarray(videos))
     fed = tokens[:, :-1]
-    decoder = RelaxedDecoder(model, len(tokens), fed.shape[1], model.config.tokens_per_frame)  # type: ignore[union-attr,arg-type]
+    frame = ModelFacts.of(model).tokens_per_frame
+    assert frame is not None
+    decoder = RelaxedDecoder(model, len(tokens), fed.shape[1], frame)
     scorers = [Hindsight(_scorer(gate, layer, s), s) for layer, s in enumerate(decoder.samples(fed))]
     first = decoder.prompt - 1 + decoder.frame
     dense = torch.log_softmax(decoder.dense(fed)[:, first:], -1)
@@ -130,7 +133,7 @@ def _scorer(gate: fc.TrainedGate, layer: int, sample: Sample) -> LearnedScorer:
 def _hard(
     decoder: RelaxedDecoder, fed: Tensor, targets: Tensor, scorers: Sequence[Hindsight], target: float, nll_dense: float
 ) -> Found:
-    """With the one threshold for all scores at which the target is just reached."""
+    """Return hard decisions under the least common threshold that reaches the target."""
     first = decoder.prompt - 1 + decoder.frame
     scores = torch.cat([s.scores.flatten() for s in scorers]).sort().values
     logits, shares = fed, torch.zeros(1)
@@ -147,10 +150,10 @@ def _hard(
 
 
 def save(found: list[Found], path: Path) -> None:
-    """As JSON."""
+    """Write results as JSON."""
     path.write_text(json.dumps([asdict(f) for f in found], indent=1, sort_keys=True) + "\n", "utf-8")
 
 
 def load(path: Path) -> list[Found]:
-    """The inverse of `save`."""
+    """Return the results of a file written by `save`."""
     return [Found(**(f | {"layers": tuple(f["layers"])})) for f in json.loads(path.read_text("utf-8"))]

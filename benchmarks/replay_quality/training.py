@@ -17,8 +17,7 @@ from replay_quality.decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_S
 
 
 def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the decoder's trained gates, and its weights if it is a tuned one; every round goes on from the one
-    before."""
+    """Write the decoder's trained gates, and its weights if it is tuned. Each round continues from the last one."""
     for gate, rounds in decoder.training.items():
         found = first_gate(decoder, gate, say)
         for number, one in enumerate(rounds):
@@ -46,7 +45,7 @@ def train(decoder: Decoder, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def first_gate(decoder: Decoder, gate: str, say: Callable[[str], None]) -> fc.TrainedGate | None:
-    """What the training of a gate begins with; None: with an untrained one."""
+    """Return the gate that the training starts from; None for an untrained one."""
     if gate == "learned" and decoder.tuned:
         return fc.TrainedGate.load(BY_NAME[decoder.example].gate_file(gate))
     if gate == "tas" and decoder.from_heads:
@@ -55,7 +54,7 @@ def first_gate(decoder: Decoder, gate: str, say: Callable[[str], None]) -> fc.Tr
 
 
 def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate:
-    """`tas` of heads chosen one by one, with thresholds for half of the replay."""
+    """Return gate `tas` with heads chosen one by one, with thresholds for 50 % replay."""
     model, videos = decoder.model(), decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     program = program_of(model, len(videos))
@@ -67,7 +66,7 @@ def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate
     search, key = search_of(program, replay, videos, progress=say)
     values = search.for_replay(0.5)
     found = search.outcome(values)
-    nll = search.dense_nll * math.exp(found.damage)
+    nll = search.dense_nll * math.exp(found.loss)
     thresholds = tuple(0.0 if value is None else value for value in values)
     tensors = tuple({"heads": row} for row in weights)
     return fc.TrainedGate("tas", tensors, thresholds, 0.5, found.replay, nll, search.dense_nll, FIRST_PRICE, key)

@@ -1,1 +1,1 @@
-"""Milliseconds per decoded token beside peers: engines in worker processes, bytes, bandwidth, table and plot."""
+"""Parts of benchmarks/decode.py: engines in worker processes, bytes, bandwidth, table and plot."""

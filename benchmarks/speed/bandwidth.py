@@ -1,4 +1,4 @@
-"""Read bandwidth of this process with its threads: a sum over a buffer far larger than the caches."""
+"""Read bandwidth of this process: a sum over a buffer much larger than the caches, on all threads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _STREAM = 256
 
 
 def _read_kernel(size: int, parts: int) -> object:
-    """Each of `parts` threads adds up its own stretch of int32 values: y int32 [parts, 64]."""
+    """Return a kernel in which each of `parts` threads sums its own part of x, int32: y int32 [parts, 64]."""
     words = _STREAM // 4
     stretch = size // 4 // parts
 
     @T.prim_func(s_tir=True)
-    def read(x: T.Buffer((parts, stretch), "int32"), y: T.Buffer((parts, words), "int32")):
+    # TVM parses the signature of a TVMScript function; it holds no Python types
+    def read(x: T.Buffer((parts, stretch), "int32"), y: T.Buffer((parts, words), "int32")):  # pyright: ignore[reportInvalidTypeForm]
         T.func_attr({"tir.noalias": True, "global_symbol": "read"})
         for p in T.parallel(parts):
             with T.sblock("stretch"):
                 T.reads(x[0:parts, 0:stretch])
                 T.writes(y[0:parts, 0:words])
                 acc = T.alloc_buffer((words,), "int32", scope="local")
+                # p: threads; i: blocks of 256 bytes; u: four accumulators, unrolled; v: lanes of one register
                 for u in T.unroll(4):
                     for v in T.vectorized(16):
                         acc[u * 16 + v] = 0
@@ -43,7 +45,7 @@ def _read_kernel(size: int, parts: int) -> object:
 
 
 class ReadBandwidth:
-    """Reads READ_BYTES at each call, through TVM's thread pool, which must be configured before."""
+    """Reads READ_BYTES per call through TVM's thread pool. Configure the pool before."""
 
     def __init__(self, threads: int) -> None:
         kernel = _read_kernel(READ_BYTES, threads)
@@ -54,7 +56,7 @@ class ReadBandwidth:
         self._y = tvm.runtime.tensor(np.zeros((threads, _STREAM // 4), np.int32))
 
     def gigabytes_per_second(self, repeats: int) -> list[float]:
-        """One figure per repeat, the first read not counted."""
+        """Return one figure per repeat, without the first read."""
         found = []
         for _ in range(repeats + 1):
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What an engine of the comparison offers, and the weights that all of them read."""
+"""The interface of an engine in the comparison, and the weights that all engines read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NORM_EPSILON = 1e-6
 
 
 class Engine(ABC):
-    """One engine, opened in a worker process. The first argument is the batch's row 0; peers decode one row.
+    """One engine, opened in a worker process. Peers decode one row.
 
     Attributes:
-        package: whose version its row gives. notes: what a reader of its row should know.
+        package: the package whose version the row gives. notes: facts for a reader of the row.
     """
 
     package: ClassVar[str]
@@ -31,25 +31,25 @@ class Engine(ABC):
     @staticmethod
     @abstractmethod
     def prepare(job: Job) -> None:
-        """Write the engine's own files below `job.folder`, in a process of its own, whose memory is given back."""
+        """Write the engine's own files in `job.folder`. Runs in another process, which then ends."""
 
     @abstractmethod
     def __init__(self, job: Job) -> None: ...
 
     @abstractmethod
     def rewind(self, position: int) -> None:
-        """Let the cache hold `position` tokens. Not timed."""
+        """Set the cache to `position` tokens. Not timed."""
 
     @abstractmethod
     def step(self, token: int, position: int) -> np.ndarray:
-        """Decode one token; logits float32 [V] of the first row."""
+        """Decode one token and return the logits float32 [V] of the first row."""
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """Bytes of a step."""
+        """Return the bytes of a step."""
 
     def select(self, variant: str, tokens: int) -> float:
-        """Set up a block of `tokens` steps; returns the replay ratio that the block will have."""
+        """Set up a block of `tokens` steps and return its replay ratio."""
         return 0.0
 
 
@@ -67,7 +67,7 @@ class Weights:
             return file.get_tensor(name)
 
     def layer(self, index: int, name: str) -> Tensor:
-        """A weight of a layer, for example `mlp.up_proj`."""
+        """Return a weight of a layer, for example `mlp.up_proj`."""
         return self[f"model.layers.{index}.{name}.weight"]
 
 
@@ -76,18 +76,18 @@ MLP_LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def rope_tables(sizes: Sizes, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [length, head_dim / 2]."""
+    """Return cosines and sines, float32 [length, head_dim / 2]."""
     exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
     angles = torch.arange(length, dtype=torch.float32)[:, None] * ROPE_THETA**-exponents
     return angles.cos(), angles.sin()
 
 
 def weight_elements(sizes: Sizes) -> tuple[int, int]:
-    """Elements of the linears outside of the MLPs (head included), and of the MLPs."""
+    """Return the elements of the linears outside the MLPs (with the head), and of the MLPs."""
     other = sizes.layers * 4 * sizes.hidden**2 + sizes.vocab * sizes.hidden
     return other, sizes.layers * 3 * sizes.hidden * sizes.intermediate
 
 
 def cache_elements(sizes: Sizes) -> int:
-    """Elements of keys and values of one token."""
+    """Return the elements of keys and values of one token."""
     return 2 * sizes.layers * sizes.hidden

@@ -1,4 +1,4 @@
-"""Engines by name; their modules are imported in the worker that runs them."""
+"""Engines by name. The worker that runs an engine imports its module."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ ENGINES: dict[str, tuple[str, str]] = {
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine's class; ImportError where its package is not installed."""
+    """Return the engine's class. Raise ImportError if its package is not installed."""
     module, cls = ENGINES[name]
     return getattr(importlib.import_module(f"speed.{module}"), cls)

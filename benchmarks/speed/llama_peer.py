@@ -1,14 +1,14 @@
-"""llama.cpp through llama-cpp-python, weights written as GGUF."""
+"""llama.cpp through llama-cpp-python, with weights in a GGUF file."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
 
-import gguf
-import llama_cpp
+import gguf  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+import llama_cpp  # pyright: ignore[reportMissingImports]  # of the extra "bench"
 import numpy as np
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as Kind  # pyright: ignore[reportMissingImports]  # of the extra "bench"
 
 from speed.base import LINEARS, MLP_LINEARS, NORM_EPSILON, ROPE_THETA, Engine, Weights, cache_elements
 from speed.sizes import Job, Sizes, Traffic
@@ -23,7 +23,7 @@ NAMES = dict(
 
 
 def write_gguf(path: Path, weights: Weights, sizes: Sizes, kind: Kind) -> None:
-    """Linears of the layers in `kind`; embedding and head in Q8_0; norms in float32."""
+    """Write a GGUF file: linears of the layers in `kind`, embedding and head in Q8_0, norms in float32."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(sizes.cache_length)
     writer.add_embedding_length(sizes.hidden)
@@ -59,12 +59,12 @@ def write_gguf(path: Path, weights: Weights, sizes: Sizes, kind: Kind) -> None:
 
 
 def _interleaved(weight: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """llama.cpp rotates neighbours, Hugging Face halves of a head."""
+    """Return the weight with permuted rows: llama.cpp rotates neighbours, Hugging Face halves of a head."""
     return weight.reshape(sizes.heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 class LlamaCpp(Engine):
-    """llama_decode of one token; float16 keys and values, flash attention where llama.cpp picks it."""
+    """llama_decode of one token, with float16 keys and values and the attention that llama.cpp selects."""
 
     package = "llama-cpp-python"
     notes = "built for this CPU, mmap, weights repacked by llama.cpp; float16 keys and values"
@@ -96,7 +96,7 @@ class LlamaCpp(Engine):
         self._filled += len(tokens)
 
     def rewind(self, position: int) -> None:
-        """Forget what is behind `position`, or read a prompt up to it."""
+        """Drop the tokens from `position` on, or read a prompt up to it."""
         if self._filled > position:
             llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
             self._filled = position
@@ -104,13 +104,13 @@ class LlamaCpp(Engine):
             self._decode([i % self._job.sizes.vocab for i in range(self._filled, position)])
 
     def step(self, token: int, position: int) -> np.ndarray:
-        """One decode step; the position is what the memory holds."""
+        """Decode one token at the position after the memory's last token, and return its logits."""
         self._decode([token])
         logits = llama_cpp.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(self._job.sizes.vocab,)).copy()
 
     def traffic(self) -> Traffic:
-        """Tensors of the file without the embedding; the filled part of a float16 cache."""
+        """Return the bytes of the file's tensors without the embedding, and of the filled float16 cache."""
         found = {t.name: t.n_bytes for t in gguf.GGUFReader(self._path).tensors}
         mlp = sum(int(n) for name, n in found.items() if ".ffn_" in name and "norm" not in name)
         total = sum(int(n) for name, n in found.items() if name != "token_embd.weight")

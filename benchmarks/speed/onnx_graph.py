@@ -1,6 +1,6 @@
-"""The Llama step as onnxruntime's own model builder writes it: fused norms, GroupQueryAttention over shared buffers.
+"""The Llama step as onnxruntime's model builder writes it: fused norms, GroupQueryAttention over shared buffers.
 
-Products are MatMul (float32), DynamicQuantizeLinear + MatMulInteger as `quantize_dynamic` leaves them (int8), or
+Products are MatMul (float32), DynamicQuantizeLinear + MatMulInteger as `quantize_dynamic` writes them (int8), or
 MatMulNBits (4 or 8 bits in blocks, accuracy_level 4: int8 arithmetic).
 """
 
@@ -22,7 +22,7 @@ MICROSOFT = "com.microsoft"
 
 
 class GraphWriter:
-    """Nodes in memory, weights straight to a file beside the model, each on a page of its own so that it is mapped."""
+    """Nodes in memory, and weights in a file beside the model. Each weight starts on a page, so that it is mapped."""
 
     def __init__(self, folder: Path) -> None:
         self.nodes: list[Any] = []
@@ -31,7 +31,7 @@ class GraphWriter:
         self.bytes: dict[str, int] = {}
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """An initializer; returns its name."""
+        """Add an initializer and return its name."""
         value = np.ascontiguousarray(value)
         tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape)
         self._data.seek(-(-self._data.tell() // _PAGE) * _PAGE)
@@ -44,7 +44,7 @@ class GraphWriter:
         return name
 
     def node(self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> str:
-        """A node; returns its first output."""
+        """Add a node and return its first output."""
         self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
         return outputs[0]
 
@@ -61,12 +61,12 @@ Linear = Callable[[GraphWriter, str, str, np.ndarray], str]
 
 
 def float_linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
-    """MatMul."""
+    """Add a MatMul and return its output."""
     return w.node("MatMul", [x, w.constant(f"{name}.weight", weight.T)], [f"{name}.y"])
 
 
 def integer_linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
-    """int8 weights per channel; onnxruntime fuses scales and cast into the product."""
+    """Add a linear of int8 weights per channel. onnxruntime fuses scales and cast into the product."""
     scale = np.maximum(np.abs(weight).max(1), 1e-12) / 127
     quantized = np.clip(np.rint(weight / scale[:, None]), -127, 127).astype(np.int8)
     q = [f"{name}.{part}" for part in ("q", "xs", "xz")]
@@ -80,7 +80,7 @@ def integer_linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str
 
 
 def block_linear(bits: int, block: int) -> Linear:
-    """MatMulNBits: symmetric blocks along the reduction, float32 scales, default zero point."""
+    """Return a builder of MatMulNBits: symmetric blocks along the reduction, float32 scales, default zero point."""
 
     def linear(w: GraphWriter, x: str, name: str, weight: np.ndarray) -> str:
         n, k = weight.shape
@@ -107,7 +107,7 @@ LINEARS: dict[str, Linear] = {
 
 
 def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) -> dict[str, int]:
-    """Write the decode step; returns the bytes of every constant by name."""
+    """Write the decode step and return constant -> bytes."""
     w = GraphWriter(folder)
     cos, sin = (
         w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.cache_length), strict=True)
@@ -132,7 +132,7 @@ def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) ->
 
 
 def cache_names(prefix: str, sizes: Sizes) -> list[str]:
-    """Names of the caches, key and value of every layer in turn."""
+    """Return the names of the caches: key and value of each layer."""
     return [f"{prefix}.{i}.{kind}" for i in range(sizes.layers) for kind in ("key", "value")]
 
 
@@ -149,7 +149,7 @@ def _layer(
     values: tuple[str, str, str, str],
     next_norm: np.ndarray,
 ) -> tuple[str, str]:
-    """One layer: (normed input, residual, cos, sin) -> (normed input of the next, residual)."""
+    """Add one layer: (normed input, residual, cos, sin) -> (normed input of the next layer, residual)."""
     x, residual, cos, sin = values
 
     def read(*names: str) -> np.ndarray:

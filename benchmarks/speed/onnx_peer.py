@@ -1,4 +1,4 @@
-"""onnxruntime: the step of `onnx_graph.py` through IOBinding, keys and values in place."""
+"""onnxruntime: the step of `onnx_graph.py` through IOBinding, with keys and values in place."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class OnnxRuntime(Engine):
         self._binding.bind_ortvalue_output("head.y", self._logits)
 
     def rewind(self, position: int) -> None:
-        """Nothing: the position is an input."""
+        """Do nothing: the position is an input."""
 
     def step(self, token: int, position: int) -> np.ndarray:
-        """One decode step."""
+        """Decode one token and return its logits."""
         self._token.update_inplace(np.array([[token]], np.int64))
         self._last.update_inplace(np.array([position], np.int32))
         self._total.update_inplace(np.array(position + 1, np.int32))
@@ -61,7 +61,7 @@ class OnnxRuntime(Engine):
         return self._logits.numpy()[0, 0]
 
     def traffic(self) -> Traffic:
-        """Constants of the model without the embedding; the filled part of a float32 cache."""
+        """Return the bytes of the model's constants without the embedding, and of the filled float32 cache."""
         sizes: dict[str, int] = json.loads((Path(self._job.folder) / "bytes.json").read_text())
         mlp = sum(v for k, v in sizes.items() if ".gate_up." in k or ".down." in k)
         other = sum(v for k, v in sizes.items() if k not in ("embedding", "cos", "sin")) - mlp

@@ -1,4 +1,4 @@
-"""OpenVINO: a stateful model as optimum-intel makes it, weights compressed by nncf."""
+"""OpenVINO: a stateful model as optimum-intel makes it, with weights compressed by nncf."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
-from openvino import opset13 as op
-from openvino.op.util import Variable, VariableInfo
+import openvino as ov  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+from openvino import opset13 as op  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+from openvino.op.util import Variable, VariableInfo  # pyright: ignore[reportMissingImports]  # of the extra "bench"
 
 from speed.base import NORM_EPSILON, Engine, Weights, cache_elements, rope_tables
 from speed.sizes import Job, Sizes, Traffic
@@ -17,14 +17,14 @@ _WEIGHTS = {"i4": 0.5, "u4": 0.5, "i8": 1, "u8": 1, "f16": 2, "f32": 4}
 
 
 class _Step:
-    """Builds the decode step; the keys and values are variables, so that the plugin keeps them in place."""
+    """Builds the decode step. Keys and values are variables, so that the plugin keeps them in place."""
 
     def __init__(self, weights: Weights, sizes: Sizes) -> None:
         self._weights, self._sizes, self._assigns = weights, sizes, []
         self._beam = op.parameter([1], np.int32, name="beam")
 
     def model(self) -> ov.Model:
-        """token int64 [1, 1], position int64 [1, 1], beam int32 [1] -> logits."""
+        """Return the model: token int64 [1, 1], position int64 [1, 1], beam int32 [1] -> logits."""
         token, position = (op.parameter([1, 1], np.int64, name=n) for n in ("token", "position"))
         rope = []
         for t in rope_tables(self._sizes, self._sizes.cache_length):
@@ -65,8 +65,8 @@ class _Step:
     def _rotate(self, x: Any, rope: list[Any]) -> Any:
         half = self._sizes.head_dim // 2
         split = op.variadic_split(x, op.constant(3), op.constant([half, half]))
-        turned = op.concat([op.multiply(split.output(1), op.constant(np.float32(-1))), split.output(0)], -1)
-        return op.add(op.multiply(x, rope[0]), op.multiply(turned, rope[1]))
+        rotated = op.concat([op.multiply(split.output(1), op.constant(np.float32(-1))), split.output(0)], -1)
+        return op.add(op.multiply(x, rope[0]), op.multiply(rotated, rope[1]))
 
     def _cached(self, name: str, new: Any) -> Any:
         info = VariableInfo()
@@ -95,7 +95,7 @@ class OpenVino(Engine):
     @staticmethod
     def prepare(job: Job) -> None:
         """Compress the weights and save the model."""
-        import nncf
+        import nncf  # pyright: ignore[reportMissingImports]  # of the extra "bench"
 
         modes = {"int8": nncf.CompressWeightsMode.INT8_SYM, "int4": nncf.CompressWeightsMode.INT4_SYM}
         options: dict[str, Any] = {"mode": modes[job.precision]}
@@ -115,7 +115,7 @@ class OpenVino(Engine):
             self._request.set_tensor(name, ov.Tensor(value, shared_memory=True))
 
     def rewind(self, position: int) -> None:
-        """The variables hold `position` tokens of zeros."""
+        """Set the variables to `position` tokens of zeros."""
         sizes = self._job.sizes
         for state in self._request.query_state():
             state.reset()
@@ -123,18 +123,18 @@ class OpenVino(Engine):
                 state.state = ov.Tensor(np.zeros((1, sizes.heads, position, sizes.head_dim), np.float32))
 
     def step(self, token: int, position: int) -> np.ndarray:
-        """One decode step."""
+        """Decode one token and return its logits."""
         self._token[:], self._position[:] = token, position
         self._request.infer()
         return self._request.get_output_tensor(0).data[0, 0]
 
     def traffic(self) -> Traffic:
-        """Constants of the saved model; one byte per element of keys and values."""
+        """Return the bytes of the saved model's constants, and one byte per element of keys and values."""
         return self._traffic
 
 
 def _count(model: ov.Model, sizes: Sizes) -> Traffic:
-    """Large constants by the shape of their product; the embedding is the one that a Gather reads."""
+    """Return the bytes of the weights without the embedding, which a Gather reads."""
     total = sum(
         _WEIGHTS[node.get_element_type().get_type_name()] * int(np.prod(node.get_shape()))
         for node in model.get_ops()

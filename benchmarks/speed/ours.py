@@ -1,4 +1,4 @@
-"""Our engine: an artifact of target `cpu`, decoded by its `cpu` backend with the real gate at work."""
+"""Our engine: an artifact of target `cpu`, decoded by backend `cpu` with the real gate."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from speed.sizes import DENSE, GROUP, Job, Traffic
 QUANT = {"float32": "none", "bfloat16": "bf16", "w8a8": "w8a8", "w4a8": "w4a8"}
 SEED = 20250514
 SINKS = 16
-"""First tokens that a window keeps, as FastCar has them."""
+"""Sink tokens of a window, as in FastCar."""
 
 
 def schedule(ratio: float, tokens: int, layers: int) -> np.ndarray:
-    """Which layers replay, bool [tokens, layers]: every GROUP of tokens the same number, evenly over its tokens."""
+    """Return which layers replay, bool [tokens, layers]. Every GROUP of tokens has the same number, spread evenly."""
     generator = np.random.default_rng(SEED)
     chosen = np.zeros((tokens, layers), bool)
     wanted = round(ratio * GROUP * layers)
@@ -37,7 +37,7 @@ def schedule(ratio: float, tokens: int, layers: int) -> np.ndarray:
 
 
 def count_traffic(program: DecoderProgram, batch: int) -> Traffic:
-    """Bytes of a step, by what the decode graph reads: parameters, keys and values, replay state."""
+    """Return the bytes of a step that the decode graph reads: parameters, keys and values, replay state."""
     graph = program.graph_module.graph
     sizes = {n: program.params.spec(n).numel() * program.params.spec(n).dtype.itemsize for n in program.params}
     mlp, other = set[str](), set[str]()
@@ -69,7 +69,7 @@ def _kind(node: fx.Node) -> str:
 
 
 class Ours(Engine):
-    """`fc.compile` of the checkpoint; thresholds of plus and minus infinity follow the schedule."""
+    """`fc.compile` of the checkpoint. Thresholds of plus and minus infinity follow the schedule."""
 
     package = "fastcar_compile"
 
@@ -101,16 +101,16 @@ class Ours(Engine):
         self._at = 0
 
     def select(self, variant: str, tokens: int) -> float:
-        """The schedule of a block."""
+        """Set the schedule of a block and return its replay ratio."""
         ratio = 0.0 if variant == DENSE else float(variant)
         self._replays, self._at = schedule(ratio, tokens, self._layers), 0
         return float(self._replays.mean())
 
     def rewind(self, position: int) -> None:
-        """Nothing: position and forward number are arguments of a step, and the cache holds what is written."""
+        """Do nothing: position and forward number are arguments of a step."""
 
     def step(self, token: int, position: int) -> np.ndarray:
-        """One decode forward; what replays is what the schedule says, or it is an error."""
+        """Decode one token and return its logits. Raise RuntimeError if other layers replay than scheduled."""
         wanted = self._replays[self._at % len(self._replays)]
         self._at += 1
         thresholds = np.where(wanted, np.float32(-math.inf), np.float32(math.inf)).astype(np.float32)
@@ -121,5 +121,5 @@ class Ours(Engine):
         return result.logits[0, 0]
 
     def traffic(self) -> Traffic:
-        """As counted from the program."""
+        """Return the bytes counted from the program."""
         return Traffic(**json.loads((Path(self._job.folder) / "traffic.json").read_text()))

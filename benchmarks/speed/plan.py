@@ -1,4 +1,4 @@
-"""Which engines run, in which groups: those of a group are interleaved, so that they meet the same machine."""
+"""Engines by group. The engines of a group alternate, so that they meet the same machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PEERS: dict[str, tuple[tuple[str, str], ...]] = {
         ("llama.cpp", "Q4_0"),
     ),
 }
-"""Our precision -> (engine, precision) of the peers that it is measured with."""
+"""Our precision -> (engine, precision) of its peers."""
 
 KV = {"float32": "float32", "bfloat16": "float16", "w8a8": "int8", "w4a8": "int8"}
-"""Our precision -> what its keys and values are cached as: no wider than its weights, or for int4 weights int8."""
+"""Our precision -> KV type: no wider than the weights, or int8 for int4 weights."""
 
 PEER_KV = {
     ("pytorch eager", "float32"): "float32",
@@ -43,7 +43,7 @@ PEER_KV = {
     ("llama.cpp", "Q8_0"): "float16",
     ("llama.cpp", "Q4_0"): "float16",
 }
-"""(engine, precision) -> its cache: the engine's default."""
+"""(engine, precision) -> KV type: the engine's default."""
 
 WIDE = "w4a8"
 """Our precision that is also measured with float16 keys and values."""
@@ -53,12 +53,12 @@ PAIRED = ("w8a8", "w4a8")
 """Our precisions that are also measured with a coupled pair of rows."""
 
 LONG = (2048, 4096)
-"""Cache lengths at which the time of a step must be that of the default's."""
+"""Cache lengths at which a step must take the time of the default length."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run.
+    """A run of the benchmark.
 
     Args:
         checkpoint: folder of the weights. folder: of the engines' files. extras: also batch 2 and longer caches.
@@ -70,7 +70,7 @@ class Plan:
     extras: bool = True
 
     def jobs(self, precision: str) -> list[Job]:
-        """The group of one of our precisions: our engine and its peers."""
+        """Return the group of one of our precisions: our engine and its peers."""
         base, ours = 2 * self.sizes.context, OURS
         jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
         if self.extras and precision == WIDE:
@@ -84,7 +84,7 @@ class Plan:
         return jobs + [self._job(precision, engine, name, "") for engine, name in PEERS[precision]]
 
     def _far(self, precision: str) -> list[Job]:
-        """Four times the context, with attention to all of it and to a window."""
+        """Return jobs at four times the context, with attention to all of it and to a window."""
         far = replace(self.sizes, context=4 * self.sizes.context)
         length = far.context + far.tokens_per_frame
         whole = self._job(precision, OURS, precision, "-far", max_seq_len=length)

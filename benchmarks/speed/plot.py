@@ -1,4 +1,4 @@
-"""One picture: milliseconds per token by precision, ours beside the peers, and what the memory allows."""
+"""One picture: milliseconds per token by precision, ours and peers, and the bound of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {"float32": "float32", "bfloat16": "bfloat16", "w8a8": "8 bit", "w4a8":
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw the rows of batch 1 at the common context that were measured; the file's suffix says the format."""
+    """Draw the measured rows of batch 1 at the common context. The suffix of `path` gives the format."""
     panels = [(p, _panel(rows, p)) for p in PEERS]
     panels = [(p, found) for p, found in panels if found]
     figure, axes = pyplot().subplots(1, len(panels), figsize=(3.4 * len(panels), 4.2), squeeze=False)
@@ -36,7 +36,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _panel(rows: list[Row], precision: str) -> list[Row]:
-    """Our plain rows of one precision by replay ratio, then the peers."""
+    """Return our rows of one precision without options, by replay ratio, then the peers."""
     plain = [r for r in rows if "missing" not in r and r["batch"] == 1 and not r["window"]]
     ours = [r for r in plain if r["engine"] == OURS and r["precision"] == precision]
     shortest = min((r["max_seq_len"] for r in ours), default=0)

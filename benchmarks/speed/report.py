@@ -1,4 +1,4 @@
-"""Rows, the table for people, and the plot."""
+"""Rows of the results, their table, and sentences about ratios."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PRODUCT = {"pytorch eager": "PyTorch", "torch.compile": "PyTorch", "llama.cpp":
 
 
 def rows_of(results: list[Result], reference: list[float], bandwidth: float) -> list[Row]:
-    """One row per engine, precision and replay ratio; one whose engine is missing has None for its numbers.
+    """Return one row per engine, precision and replay ratio. The numbers of a missing engine are None.
 
     Args:
-        reference: logits that the others are compared with. bandwidth: measured, GB/s.
+        reference: logits to compare with. bandwidth: measured read bandwidth in GB/s.
     """
     return [_missing(r) if r.reason else _row(r, reference, bandwidth) for r in results]
 
@@ -70,18 +70,18 @@ def _row(result: Result, reference: list[float], bandwidth: float) -> Row:
 
 
 def _by_round(samples: list[float], each: int) -> list[float]:
-    """Medians of the samples of each round."""
+    """Return the median of each round's samples."""
     return [statistics.median(samples[i : i + each]) for i in range(0, len(samples), each)]
 
 
 def cosine(a: list[float], b: list[float]) -> float:
-    """Cosine of the angle between two vectors."""
+    """Return the cosine of the angle between two vectors."""
     x, y = np.array(a), np.array(b)
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown, missing engines below; docs/measurements/speed.md says how peers are set up."""
+    """Return the rows in Markdown, and the missing engines with their reasons."""
     head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for r in rows:
@@ -99,7 +99,7 @@ def table(rows: list[Row]) -> str:
 
 
 def conditions(sizes: Sizes, rows: list[Row]) -> str:
-    """Shape, threads, machine and versions, as a paragraph."""
+    """Return a paragraph with shape, threads, machine and versions."""
     measured = [r for r in rows if "missing" not in r]
     versions = sorted(
         {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
@@ -133,7 +133,7 @@ def _remark(row: Row) -> str:
 
 
 def speedups(rows: list[Row]) -> list[str]:
-    """What the rows say, as sentences: replay against its own dense step, cache lengths, the fastest peers."""
+    """Return sentences about the rows: ratios to the dense step, by cache length, and to the fastest peers."""
     ours = [r for r in rows if r["engine"] == OURS and "missing" not in r]
     return [*_against_dense(ours), *_against_peers(ours, [r for r in rows if "missing" not in r])]
 

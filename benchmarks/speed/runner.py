@@ -1,4 +1,4 @@
-"""Runs groups of engines: prepares each, opens each in a process of its own, and gives them blocks in turn."""
+"""Runs groups of engines: prepares each, opens each in its own process, and alternates their blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speed.engines import OURS
 from speed.sizes import GROUP, Job, Traffic
 
 SECONDS = 600
-"""Longest wait for a worker's answer."""
+"""Longest wait for a worker's answer, in seconds."""
 
 READS = 4
 """Bandwidth readings per round."""
@@ -28,16 +28,16 @@ Say = Callable[[str], None]
 
 
 class WorkerError(Exception):
-    """An engine cannot be prepared, opened or run; the text is the reason, for its row."""
+    """An engine cannot be prepared, opened or run. The text is the reason that its row gives."""
 
 
 @dataclass
 class Result:
-    """What one engine and variant gave; `reason` says why there is nothing.
+    """Measurements of one engine and variant; `reason` says why there are none.
 
     Attributes:
         samples: seconds per token, each the mean of GROUP tokens. replay: achieved ratio.
-        gigabytes: read bandwidth in GB/s, of our engine's process. logits: after a few tokens from an empty cache.
+        gigabytes: read bandwidth of our engine's process in GB/s. logits: after a few tokens from an empty cache.
     """
 
     job: Job
@@ -53,7 +53,7 @@ class Result:
 
 
 class Worker:
-    """One engine's process, stopped except while it answers."""
+    """One engine's process. It is stopped (SIGSTOP) unless it answers."""
 
     def __init__(self, job: Job) -> None:
         self._errors = Path(job.folder) / "run.log"
@@ -76,7 +76,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Wake it, let it answer, stop it."""
+        """Return the answer to a request. Continue the process before, and stop it afterwards."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
@@ -111,7 +111,7 @@ def _command(mode: str, job: Job) -> list[str]:
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """Threads for every library that reads them before it is imported."""
+    """Return the environment of a worker: libraries read their number of threads when they are imported."""
     threads = {"OMP_NUM_THREADS": str(job.sizes.threads), "MKL_NUM_THREADS": str(job.sizes.threads)}
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -119,7 +119,7 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _reason(log: Path) -> str:
-    """The last line that a process left on stderr: of a traceback, the exception."""
+    """Return the last line of a worker's stderr: of a traceback, the exception."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return (lines or ["the process ended without a word"])[-1][:300]
 
@@ -146,7 +146,7 @@ def prepare(job: Job) -> None:
 
 @contextmanager
 def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[int, Worker]]:
-    """Workers by number of the job, prepared several at a time; one that fails gets results that say why."""
+    """Yield job number -> worker. Jobs are prepared in parallel; a failed one adds results with the reason."""
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(jobs[0].sizes.threads))
         prepared = [pool.submit(prepare, job) for job in jobs]
@@ -167,7 +167,7 @@ def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[in
 
 
 def run_group(jobs: list[Job], say: Say) -> list[Result]:
-    """All jobs, interleaved: in each round one block of every engine and variant, and bandwidth readings."""
+    """Return the results of all jobs. Each round has one block of every engine and variant, and bandwidth readings."""
     results: list[Result] = []
     with opened(jobs, results, say) as workers:
         tasks = []

@@ -1,4 +1,4 @@
-"""What is measured: shape of the decoder, place in the sequence, number of samples; and one engine's part in it."""
+"""Shape of the decoder, position in the sequence, number of samples, and the job of one engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 HEAD_DIM = 128
 GROUP = 5
-"""Tokens of one sample: 5 steps of 16 layers make replay ratios of 0.5, 0.8 and 0.875 exact."""
+"""Tokens per sample: 5 steps of 16 layers make replay ratios of 0.5, 0.8 and 0.875 exact."""
 
 WARM_UP = 5
-"""Tokens at the start of every block that are not timed: a process that was stopped finds its caches cold."""
+"""Untimed tokens at the start of every block: a stopped process finds its caches cold."""
 
 DENSE = "dense"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A Llama and a measurement. Lengths in tokens; `samples` of GROUP tokens in each of `rounds` blocks per engine."""
+    """A Llama, and a measurement: `samples` of GROUP tokens in each of `rounds` blocks. Lengths are in tokens."""
 
     hidden: int = 2048
     intermediate: int = 5504
@@ -31,7 +31,7 @@ class Sizes:
 
     @property
     def heads(self) -> int:
-        """Attention heads; as many key and value heads."""
+        """Number of attention heads, and of key and value heads."""
         return max(1, self.hidden // HEAD_DIM)
 
     @property
@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def cache_length(self) -> int:
-        """Positions of a static cache that just holds the context: peers that attend to all of it lose nothing."""
+        """Positions of a static cache that just holds the context: peers that attend to all of it waste no time."""
         return -(-(self.context + 1) // 64) * 64
 
 
@@ -60,8 +60,8 @@ class Job:
         variants: replay ratios as text, or "dense".
         batch: rows decoded together; 2 is a coupled pair of classifier-free guidance.
         max_seq_len: positions of our cache; peers have `sizes.cache_length`.
-        window: attended positions of our sparse attention besides the sinks; 0: all.
-        kv: what keys and values are cached as; a peer's own choice, named only.
+        window: positions of our sparse attention besides the sinks; 0: all.
+        kv: KV type; a peer's is its default, and only reported.
     """
 
     engine: str
@@ -76,24 +76,24 @@ class Job:
     kv: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dict."""
+        """Return JSON-safe values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        """The inverse of `to_json`."""
+        """Return the job of `to_json`."""
         return cls(**{**data, "sizes": Sizes(**data["sizes"]), "variants": tuple(data["variants"])})
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a step reads, counted from what the engine holds.
+    """Bytes that a step reads.
 
     Attributes:
-        weights: read at every step. mlp: read only where some row computes the MLP.
+        weights: read at every step. mlp: read only when some row computes the MLP.
         per_position: keys and values of one cached token, all layers and rows.
         state: replay caches and TAS keys of one step.
-        window: cached tokens that are attended at most; 0: all.
+        window: most cached tokens that attention reads; 0: all.
     """
 
     weights: float
@@ -103,6 +103,6 @@ class Traffic:
     window: int = 0
 
     def bytes(self, context: int, replay: float) -> float:
-        """Of one step that sees `context` tokens and skips this share of the MLPs."""
+        """Return the bytes of a step that sees `context` tokens and skips this share of the MLPs."""
         seen = min(context, self.window) if self.window else context
         return self.weights + self.mlp * (1 - replay) + self.per_position * seen + self.state

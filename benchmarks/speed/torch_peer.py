@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 from speed.base import NORM_EPSILON, Engine, Weights, cache_elements, rope_tables, weight_elements
@@ -16,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Layer(nn.Module):
-    """One decoder layer; q, k, v in one product and gate, up in another, as GPT-fast does."""
+    """One decoder layer, with q, k, v in one product and gate, up in another, as in GPT-fast."""
 
     def __init__(self, weights: Weights, index: int, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Layer(nn.Module):
         self.keys, self.values = (nn.Buffer(torch.zeros(shape, dtype=dtype)) for _ in range(2))
 
     def forward(self, x: Tensor, position: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
-        """x [1, 1, H], position int64 [1], rope [2, head_dim], mask bool [1, 1, 1, S]."""
+        """Return x [1, 1, H] after the layer; position int64 [1], rope [2, head_dim], mask bool [1, 1, 1, S]."""
         h = functional.rms_norm(x, x.shape[-1:], self.norm, NORM_EPSILON)
         heads = functional.linear(h, self.qkv).view(3, 1, self.heads, 1, self.head_dim)
         q, k = _rotate(heads[0], rope), _rotate(heads[1], rope)
@@ -52,7 +53,7 @@ def _rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Token int64 [1], position int64 [1] -> logits [V]. The caches are buffers, written in place."""
+    """A Llama whose caches are buffers, written in place."""
 
     def __init__(self, weights: Weights, sizes: Sizes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Llama(nn.Module):
         self.positions = nn.Buffer(torch.arange(sizes.cache_length))
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """One decode step."""
+        """Return the logits [V] of token int64 [1] at position int64 [1]."""
         x = self.embedding[token].unsqueeze(0)
         rope, mask = self.rope[:, position], (self.positions <= position).view(1, 1, 1, -1)
         for layer in self.layers:
@@ -82,7 +83,7 @@ class TorchEager(Engine):
 
     @staticmethod
     def prepare(job: Job) -> None:
-        """Nothing: the weights are read from the checkpoint."""
+        """Do nothing: the weights are read from the checkpoint."""
 
     def __init__(self, job: Job) -> None:
         self._sizes, self._dtype = job.sizes, DTYPES[job.precision]
@@ -91,25 +92,25 @@ class TorchEager(Engine):
             self._model = Llama(Weights(job.checkpoint), job.sizes, self._dtype).eval()
 
     def rewind(self, position: int) -> None:
-        """Nothing: the mask follows the position."""
+        """Do nothing: the mask follows the position."""
 
     def step(self, token: int, position: int) -> np.ndarray:
-        """One decode step."""
+        """Decode one token and return its logits."""
         with torch.inference_mode():
             return self._model(torch.tensor([token]), torch.tensor([position])).float().numpy()
 
     def traffic(self) -> Traffic:
-        """Weights and the filled part of the cache in the engine's own type."""
+        """Return the bytes of the weights and of the filled cache, in the engine's own type."""
         size = self._dtype.itemsize
         other, mlp = weight_elements(self._sizes)
         return Traffic(other * size, mlp * size, cache_elements(self._sizes) * size)
 
 
 class TorchCompiled(TorchEager):
-    """torch.compile. float32: regional compilation, one graph for all layers. bfloat16: the whole step, frozen.
+    """torch.compile: float32 by regions, with one graph for all layers; bfloat16 the whole step, frozen.
 
-    Freezing lets oneDNN pack bfloat16 weights once, into the layout of its kernels. float32 weights are multiplied as
-    they are stored; a packed copy of all of them would only take memory.
+    Freezing lets oneDNN pack bfloat16 weights once for its kernels. It multiplies float32 weights as stored, so a
+    packed copy would only take memory.
     """
 
     notes = f"{TorchEager.notes}; max-autotune; bfloat16 with freezing"
@@ -121,5 +122,5 @@ class TorchCompiled(TorchEager):
             for layer in self._model.layers:
                 layer.compile(**options)
         else:
-            torch._inductor.config.freezing = True
+            inductor.freezing = True
             self._model.compile(**options)

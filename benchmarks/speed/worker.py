@@ -1,10 +1,10 @@
-"""A worker process: prepares one engine's files, or opens it and decodes blocks on request.
+"""A worker process: prepares one engine's files, or opens the engine and decodes blocks on request.
 
     python -m speed.worker prepare|run JOB
 
-The protocol is one JSON object per line. `run` first says {"ready": …}; each request {"variant": …} is answered by
-{"seconds": [per token], "replay": ratio}; {"read": n} by {"gigabytes": [n figures]}. The parent stops the process
-(SIGSTOP) between its blocks, so that no idle thread spins on the cores of the next engine.
+The protocol is one JSON object per line. `run` first writes {"ready": …}. The answer to {"variant": …} is
+{"seconds": [per token], "replay": ratio}, and to {"read": n} it is {"gigabytes": [n figures]}. The parent stops the
+process (SIGSTOP) between its blocks, so that no idle thread spins on the cores of the next engine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from speed.engines import OURS, engine_class
 from speed.sizes import WARM_UP, Job
 
 CHECK_TOKENS = (3, 1, 4, 1, 5)
-"""Decoded from an empty cache; the last logits show that all engines compute the same function."""
+"""Tokens decoded from an empty cache. The last logits show whether all engines compute the same function."""
 
 
 def first_logits(engine: Engine) -> list[float]:
-    """Logits after CHECK_TOKENS."""
+    """Return the logits after CHECK_TOKENS."""
     engine.select("dense", len(CHECK_TOKENS))
     engine.rewind(0)
     logits = np.zeros(0)
@@ -38,7 +38,7 @@ def first_logits(engine: Engine) -> list[float]:
 
 
 def block(engine: Engine, job: Job, variant: str) -> dict[str, Any]:
-    """Time the tokens that bring the context to `sizes.context`, after WARM_UP others at the same places."""
+    """Time the last tokens before `sizes.context`, after WARM_UP tokens at the same positions."""
     tokens = job.sizes.block
     replay = engine.select(variant, tokens)
     start, seconds = job.sizes.context - tokens, []
@@ -53,7 +53,7 @@ def block(engine: Engine, job: Job, variant: str) -> dict[str, Any]:
 
 
 def serve(job: Job, replies: TextIO) -> None:
-    """Open the engine and answer until the parent closes its end."""
+    """Open the engine and answer requests until the parent closes stdin."""
     engine = engine_class(job.engine)(job)
     reader = None
     if job.engine == OURS:
@@ -78,7 +78,7 @@ def serve(job: Job, replies: TextIO) -> None:
 
 
 def main() -> None:
-    """Libraries that print do so on stderr; stdout belongs to the protocol."""
+    """Run the command line. Other output goes to stderr, because stdout belongs to the protocol."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = Job.from_json(json.loads(sys.argv[2]))

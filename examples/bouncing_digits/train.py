@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the examples share
 
 import numpy as np
-from common.training import Phase, World, train_command
+from common.training import Phase, Recipe, World, train_command
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from video import FRAMES, SEPARATOR, TOKENS_PER_FRAME, TOKENS_PER_VIDEO, VOCAB_SIZE, make_videos, tokenize, with_bos
 
 PHASES = (Phase(4, 8, 500), Phase(FRAMES, 4, 100))
-"""Motion is learnt on short videos, where attention is cheap; the whole length comes at the end."""
+"""Short videos teach motion, and their attention is cheap. The last phase has the whole length."""
 
 
 def make_tokens(count: int, seed: int, frames: int) -> np.ndarray:
-    """int64 [count, 1 + frames * 101]."""
+    """Return videos int64 [count, 1 + frames * 101]."""
     return with_bos(tokenize(make_videos(count, seed, frames)))
 
 
@@ -25,7 +25,7 @@ WORLD = World(make_tokens, TOKENS_PER_FRAME, FRAMES)
 
 
 def build_model() -> Qwen3ForCausalLM:
-    """The decoder: hidden 128, intermediate 384, 3 layers, 8 query heads on 2 key/value heads, QK-norm, GELU."""
+    """Return the decoder: hidden 128, intermediate 384, 3 layers, 8 query heads on 2 key/value heads, QK-norm, GELU."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -49,4 +49,4 @@ def build_model() -> Qwen3ForCausalLM:
 
 
 if __name__ == "__main__":
-    train_command(__doc__, Path(__file__).parent, build_model, WORLD, PHASES, rate=1.2e-2)
+    train_command(__doc__, Path(__file__).parent, Recipe(build_model, WORLD, PHASES, rate=1.2e-2))

@@ -10,7 +10,7 @@ PATCH = 2
 LEVELS = 3
 PATCHES_PER_FRAME = (SIZE // PATCH) ** 2
 TOKENS_PER_FRAME = PATCHES_PER_FRAME + 1
-"""The patches in raster order, then a separator."""
+"""Patches in raster order, then a separator."""
 
 TOKENS_PER_VIDEO = FRAMES * TOKENS_PER_FRAME
 SEPARATOR = LEVELS ** (PATCH * PATCH)
@@ -25,20 +25,19 @@ _FONT = (
     "0E 11 13 15 19 11 0E|04 0C 04 04 04 04 0E|0E 11 01 02 04 08 1F|1F 02 04 02 01 11 0E|02 06 0A 12 1F 02 02|"
     "1F 10 1E 01 01 11 0E|06 08 10 1E 11 11 0E|1F 01 02 04 08 08 08|0E 11 11 0E 11 11 0E|0E 11 11 0F 01 02 0C"
 )
-"""Digits 0-9, five pixels wide and seven high, a byte per row."""
+"""Digits 0-9, five pixels wide and seven high, one byte per row."""
 
 DIGITS = np.array([[[int(row, 16) >> (4 - x) & 1 for x in range(5)] for row in d.split()] for d in _FONT.split("|")])
 """int64 [10, 7, 5] of 0 and 1."""
 
 
 def make_videos(count: int, seed: int, frames: int = FRAMES) -> np.ndarray:
-    """Videos of 1-2 digits that move at constant speed, or stand, and bounce off the borders before fixed stars.
+    """Return videos uint8 [N, frames, 20, 20] of EMPTY, STAR and INK.
+
+    One or two digits move at constant speed, or stand, and bounce off the borders in front of fixed stars.
 
     Args:
-        count: number of videos N. seed: same seed, same videos. frames: frames per video.
-
-    Returns:
-        uint8 [N, frames, 20, 20] of EMPTY, STAR and INK.
+        count: number of videos N. seed: the same seed gives the same videos. frames: frames per video.
     """
     rng = np.random.default_rng(seed)
     sky = np.where(rng.random((count, SIZE, SIZE)) < STAR_SHARE, STAR, EMPTY).astype(np.uint8)
@@ -59,19 +58,19 @@ def make_videos(count: int, seed: int, frames: int = FRAMES) -> np.ndarray:
 
 
 def _bounce(position: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Reflect positions into [0, room]."""
+    """Return positions reflected into [0, room]."""
     folded = position % (2 * room)
     return np.minimum(folded, 2 * room - folded)
 
 
 def _stamp(image: np.ndarray, glyph: np.ndarray) -> None:
-    """Ink where the glyph has it, at the image's corner, in place."""
+    """Draw a glyph at the image's corner, in place."""
     part = image[: glyph.shape[0], : glyph.shape[1]]
     part[glyph == 1] = INK
 
 
 def tokenize(video: np.ndarray) -> np.ndarray:
-    """uint8 [N, frames, 20, 20] -> int64 [N, frames * 101]: per frame one token per 2x2 patch, then a separator."""
+    """Return uint8 [N, frames, 20, 20] as int64 [N, frames * 101]: one token per 2x2 patch, then a separator."""
     count, frames = video.shape[:2]
     side = SIZE // PATCH
     patches = video.reshape(count, frames, side, PATCH, side, PATCH).transpose(0, 1, 2, 4, 3, 5)
@@ -80,12 +79,12 @@ def tokenize(video: np.ndarray) -> np.ndarray:
 
 
 def detokenize(tokens: np.ndarray) -> np.ndarray:
-    """int64 [N, frames * 101] -> uint8 [N, frames, 20, 20]; the inverse of `tokenize`.
+    """Return int64 [N, frames * 101] as uint8 [N, frames, 20, 20]: the inverse of `tokenize`.
 
-    A separator inside a frame (a sampling slip) shows as an empty patch; what stands in a separator's place is dropped.
+    A wrongly sampled separator inside a frame gives an empty patch. A symbol in the place of a separator is dropped.
 
     Raises:
-        ValueError: not a whole number of frames.
+        ValueError: the tokens are not a whole number of frames.
     """
     count, length = tokens.shape
     if length % TOKENS_PER_FRAME:
@@ -99,10 +98,10 @@ def detokenize(tokens: np.ndarray) -> np.ndarray:
 
 
 def pixels(tokens: np.ndarray) -> np.ndarray:
-    """`detokenize` as `fastcar evaluate --detokenize` takes it: float64 from 0 to 1."""
+    """Return `detokenize` as float64 from 0 to 1, for `fastcar evaluate --detokenize`."""
     return detokenize(tokens) / float(INK)
 
 
 def with_bos(tokens: np.ndarray) -> np.ndarray:
-    """int64 [N, T] -> [N, 1 + T]; a video begins with a separator."""
+    """Return int64 [N, T] as [N, 1 + T] with a separator first."""
     return np.concatenate([np.full((len(tokens), 1), SEPARATOR, np.int64), tokens], 1)

@@ -1,1 +1,1 @@
-"""What the examples share: training, likelihood."""
+"""Code that the examples share: training, likelihood."""

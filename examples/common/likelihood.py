@@ -1,4 +1,4 @@
-"""Likelihood of token videos under a Hugging Face decoder, and under the plain copy of the frame before."""
+"""Likelihood of token videos under a Hugging Face decoder, and under a copy of the previous frame."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 HELD_OUT_SEED = 1
-"""Of the videos that judge; training seeds start at 10 million."""
+"""Seed of the held-out videos. Training seeds start at 10 million."""
 
 
 def load_decoder(path: Path) -> PreTrainedModel:
-    """The decoder in a folder, float32, in evaluation mode."""
+    """Return the decoder in a folder, float32, in evaluation mode."""
     return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
 
 
 def frame_nll(logits: Tensor, targets: Tensor, tokens_per_frame: int) -> Tensor:
-    """Mean negative log-likelihood per frame, nats per token.
+    """Return the mean NLL of each frame in nats per token, float32 [T / tokens_per_frame].
 
     Args:
-        logits: float32 [N, T, V], row i predicts target i. targets: int64 [N, T], a whole number of frames.
-
-    Returns:
-        float32 [T / tokens_per_frame].
+        logits: float32 [N, T, V]; row i predicts target i. targets: int64 [N, T], a whole number of frames.
     """
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.reshape(len(targets), -1, tokens_per_frame).mean((0, 2))
 
 
 def nll_by_frame(model: PreTrainedModel, tokens: np.ndarray, tokens_per_frame: int, batch: int = 4) -> Tensor:
-    """Teacher-forced nats per token, float32 [frames], of videos int64 [N, 1 + T] that begin with one BOS."""
+    """Return the teacher-forced NLL of each frame, float32 [frames], for videos int64 [N, 1 + T] with one BOS first."""
     total = torch.zeros((tokens.shape[1] - 1) // tokens_per_frame)
     with torch.inference_mode():
         for part in torch.from_numpy(tokens).split(batch):
@@ -44,9 +41,9 @@ def nll_by_frame(model: PreTrainedModel, tokens: np.ndarray, tokens_per_frame: i
 
 
 def copy_nll(tokens: np.ndarray, tokens_per_frame: int, vocabulary: int) -> float:
-    """Nats per token of the best "same symbol as one frame earlier" predictor over all frames but the first.
+    """Return the NLL of the predictor "same symbol as one frame earlier", without the first frame, in nats per token.
 
-    It gives the earlier symbol the share of places where that is right, and the others the rest in equal parts.
+    Its probability of the earlier symbol is the share of tokens where that is right. The others share the rest equally.
 
     Args:
         tokens: int64 [N, 1 + T], BOS first. vocabulary: number of symbols.

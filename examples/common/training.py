@@ -1,4 +1,4 @@
-"""Train a small decoder on the CPU; every batch is fresh, so nothing is seen twice. Resumable."""
+"""Train a small decoder on the CPU. Every batch is fresh, so no video is seen twice. Resumable."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from common.likelihood import HELD_OUT_SEED, nll_by_frame
 
 WARM_UP = 0.03
 FIRST_TRAINING_SEED = 10_000_000
-"""Held-out seeds lie far below."""
+"""Held-out seeds are far smaller."""
 
 SAVE_SECONDS = 120.0
-"""Between two checkpoints."""
+"""Least time between two checkpoints."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where videos come from.
+    """A source of videos.
 
     Attributes:
         make_tokens: (count, seed, frames) -> int64 [count, 1 + frames * tokens_per_frame], BOS first.
-        frames: of a whole video.
+        frames: frames of a whole video.
     """
 
     make_tokens: Callable[[int, int, int], np.ndarray]
@@ -42,14 +42,14 @@ class World:
     frames: int
 
     def nll(self, model: PreTrainedModel, count: int) -> float:
-        """Of held-out videos, nats per token, all frames but the first."""
+        """Return the NLL of held-out videos in nats per token, without the first frame."""
         tokens = self.make_tokens(count, HELD_OUT_SEED, self.frames)
         return float(nll_by_frame(model.eval(), tokens, self.tokens_per_frame)[1:].mean())
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` optimizer steps on `videos` videos of `frames` frames each."""
+    """`steps` optimiser steps on `videos` videos of `frames` frames each."""
 
     frames: int
     videos: int
@@ -57,7 +57,7 @@ class Phase:
 
 
 def build_optimizers(model: PreTrainedModel, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embedding, head and norms."""
+    """Return Muon for the matrices inside the layers, and AdamW for embedding, head and norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
@@ -68,7 +68,7 @@ def build_optimizers(model: PreTrainedModel, rate: float) -> list[torch.optim.Op
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up, then cosine to 2 % of the peak; progress in [0, 1]."""
+    """Return the rate at progress 0 to 1: a linear warm-up, then a cosine to 2 % of the peak."""
     if progress < WARM_UP:
         return peak * progress / WARM_UP
     phase = min(1.0, (progress - WARM_UP) / (1 - WARM_UP))
@@ -76,7 +76,7 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def update(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], tokens: Tensor) -> float:
-    """One step on tokens int64 [N, 1 + T]; returns the loss in nats per token."""
+    """Train one step on tokens int64 [N, 1 + T] and return the loss in nats per token."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(tokens[:, :-1], use_cache=False).logits
     loss = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -89,14 +89,14 @@ def update(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], toke
 
 
 class Checkpoint:
-    """Weights, optimizer state, step and log in one safetensors file; an interrupted run goes on from it."""
+    """Weights, optimiser state, step and log in one safetensors file. An interrupted run continues from it."""
 
     def __init__(self, path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> None:
         self._path, self._model, self._optimizers = path, model, optimizers
         self._saved = time.perf_counter()
 
     def load(self) -> tuple[int, list[dict]]:
-        """Steps done and the log so far; 0 and nothing where there is no file."""
+        """Restore the state and return the steps done and the log; 0 and an empty log if there is no file."""
         if not self._path.exists():
             return 0, []
         tensors = load_file(self._path)
@@ -113,7 +113,7 @@ class Checkpoint:
         return int(tensors["step"]), log
 
     def save(self, step: int, log: list[dict]) -> None:
-        """Every SAVE_SECONDS; a kill while writing leaves the file before."""
+        """Save the state if SAVE_SECONDS have passed. A kill while writing leaves the previous file."""
         if time.perf_counter() - self._saved < SAVE_SECONDS:
             return
         tensors = {f"m/{name}": t.detach().clone() for name, t in self._model.state_dict().items()}
@@ -129,67 +129,76 @@ class Checkpoint:
         self._saved = time.perf_counter()
 
 
-def train(
-    model: PreTrainedModel,
-    world: World,
-    phases: tuple[Phase, ...],
-    seed: int,
-    rate: float,
-    every: int,
-    checkpoint: Path,
-) -> list[dict]:
-    """Train in place and return the log, one entry per `every` steps and a last one on 32 held-out videos.
+@dataclass(frozen=True)
+class Plan:
+    """A training: its phases, the seed of weights and data, the peak learning rate, and steps between evaluations."""
 
-    The schedule counts steps, not seconds, so that a busy machine trains longer, not worse.
+    phases: tuple[Phase, ...]
+    seed: int
+    rate: float
+    every: int
+
+
+def train(model: PreTrainedModel, world: World, plan: Plan, checkpoint: Path) -> list[dict]:
+    """Train in place and return the log: an entry every `plan.every` steps, and a last one on 32 held-out videos.
+
+    The schedule counts steps, not seconds: a busy machine trains longer, not worse.
     """
-    optimizers = build_optimizers(model, rate)
+    optimizers = build_optimizers(model, plan.rate)
     kept = Checkpoint(checkpoint, model, optimizers)
     first, log = kept.load()
-    schedule = [phase for phase in phases for _ in range(phase.steps)]
+    schedule = [phase for phase in plan.phases for _ in range(phase.steps)]
     began, loss = time.perf_counter(), math.nan
     for step in range(first, len(schedule)):
         phase = schedule[step]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate((step + 1) / len(schedule), rate)
-        tokens = world.make_tokens(phase.videos, FIRST_TRAINING_SEED * (seed + 1) + step, phase.frames)
+            group["lr"] = learning_rate((step + 1) / len(schedule), plan.rate)
+        tokens = world.make_tokens(phase.videos, FIRST_TRAINING_SEED * (plan.seed + 1) + step, phase.frames)
         loss = update(model.train(), optimizers, torch.from_numpy(tokens))
-        if (step + 1) % every == 0:
-            _report(log, step + 1, phase, loss, world.nll(model, 8), began)
+        if (step + 1) % plan.every == 0:
+            _report(log, _entry(step + 1, phase, loss, world.nll(model, 8)), began)
         kept.save(step + 1, log)
-    _report(log, len(schedule), schedule[-1], loss, world.nll(model, 32), began)
+    _report(log, _entry(len(schedule), schedule[-1], loss, world.nll(model, 32)), began)
     return log
 
 
-def _report(log: list[dict], step: int, phase: Phase, loss: float, nll: float, began: float) -> None:
+def _entry(step: int, phase: Phase, loss: float, nll: float) -> dict:
     entry = {"step": step, "frames": phase.frames, "train_nll": round(loss, 5)}
-    log.append({**entry, "held_out_nll_frames_2_to_8": round(nll, 5)})
-    print(f"{time.perf_counter() - began:7.0f} s  {log[-1]}", flush=True)
+    return {**entry, "held_out_nll_frames_2_to_8": round(nll, 5)}
 
 
-def train_command(
-    description: str | None,
-    folder: Path,
-    build_model: Callable[[], PreTrainedModel],
-    world: World,
-    phases: tuple[Phase, ...],
-    rate: float,
-) -> None:
-    """The command line of an example's train.py; `folder` is the example's own."""
+def _report(log: list[dict], entry: dict, began: float) -> None:
+    log.append(entry)
+    print(f"{time.perf_counter() - began:7.0f} s  {entry}", flush=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an example trains its decoder: the model, its videos, and the defaults of the command line."""
+
+    build_model: Callable[[], PreTrainedModel]
+    world: World
+    phases: tuple[Phase, ...]
+    rate: float
+
+
+def train_command(description: str | None, folder: Path, recipe: Recipe) -> None:
+    """Run the command line of an example's train.py; `folder` is the example's own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=folder / "model")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps of every phase")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data; another seed, other videos")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=rate, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=recipe.rate, help="peak learning rate")
     parser.add_argument("--every", type=int, default=100, help="steps between two evaluations")
     parser.add_argument("--checkpoint", type=Path, help="default: OUT.checkpoint; deleted at the end")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    model = build_model()
-    phases = tuple(Phase(p.frames, p.videos, round(p.steps * options.scale)) for p in phases)
+    model = recipe.build_model()
+    phases = tuple(Phase(p.frames, p.videos, round(p.steps * options.scale)) for p in recipe.phases)
     checkpoint = options.checkpoint or options.out.with_name(options.out.name + ".checkpoint")
-    log = train(model, world, phases, options.seed, options.rate, options.every, checkpoint)
+    log = train(model, recipe.world, Plan(phases, options.seed, options.rate, options.every), checkpoint)
     model.save_pretrained(options.out)
     (options.out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
     checkpoint.unlink(missing_ok=True)

@@ -25,11 +25,11 @@ from fastcar_compile.gates import GateWeights
 GIVEN_FRAMES = 2
 HERE = Path(__file__).parent
 GATE, TARGET = "learned", 0.85
-"""Of the case that is shown: the gate, and the share of the forwards t >= F that its thresholds were calibrated for."""
+"""The gate, and the share of the forwards t >= F that its thresholds were calibrated for."""
 
 
 def replay_config(folder: Path, gate: str, target: float) -> fc.ReplayConfig:
-    """Of cases.json: the trained gate with its calibrated thresholds."""
+    """Return the trained gate with its calibrated thresholds from cases.json."""
     cases = load_cases(folder / "cases.json", GateWeights.load(folder / "gates" / "learned.safetensors"))
     found = {(c.gate, c.target): c.replay for c in cases if c.calibration == "calibrated"}
     replay = found.get((gate, target))
@@ -39,7 +39,7 @@ def replay_config(folder: Path, gate: str, target: float) -> fc.ReplayConfig:
 
 
 def teacher_forced(session: fc.Session, tokens: Tensor) -> tuple[float, float]:
-    """Decode a whole video int64 [1, 2049] with its own tokens as input.
+    """Decode a video int64 [1, 2049] teacher-forced.
 
     Returns:
         NLL over frames 2-8 in nats per token, and tokens per second.
@@ -55,14 +55,14 @@ def teacher_forced(session: fc.Session, tokens: Tensor) -> tuple[float, float]:
 
 
 def generated(session: fc.Session, tokens: Tensor) -> np.ndarray:
-    """Frames 3-8, greedy, after two given frames: uint8 [8, 32, 32]."""
+    """Return uint8 [8, 32, 32]: two given frames, then frames 3-8 decoded greedily."""
     prompt = tokens[:, : 1 + GIVEN_FRAMES * TOKENS_PER_FRAME]
     rest = session.generate(prompt, tokens.shape[1] - prompt.shape[1], progress=True)
     return detokenize(torch.cat([prompt[:, 1:], rest], 1).numpy())[0]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--target", default="zcu102")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the examples share
 
 import numpy as np
 from common import likelihood
@@ -18,17 +18,17 @@ MODEL = Path(__file__).parent / "model"
 
 
 def load_model(path: Path = MODEL) -> PreTrainedModel:
-    """The shipped decoder, float32, in evaluation mode."""
+    """Return the shipped decoder, float32, in evaluation mode."""
     return load_decoder(path)
 
 
 def frame_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood per frame, nats per token: logits float32 [N, T, V], targets int64 [N, T]."""
+    """Return the mean NLL of each frame in nats per token, for logits float32 [N, T, V] and targets int64 [N, T]."""
     return likelihood.frame_nll(logits, targets, TOKENS_PER_FRAME)
 
 
 def teacher_forced_nll(model: PreTrainedModel, videos: np.ndarray) -> float:
-    """Nats per token over frames 2-8 of videos uint8 [N, 8, 32, 32], which the model has not seen."""
+    """Return the NLL over frames 2-8 of videos uint8 [N, 8, 32, 32] in nats per token."""
     by_frame = likelihood.nll_by_frame(model, with_bos(tokenize(videos)), TOKENS_PER_FRAME)
     return float(by_frame[1:].mean())
 

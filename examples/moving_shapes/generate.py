@@ -1,4 +1,4 @@
-"""Continue videos with the plain Hugging Face decoder, no FastCar: two true frames in, six frames out."""
+"""Continue videos with the Hugging Face decoder, without FastCar: two true frames in, six frames out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from video import BOS, FRAMES, TOKENS_PER_FRAME, detokenize, make_videos, tokeni
 def continue_videos(
     model: Any, start: np.ndarray, frames: int = FRAMES, temperature: float = 0.0, seed: int = 0
 ) -> np.ndarray:
-    """Generate the frames that follow.
+    """Return the given frames and the generated next ones, uint8 [N, frames, 32, 32].
 
     Args:
         model: a transformers decoder with `generate`.
-        start: uint8 [N, given, 32, 32]. frames: total, given ones included. temperature: 0 is greedy.
-
-    Returns:
-        uint8 [N, frames, 32, 32], beginning with `start`.
+        start: uint8 [N, given, 32, 32]. frames: all frames, with the given ones. temperature: 0 is greedy.
     """
     prompt = torch.from_numpy(with_bos(tokenize(start)))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
@@ -41,7 +38,7 @@ def continue_videos(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     parser.add_argument("--model", type=Path, default=MODEL)

@@ -1,4 +1,4 @@
-"""Videos as PNG strips and GIFs. Same input, same bytes; palette images, enlarged without interpolation."""
+"""Videos as PNG strips and GIFs: palette images, enlarged without interpolation. Equal input gives equal bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from video import SIZE
 
 EMPTY, INK, MISSING, EXTRA = range(4)
-"""Pixel values: 0 and 1 of a video, and the two ways in which a second video can differ from a first."""
+"""Pixel values: 0 and 1 of a video, and the two differences of a second video from a first one."""
 
 _GAP, _TEXT = 4, 5
 _COLOURS = ((24, 27, 34), (240, 240, 235), (226, 86, 70), (64, 156, 255), (96, 102, 114), (255, 255, 255))
@@ -19,7 +19,7 @@ _MARGIN = 4
 
 
 def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Where two videos uint8 [frames, 32, 32] of 0 and 1 differ.
+    """Return the difference of two videos uint8 [frames, 32, 32] of 0 and 1.
 
     Returns:
         uint8 [frames, 32, 32]: EMPTY or INK where they agree, MISSING (red) for ink only in the first,
@@ -29,7 +29,7 @@ def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def strip(rows: Mapping[str, np.ndarray], reference: str | None = None, scale: int = 4) -> Image.Image:
-    """One labelled row per video, its frames side by side.
+    """Return a picture with one labelled row of frames per video.
 
     Args:
         rows: label -> uint8 [frames, 32, 32] with values 0-3, all of one length.
@@ -37,7 +37,7 @@ def strip(rows: Mapping[str, np.ndarray], reference: str | None = None, scale: i
         scale: screen pixels per pixel.
 
     Raises:
-        ValueError: no row, another shape, unequal lengths, or values over 3.
+        ValueError: there is no row, or a video has another shape, another length, or values over 3.
     """
     _check(rows)
     if reference is not None:
@@ -59,15 +59,15 @@ def strip(rows: Mapping[str, np.ndarray], reference: str | None = None, scale: i
 
 
 def write_strip(rows: Mapping[str, np.ndarray], path: Path, reference: str | None = None, scale: int = 4) -> None:
-    """`strip` as a PNG."""
+    """Write `strip` as a PNG."""
     strip(rows, reference, scale).save(path, format="PNG")
 
 
 def write_gif(video: np.ndarray, path: Path, scale: int = 8, frame_ms: int = 250) -> None:
-    """Video uint8 [frames, 32, 32] as an endless GIF, `frame_ms` milliseconds per frame.
+    """Write a video uint8 [frames, 32, 32] as an endless GIF of `frame_ms` milliseconds per frame.
 
     Raises:
-        ValueError: another shape, or values over 3.
+        ValueError: the video has another shape or values over 3.
     """
     _check({"video": video})
     first, *rest = [_image(frame) for frame in _enlarge(video, scale)]

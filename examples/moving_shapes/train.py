@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the examples share
 
 import numpy as np
-from common.training import Phase, World, train_command
+from common.training import Phase, Recipe, World, train_command
 from transformers import LlamaConfig, LlamaForCausalLM
 from video import BOS, FRAMES, TOKENS_PER_FRAME, TOKENS_PER_VIDEO, VOCAB_SIZE, make_videos, tokenize, with_bos
 
 PHASES = (Phase(4, 8, 1800), Phase(FRAMES, 4, 400))
-"""Motion is learnt on short videos, where attention is cheap; the whole length comes at the end."""
+"""Short videos teach motion, and their attention is cheap. The last phase has the whole length."""
 
 
 def make_tokens(count: int, seed: int, frames: int) -> np.ndarray:
-    """int64 [count, 1 + frames * 256]."""
+    """Return videos int64 [count, 1 + frames * 256]."""
     return with_bos(tokenize(make_videos(count, seed, frames)))
 
 
@@ -25,7 +25,7 @@ WORLD = World(make_tokens, TOKENS_PER_FRAME, FRAMES)
 
 
 def build_model() -> LlamaForCausalLM:
-    """The decoder: hidden 128, intermediate 352, 4 layers, 4 heads."""
+    """Return the decoder: hidden 128, intermediate 352, 4 layers, 4 heads."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -46,4 +46,4 @@ def build_model() -> LlamaForCausalLM:
 
 
 if __name__ == "__main__":
-    train_command(__doc__, Path(__file__).parent, build_model, WORLD, PHASES, rate=1.5e-2)
+    train_command(__doc__, Path(__file__).parent, Recipe(build_model, WORLD, PHASES, rate=1.5e-2))

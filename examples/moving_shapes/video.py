@@ -17,13 +17,12 @@ _MAX_SPEED = 2
 
 
 def make_videos(count: int, seed: int, frames: int = FRAMES) -> np.ndarray:
-    """Videos of 1-3 squares, discs and diamonds that move at constant speed and bounce off the borders.
+    """Return videos uint8 [N, frames, 32, 32] of 0 and 1.
+
+    One to three squares, discs and diamonds move at constant speed and bounce off the borders.
 
     Args:
-        count: number of videos N. seed: same seed, same videos. frames: frames per video.
-
-    Returns:
-        uint8 [N, frames, 32, 32] of 0 and 1.
+        count: number of videos N. seed: the same seed gives the same videos. frames: frames per video.
     """
     rng = np.random.default_rng(seed)
     shape = (count, MAX_SPRITES)
@@ -44,7 +43,7 @@ def make_videos(count: int, seed: int, frames: int = FRAMES) -> np.ndarray:
 
 
 def _bounce(position: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Reflect positions into [0, room]."""
+    """Return positions reflected into [0, room]."""
     folded = position % (2 * room)
     return np.minimum(folded, 2 * room - folded)
 
@@ -60,7 +59,7 @@ def _draw(kind: np.ndarray, centre: np.ndarray, radius: np.ndarray, present: np.
 
 
 def tokenize(video: np.ndarray) -> np.ndarray:
-    """uint8 [N, frames, 32, 32] -> int64 [N, frames * 256]: one token per 2x2 patch, in raster order."""
+    """Return uint8 [N, frames, 32, 32] as int64 [N, frames * 256]: one token per 2x2 patch, in raster order."""
     count, frames = video.shape[:2]
     side = SIZE // PATCH
     patches = video.reshape(count, frames, side, PATCH, side, PATCH).transpose(0, 1, 2, 4, 3, 5)
@@ -69,12 +68,12 @@ def tokenize(video: np.ndarray) -> np.ndarray:
 
 
 def detokenize(tokens: np.ndarray) -> np.ndarray:
-    """int64 [N, frames * 256] -> uint8 [N, frames, 32, 32]; the inverse of `tokenize`.
+    """Return int64 [N, frames * 256] as uint8 [N, frames, 32, 32]: the inverse of `tokenize`.
 
-    A BOS inside a video (a sampling slip) shows as an empty patch.
+    A wrongly sampled BOS inside a video gives an empty patch.
 
     Raises:
-        ValueError: not a whole number of frames.
+        ValueError: the tokens are not a whole number of frames.
     """
     count, length = tokens.shape
     if length % TOKENS_PER_FRAME:
@@ -87,10 +86,10 @@ def detokenize(tokens: np.ndarray) -> np.ndarray:
 
 
 def pixels(tokens: np.ndarray) -> np.ndarray:
-    """`detokenize` as `fastcar evaluate --detokenize` takes it: float64 from 0 to 1."""
+    """Return `detokenize` as float64 from 0 to 1, for `fastcar evaluate --detokenize`."""
     return detokenize(tokens).astype(np.float64)
 
 
 def with_bos(tokens: np.ndarray) -> np.ndarray:
-    """int64 [N, T] -> [N, 1 + T]."""
+    """Return int64 [N, T] as [N, 1 + T] with BOS first."""
     return np.concatenate([np.full((len(tokens), 1), BOS, np.int64), tokens], 1)

@@ -10,8 +10,11 @@ from torch import fx
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
-from fastcar_compile.ir.graph_json import graph_to_text
-from fastcar_compile.ir.program import DecoderConfig, LayerSite, StateRole, StateSpec, module_path_of, source_of
+from fastcar_compile.ir.layers import ReplayFacts
+from fastcar_compile.ir.program import DecoderConfig, StateRole, StateSpec
+from fastcar_compile.ir.provenance import module_path_of, source_of
+from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.ir.text import graph_to_text
 
 
 def explain_program(
@@ -91,38 +94,40 @@ def _offload(accelerator: Mapping[str, Any] | None, layer: int | None, mlp: str 
 
 
 def _layer(config: DecoderConfig, site: LayerSite, state: Sequence[StateSpec]) -> str:
-    product = " * linear" if site.gated else ""
+    attention, mlp, replay = site.attention, site.mlp, site.replay
+    product = " * linear" if mlp.gated else ""
     lines = [
         f"layer {site.layer}: {site.module_path} ({site.source})",
-        f"  found    attention {site.attention}: {site.num_heads} query heads, {site.num_kv_heads} key/value heads of "
-        f"{site.head_dim}, scale {site.scale:.6g}; query {site.query}, key cache {site.key_cache}",
-        f"  found    MLP {site.mlp_input} -> {site.mlp_output}: linear -> {site.activation}{product} -> linear, "
-        f"{site.hidden} -> {site.intermediate} -> {site.hidden}; "
+        f"  found    attention {attention.node}: {attention.num_heads} query heads, {attention.num_kv_heads} key/value "
+        f"heads of {attention.head_dim}, scale {attention.scale:.6g}; query {attention.query}, key cache "
+        f"{attention.key_cache}",
+        f"  found    MLP {mlp.input} -> {mlp.output}: linear -> {mlp.activation}{product} -> linear, "
+        f"{mlp.hidden} -> {mlp.intermediate} -> {mlp.hidden}; "
         f"closed by {site.exit} = {site.residual} + {site.region_output}",
     ]
-    if site.replay:
-        lines += _replay_lines(config, site)
+    if replay is not None:
+        lines += _replay_lines(config, site, replay)
     else:
         lines.append(
             "  inserted nothing: this layer was compiled without a replay threshold, so its MLP always computes"
         )
-    if site.gate_units is not None:
-        size = weight_bytes(site.gate_units, site.hidden)
+    if replay is not None and replay.gate_units is not None:
+        size = weight_bytes(replay.gate_units, mlp.hidden)
         names = ", ".join(gate_parameter(name, site.layer) for name in PARAMETERS)
-        lines.append(f"  weights  of the gate, {site.gate_units} units: {names}, {size / 2**20:.3f} MiB")
+        lines.append(f"  weights  of the gate, {replay.gate_units} units: {names}, {size / 2**20:.3f} MiB")
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / 2**20:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 
 
-def _replay_lines(config: DecoderConfig, site: LayerSite) -> list[str]:
+def _replay_lines(config: DecoderConfig, site: LayerSite, replay: ReplayFacts) -> list[str]:
     stride = config.tokens_per_frame
-    gate = gate_named(site.gate or "tas", site.heads)
+    gate = gate_named(replay.gate, replay.heads)
     around = "MLP (the gate reads the norm before it)" if gate.caches_input else "norm and MLP"
-    read = f"query {site.query}, {stride} positions back, " if gate.reads_query else ""
+    read = f"query {site.attention.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{site.layer})" if gate.caches_input else ""
     return [
         f"  inserted gate {gate.name}: {gate.describe()}; {read}"
-        f"replaying at a score {gate.comparison.value} {site.threshold:g}{kept}; "
+        f"replaying at a score {gate.comparison.value} {replay.threshold:g}{kept}; "
         f"cond around {around} (replay_branch_{site.layer} | compute_branch_{site.layer})",
         f"  why      a row whose score passes keeps the MLP output of {stride} forwards ago; "
         "the MLP is skipped when every row does",

@@ -54,15 +54,15 @@ def _gate(program: DecoderProgram, replay: Mapping[str, Any] | None) -> dict[str
     if replay is None:
         return None
     gate = gate_named(replay["gate"])
-    learned = [s for s in program.sites if s.gate_units is not None]
+    learned = [(s.mlp.hidden, s.replay.gate_units) for s in program.sites if s.replay and s.replay.gate_units]
     extra = sum(s.nbytes for s in program.state if s.role == StateRole.GATE_CACHE)
     return {
         "name": gate.name,
         "replays_where": f"score {gate.comparison.value} threshold",
         "cache_bytes": extra,
         "weights": replay.get("gate_weights"),
-        "weight_bytes": sum(weight_bytes(s.gate_units or 0, s.hidden) for s in learned),
-        "units": [s.gate_units for s in learned],
+        "weight_bytes": sum(weight_bytes(units, hidden) for hidden, units in learned),
+        "units": [units for _, units in learned],
         "max_chain": replay["max_chain"],
         "refresh_every": replay["refresh_every"],
     }
@@ -85,7 +85,9 @@ def _sparse(program: DecoderProgram) -> dict[str, Any] | None:
 
 
 def mlp_weight_share(program: DecoderProgram) -> float:
-    """Share of the MLPs in the weights of all blocks (design section 8 counts it the same way)."""
-    mlp = sum(s.hidden * s.intermediate * (3 if s.gated else 2) for s in program.sites)
-    attention = sum(2 * s.hidden * (s.num_heads + s.num_kv_heads) * s.head_dim for s in program.sites)
+    """Share of the MLPs in the weights of all blocks (docs/explanation/replay.md counts LLaMA-2-7B like this)."""
+    mlps, attentions = zip(*((s.mlp, s.attention) for s in program.sites), strict=True)
+    mlp = sum(m.hidden * m.intermediate * (3 if m.gated else 2) for m in mlps)
+    heads = sum((a.num_heads + a.num_kv_heads) * a.head_dim for a in attentions)
+    attention = 2 * program.config.hidden_size * heads
     return mlp / (mlp + attention)

@@ -1,4 +1,4 @@
-"""Thresholds per layer for a given replay ratio or a given loss of likelihood, from a few videos."""
+"""Calibration: one threshold per layer, for a target replay ratio or a limit on the NLL, from a few videos."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
 MODEL_ROWS = 8
-"""Videos that are evaluated together when a model is calibrated; an artifact has its own batch."""
+"""Videos per batch when a model is calibrated. An artifact uses its own batch size."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What is calibrated: a program, and its gates' options; a layer whose threshold is None may not replay."""
+    """The program to calibrate and the options of its gates. A layer with threshold None never replays."""
 
     program: DecoderProgram
     replay: ReplayConfig
@@ -54,34 +54,26 @@ def calibrate(
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Thresholds:
-    """Choose thresholds on videos that are like those that will be decoded.
+    """Choose one threshold per layer on videos like those that will be decoded. Deterministic.
 
-    Damage curves (teacher-forced NLL over thresholds at quantiles of the recorded scores) are measured per layer, on
-    the dense decoder and then around each layer's choice on top of the others'; dynamic programming allocates the
-    ratios, and of all choices, one quantile for every layer among them, the best as measured jointly is kept.
-    Deterministic.
+    docs/explanation/gates.md describes the method. Give exactly one of `target_replay` and `max_nll_increase`.
 
     Args:
-        source: an artifact, with the gate it was compiled with; or a decoder, as `compile` takes it, with `replay`,
-            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"), and then nothing is compiled. A
-            layer whose threshold is None stays closed.
-        videos: int64 [N, T], prompt included; not those that the result is judged by. With couple_cfg, the
-            conditional ones and then, in the same order, their unconditional partners.
+        source: an artifact, with the gate that it was compiled with. Or a decoder as `compile` takes it, with `replay`,
+            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"); then nothing is compiled. A layer
+            with threshold None never replays.
+        videos: int64 [N, T], prompt included, not the videos that judge the result. With couple_cfg: the conditional
+            videos, then their unconditional partners in the same order.
         target_replay: least share of the forwards t >= F that replay, 0 to 1.
-        max_nll_increase: greatest relative increase of the NLL (0.1: ten per cent). Exactly one of the two.
+        max_nll_increase: greatest relative increase of the NLL; 0.1 is ten per cent.
         prompt: tokens before decoding starts.
-        journal: file that keeps every measurement; an interrupted calibration goes on from it.
-        progress: called with a line after every measurement.
+        journal: file that keeps every measurement. An interrupted calibration continues from it.
+        progress: called with one line after every measurement.
 
     Raises:
         InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
     """
-    if (target_replay is None) == (max_nll_increase is None):
-        raise InputError("exactly one of target_replay and max_nll_increase is needed")
-    if target_replay is not None and not 0 <= target_replay <= 1:
-        raise InputError(f"target_replay is {target_replay}", hint="give a share from 0 to 1")
-    if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:
-        raise InputError(f"max_nll_increase is {max_nll_increase}", hint="give 0.1 for ten per cent")
+    _check_goal(target_replay, max_nll_increase)
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, torch.Tensor) else np.asarray(videos))
     if isinstance(source, Artifact):
         given = _of_artifact(source)
@@ -92,8 +84,17 @@ def calibrate(
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
         assert max_nll_increase is not None
-        values, goal = search.for_damage(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
+        values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
     return _thresholds(search, values, given.replay.gate, goal, key)
+
+
+def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:
+    if (target_replay is None) == (max_nll_increase is None):
+        raise InputError("exactly one of target_replay and max_nll_increase is needed")
+    if target_replay is not None and not 0 <= target_replay <= 1:
+        raise InputError(f"target_replay is {target_replay}", hint="give a share from 0 to 1")
+    if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:
+        raise InputError(f"max_nll_increase is {max_nll_increase}", hint="give 0.1 for ten per cent")
 
 
 def search_of(
@@ -104,12 +105,15 @@ def search_of(
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Search, str]:
-    """A search for thresholds of this gate, and the hash of all that its measurements depend on.
+    """Return a threshold search for this gate, and the SHA-256 of everything that its measurements depend on.
+
+    Args:
+        program: dense, with a prefill graph. videos: int64 [N, T]. prompt, journal, progress: as for `calibrate`.
 
     Raises:
-        InputError: videos that do not fit the program.
+        InputError: the videos do not fit the program.
     """
-    layers = len(program.sites)
+    layers = program.config.num_layers
     able = tuple(t is not None for t in replay.thresholds(layers))
     evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
     key = _key(program, replay, videos, prompt)
@@ -118,7 +122,7 @@ def search_of(
 
 
 def _of_artifact(artifact: Artifact) -> _Source:
-    """Raises InputError for a dense artifact."""
+    """Return what to calibrate of an artifact. Raise InputError when it is dense."""
     data = artifact.manifest.sections["config"]["replay"]
     if data is None or not any(s.replay for s in artifact.sites):
         raise InputError("the artifact has no gate to calibrate", hint="compile it with a ReplayConfig")
@@ -133,10 +137,10 @@ def _of_artifact(artifact: Artifact) -> _Source:
 def program_of(
     model: nn.Module, videos: int, tokens_per_frame: int | None = None, quant: str = "none"
 ) -> DecoderProgram:
-    """The dense program of a decoder; prefill graph of one frame's tokens, one row per video, at most MODEL_ROWS.
+    """Return the dense program of a decoder: one row per video (at most MODEL_ROWS), prefill chunks of one frame.
 
     Raises:
-        InputError: the model does not say its tokens_per_frame or max_seq_len.
+        InputError: the model does not give its tokens_per_frame or max_seq_len.
     """
     facts = ModelFacts.of(model)
     frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
@@ -148,14 +152,14 @@ def program_of(
 
 
 def rules_of(replay: ReplayConfig, layers: int) -> Rules:
-    """What decides besides the thresholds."""
+    """Return everything but the thresholds that decides a replay."""
     heads = replay.heads_of(layers) or (None,) * layers
     gates = tuple(_gate(replay, layer, chosen, layers) for layer, chosen in enumerate(heads))
     return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
 
 
 def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...] | None, layers: int) -> Gate:
-    """A layer that never replays has no weights in an artifact."""
+    """Return one layer's gate. An artifact holds no gate weights for a layer that never replays."""
     weights = replay.gate_weights
     if weights is None:
         return gate_named(replay.gate, heads)
@@ -171,7 +175,7 @@ def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) 
         values=values,
         replay=found.replay,
         per_layer=found.ratios,
-        nll=search.dense_nll * math.exp(found.damage),
+        nll=search.dense_nll * math.exp(found.loss),
         nll_dense=search.dense_nll,
         goal=goal,
         inputs=key,
@@ -183,7 +187,7 @@ def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prom
 
 
 def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.ndarray) -> str:
-    """SHA-256 of weights, JSON-safe options and videos: of all that a measurement depends on."""
+    """Return the SHA-256 of weights, JSON-safe options and videos: everything that a measurement depends on."""
     digest = hashlib.sha256()
     for name, tensor in sorted(program.params.items()):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""Which layer replays how much: dynamic programming over measured damage curves."""
+"""Dynamic programming over measured loss curves: how much each layer replays."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from fastcar_compile.errors import InputError
 
 UNITS = 1000
-"""Ratios are counted in thousandths, rounded down, so that a target that is met on paper is met in fact."""
+"""Steps of a ratio from 0 to 1. Ratios are rounded down, so that a target met in units is met in fact."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One threshold of one layer: the share of its forwards that replays, and what that costs in log NLL."""
+    """One threshold of one layer: the share of its forwards that replay, and the increase of the log NLL."""
 
     threshold: float | None
     ratio: float
-    damage: float
+    loss: float
 
 
 def frontier(curves: Sequence[Sequence[Point]]) -> dict[int, tuple[float, tuple[int, ...]]]:
-    """For every reachable sum of ratios the least total damage, and the points that give it.
+    """Return the least total loss for every reachable sum of ratios, and the points that give it.
 
     Args:
-        curves: per layer its points.
+        curves: the points of each layer.
 
     Returns:
-        Sum of the layers' ratios in units -> (damage, index of the point per layer).
+        Sum of the layers' ratios in units -> (loss, index of each layer's point).
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for curve in curves:
         grown: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for units, (damage, chosen) in best.items():
+        for units, (loss, chosen) in best.items():
             for index, point in enumerate(curve):
                 key = units + int(point.ratio * UNITS)
-                candidate = (damage + point.damage, (*chosen, index))
+                candidate = (loss + point.loss, (*chosen, index))
                 if key not in grown or candidate < grown[key]:
                     grown[key] = candidate
         best = grown
@@ -43,10 +43,10 @@ def frontier(curves: Sequence[Sequence[Point]]) -> dict[int, tuple[float, tuple[
 
 
 def allocate(curves: Sequence[Sequence[Point]], target_replay: float) -> tuple[Point, ...]:
-    """The points of least total damage whose mean ratio reaches the target.
+    """Return one point per layer with the least total loss whose mean ratio reaches the target.
 
     Raises:
-        InputError: no choice reaches it.
+        InputError: no choice reaches the target.
     """
     needed = int(target_replay * UNITS * len(curves))
     enough = [entry for units, entry in frontier(curves).items() if units >= needed]
@@ -56,15 +56,15 @@ def allocate(curves: Sequence[Sequence[Point]], target_replay: float) -> tuple[P
     return _points(curves, min(enough)[1])
 
 
-def allocate_budget(curves: Sequence[Sequence[Point]], max_damage: float) -> tuple[Point, ...]:
-    """The points of greatest mean ratio whose total damage (log NLL) is within the budget.
+def allocate_budget(curves: Sequence[Sequence[Point]], max_loss: float) -> tuple[Point, ...]:
+    """Return one point per layer with the greatest mean ratio whose total loss (log NLL) is at most `max_loss`.
 
     Raises:
-        InputError: even the least damage is beyond it.
+        InputError: even the least loss is greater.
     """
-    within = [(units, -damage, chosen) for units, (damage, chosen) in frontier(curves).items() if damage <= max_damage]
+    within = [(units, -loss, chosen) for units, (loss, chosen) in frontier(curves).items() if loss <= max_loss]
     if not within:
-        raise InputError(f"no choice stays within a damage of {max_damage:g}")
+        raise InputError(f"no choice keeps the increase of the log NLL within {max_loss:g}")
     return _points(curves, max(within, key=lambda entry: entry[:2])[2])
 
 

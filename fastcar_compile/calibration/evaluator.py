@@ -1,8 +1,8 @@
-"""Teacher-forced likelihood under given thresholds: whole layers at a time instead of token by token.
+"""Teacher-forced likelihood under given thresholds, layer by layer instead of token by token.
 
-A decision at token t reads only inputs of its own layer at tokens t and t - F, and attention only keys and values of
-its own layer at earlier tokens. So a layer can be computed for all tokens in time order before the next one starts,
-in chunks of at most one frame, within which no slot of the caches comes twice.
+A decision at token t reads inputs of its own layer at tokens t and t - F only. Attention reads keys and values of its
+own layer at earlier tokens only. So one layer is computed for all tokens before the next one starts. A chunk is at most
+one frame, so no cache slot occurs twice in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from fastcar_compile.ops.window import row_of
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides besides the thresholds; the gate per layer."""
+    """Everything but the thresholds that decides a replay.
+
+    Attributes:
+        gates: one per layer.
+    """
 
     gates: tuple[Gate, ...]
     max_chain: int | None = None
@@ -36,12 +40,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Teacher-forced result.
+    """A teacher-forced result.
 
     Attributes:
-        nll: nats per token over everything predicted from the second frame on.
-        ratios: per layer the share of the forwards t >= F that replayed.
-        scores: per layer the scores of those forwards, float32 [n].
+        nll: nats per token, from the second frame on.
+        ratios: for each layer, the share of the forwards t >= F that replayed.
+        scores: for each layer, the scores of those forwards, float32 [n].
     """
 
     nll: float
@@ -56,12 +60,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Details:
-    """What happened token by token. N videos, n predicted tokens (all but the prompt), t decode forwards.
+    """A teacher-forced result by token: N videos, n predicted tokens (all but the prompt), L layers, t decode forwards.
 
     Attributes:
-        losses: float32 [N, n], nats; the first tokens_per_frame of them are the first frame.
-        predicted: int64 [N, n], the likeliest symbol given the true past.
-        replayed: bool [L, N, t], whether forward number t replayed.
+        losses: float32 [N, n], nats. The first tokens_per_frame are the first frame.
+        predicted: int64 [N, n], the most likely symbol given the true past.
+        replayed: bool [L, N, t], whether each forward replayed.
     """
 
     losses: Tensor
@@ -71,7 +75,7 @@ class Details:
 
 @dataclass
 class _Stage:
-    """What one stage left behind: per (group, chunk) the values that later stages read; replayed: bool [N, t]."""
+    """A computed stage: by group and chunk the values that later stages read; replayed: bool [N, t]."""
 
     threshold: float | None
     values: list[list[dict[fx.Node, Tensor]]]
@@ -81,16 +85,16 @@ class _Stage:
 
 
 class Evaluator:
-    """Measures threshold vectors on fixed videos; stages before the first changed layer are kept.
+    """Measures threshold vectors on fixed videos. Stages before the first changed layer are kept.
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
-        rules: the gates and chain limits; with couple_cfg the second half of the videos are the guidance partners of
-            the first, in the same order. prompt: tokens before decoding starts. attend: stands in for attention to
-            all earlier positions, with the arguments of `fastcar::attention`.
+        rules: gates and chain limits. With couple_cfg the second half of the videos are the guidance partners of the
+            first half, in the same order. prompt: tokens before decoding starts. attend: replaces attention to all
+            earlier positions; takes the arguments of `fastcar::attention`.
 
     Raises:
-        InputError: a headless decoder, no usable prefill graph, or videos that do not fit it.
+        InputError: a decoder without head, no usable prefill graph, or videos that do not fit it.
     """
 
     def __init__(
@@ -135,46 +139,41 @@ class Evaluator:
             raise InputError(f"videos of {videos.shape[1]} tokens; from {least} to {most} can be used", hint=hint)
 
     def measure(self, thresholds: Sequence[float | None]) -> Measurement:
-        """One threshold per layer; None: never."""
+        """Return the NLL, ratios and scores under one threshold per layer; None never replays."""
         with torch.inference_mode():
             self._run(thresholds)
             nll = self._likelihood()
         return Measurement(nll, tuple(s.ratio for s in self._done), tuple(s.scores for s in self._done))
 
     def details(self, thresholds: Sequence[float | None]) -> Details:
-        """The same token by token."""
+        """Return losses, predictions and decisions by token, under one threshold per layer."""
         with torch.inference_mode():
             self._run(thresholds)
             parts = [[(_losses(*pair), pair[0].argmax(-1)) for pair in group] for group in self._predictions(0)]
         losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
-        taken = [
-            r
-            for rows, valid in zip(self._rows, self._valid, strict=True)
-            for r, v in zip(rows, valid, strict=True)
-            if v
-        ]
-        order = torch.tensor(taken).argsort()
+        rows, valid = (np.concatenate(parts) for parts in (self._rows, self._valid))
+        order = torch.from_numpy(rows[valid]).argsort()
         return Details(losses[order], predicted[order], torch.stack([s.replayed[order] for s in self._done]))
 
     @property
     def layers(self) -> int:
-        """Of the decoder."""
+        """Number of decoder layers."""
         return len(self._stages.layers)
 
     def set_gate(self, layer: int, gate: Gate) -> None:
-        """Another gate for one layer; what was computed from it on is forgotten."""
+        """Replace the gate of one layer. This layer and later ones will be computed again."""
         gates = self._rules.gates
         self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
         del self._done[layer:]
 
     def scores(self, layer: int) -> Tensor:
-        """Of the forwards t >= F while this layer and those before it are closed, float32 [n]."""
+        """Return the scores of the forwards t >= F, float32 [n], with this layer and the earlier ones closed."""
         with torch.inference_mode():
             self._run([None] * (layer + 1))
         return self._done[layer].scores
 
     def _run(self, thresholds: Sequence[float | None]) -> None:
-        """All layers, beginning with the first whose threshold is another one than last time."""
+        """Compute all layers from the first changed threshold on."""
         keep = 0
         while keep < min(len(self._done), len(thresholds)) and self._done[keep].threshold == thresholds[keep]:
             keep += 1
@@ -183,7 +182,7 @@ class Evaluator:
             self._done.append(self._run_layer(layer, thresholds[layer]))
 
     def _starts(self) -> list[int]:
-        """Prompt chunks first, then chunks from the first decoded token on."""
+        """Return the first token of each chunk: chunks of the prompt, then chunks of the decoded tokens."""
         chunk = self._config.prefill_chunk
         return [*range(0, self._prompt, chunk), *range(self._prompt, self._length, chunk)]
 
@@ -219,11 +218,11 @@ class Evaluator:
         return known
 
     def _end(self, start: int) -> int:
-        """Where the chunk's own tokens end."""
+        """Return the end of the part (prompt or decoded tokens) that a chunk belongs to."""
         return self._prompt if start < self._prompt else self._length
 
     def _likelihood(self) -> float:
-        """Mean over the tokens of every frame but the first."""
+        """Return the mean NLL over every frame but the first; infinity where it is not finite."""
         total, count = 0.0, 0
         for group in self._predictions(self._config.tokens_per_frame):
             for logits, targets in group:
@@ -232,7 +231,7 @@ class Evaluator:
         return total / count if math.isfinite(total) else math.inf
 
     def _predictions(self, skip: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Per group the logits [rows, n, V] and targets [rows, n] of its chunks, without the first `skip` targets."""
+        """Yield for each group the logits [rows, n, V] and targets [rows, n] of its chunks, without `skip` targets."""
         node = self._stages.results["logits"]
         for group, rows in enumerate(self._rows):
             valid, parts = torch.tensor(self._valid[group]), []
@@ -248,9 +247,9 @@ class Evaluator:
 
 
 def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:
-    """Which videos are decoded together, and which rows are not there only to fill the last batch.
+    """Return the videos of each batch, and which rows are real: the last batch is filled up with a copy.
 
-    Coupled, rows b and b + rows / 2 are videos v and v + count / 2.
+    With `coupled`, rows b and b + rows / 2 are videos v and v + count / 2.
     """
     parts = 2 if coupled else 1
     own, videos = rows // parts, count // parts
@@ -260,12 +259,12 @@ def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats, float32 [rows, n], for logits [rows, n, V] and targets [rows, n]."""
+    """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n]."""
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
 
 class _LayerReplay:
-    """The replay rule of one layer over chunks: the caches of a session, slots written many at a time."""
+    """The replay rule of one layer over chunks. It keeps a session's caches and writes many slots at a time."""
 
     def __init__(self, owner: Evaluator, layer: int, threshold: float | None) -> None:
         config = owner._config
@@ -280,7 +279,7 @@ class _LayerReplay:
         self.replayed: list[Tensor] = []
 
     def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
-        """What the residual add gets: the MLP's output, or the cached one where the row replays."""
+        """Return the value for the residual add: the MLP's output, or the cached one where the row replays."""
         rows, frame = self.config.batch_size, self.config.tokens_per_frame
         steps = torch.arange(self.start, min(self.start + self.config.prefill_chunk, self.length)) - self.prompt
         slots, count = steps % frame, len(steps)
@@ -305,7 +304,7 @@ class _LayerReplay:
         return result
 
     def _score(self, query: Tensor, key_cache: Tensor, steps: Tensor, now: Tensor, cached: Tensor) -> Tensor:
-        """Tokens become rows of the gate's own operator: [tokens * B]."""
+        """Return the gate's scores [tokens * B]: the tokens of a chunk become rows of the gate's own operator."""
         count, rows = now.shape[:2]
         earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
         ring = self.config.ring

@@ -1,4 +1,4 @@
-"""Which query heads tell how far a token changed: chosen layer by layer, greedily, by the damage that they do."""
+"""Choose query heads for gate `tas` layer by layer: greedily, by the NLL when the layer replays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.gates import gate_named
 
 SHARE = 0.6
-"""Of a layer's forwards that replay while its heads are compared."""
+"""Share of a layer's forwards that replay while its heads are compared."""
 
 MOST_HEADS = 3
-"""A further head is taken only while it helps, and never more than this many."""
+"""Most heads of one layer. A further head is added only if it lowers the NLL."""
 
 Heads = tuple[tuple[int, float], ...]
 Say = Callable[[str], None]
@@ -21,16 +21,13 @@ Say = Callable[[str], None]
 def choose_heads(
     evaluator: Evaluator, counts: list[int], say: Say = lambda _line: None, first: int = 0
 ) -> Iterator[Heads]:
-    """Per layer (head, weight 1 or -1) pairs of least NLL when SHARE of the layer replays and nothing else does.
+    """Yield for each layer the (head, weight 1 or -1) pairs with the least NLL when SHARE of this layer alone replays.
 
-    The best single head comes first, then the head whose sum or difference with those chosen helps most.
+    The best single head comes first. Then comes the head whose sum or difference with those chosen lowers the NLL most.
 
     Args:
-        evaluator: of calibration videos, with gate "tas". counts: query heads per layer.
-        first: the layer to begin with.
-
-    Yields:
-        A layer's heads as soon as they are chosen.
+        evaluator: on calibration videos, with gate "tas". counts: query heads of each layer.
+        say: called with one line per chosen head. first: the first layer to choose for.
     """
     for layer, count in list(enumerate(counts))[first:]:
         yield _layer(evaluator, layer, count, say)
@@ -50,7 +47,7 @@ def _layer(evaluator: Evaluator, layer: int, count: int, say: Say) -> Heads:
 
 
 def _nll(evaluator: Evaluator, layer: int, heads: Heads) -> float:
-    """With SHARE of the layer's dense scores above the threshold."""
+    """Return the NLL with SHARE of the layer's dense scores above the threshold."""
     evaluator.set_gate(layer, gate_named("tas", heads))
     scores = evaluator.scores(layer)
     threshold = float(scores.kthvalue(max(1, round((1 - SHARE) * len(scores)))).values)

@@ -1,4 +1,7 @@
-"""From measurements to thresholds: damage curves on a dense decoder, then around the choice so far."""
+"""Threshold search: loss curves on the dense decoder, then around the best choice so far.
+
+A loss is an increase of the log NLL. docs/explanation/gates.md describes the method.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,25 @@ from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.gates import Comparison, Gate
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
-"""Shares of a layer's recorded scores at which its damage curve is measured on the dense decoder."""
+"""Shares of a layer's recorded scores at which its loss curve is measured on the dense decoder."""
 
 SPREADS = (0.1, 0.05, 0.025)
-"""Then around the choice so far, on top of the other layers' thresholds: one of these to either side, in turn."""
+"""Distances from the choice so far at which curves are measured again, one after the other."""
 
 ROUNDS = 2
-"""At most, with one spread, as long as they help."""
+"""Most refinements with one spread. They stop earlier when one does not help."""
 
 STEPS = (0.06, 0.03)
-"""By which single layers grow while a budget of damage allows it, as shares of a layer's scores."""
+"""Steps by which single layers replay more within a loss budget, as shares of a layer's scores."""
 
-EXCESS = 0.004
-"""A joint ratio meets its target where it is at least the target and at most this beyond. Choices are compared so."""
+TOLERANCE = 0.004
+"""A joint ratio meets its target if it is at least the target and at most this much greater."""
 
 TRIES = 8
-"""Of a common shift, for the ratio to be met; many equal scores may keep it from that."""
+"""Most attempts at a common shift that meets the target. Many equal scores can make it impossible."""
 
 HOPELESS = math.log(6.0)
-"""A layer's curve is not followed beyond this damage (six times the NLL)."""
+"""A layer's curve is not measured beyond this loss (six times the NLL)."""
 
 Values = tuple[float | None, ...]
 At = Callable[[int, float], float | None]
@@ -44,10 +47,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Joint result of a threshold vector: ratios per layer and log NLL above dense."""
+    """Joint result of a threshold vector: the ratio of each layer, and the increase of the log NLL over dense."""
 
     ratios: tuple[float, ...]
-    damage: float
+    loss: float
 
     @property
     def replay(self) -> float:
@@ -56,11 +59,11 @@ class Outcome:
 
 
 class Journal:
-    """Every measurement, kept in a JSON file so that an interrupted calibration goes on where it was.
+    """All measurements, in a JSON file, so that an interrupted calibration continues.
 
     Args:
-        path: the file; None: nothing is kept. key: hash of everything that the measurements depend on; a file with
-            another key is started anew.
+        path: the file; None keeps nothing. key: hash of everything that the measurements depend on. A file with another
+            key is replaced.
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
@@ -72,7 +75,7 @@ class Journal:
                 self.entries = data["measurements"]
 
     def add(self, name: str, entry: list[float]) -> None:
-        """Keep one measurement; the file is replaced as a whole."""
+        """Keep one measurement. The file is replaced as a whole."""
         self.entries[name] = entry
         if self._path is not None:
             text = json.dumps({"key": self._key, "measurements": self.entries}, sort_keys=True, indent=0)
@@ -85,8 +88,8 @@ class Search:
     """Chooses one threshold per layer.
 
     Args:
-        evaluator: of the calibration videos. gate: its kind. able: layers that may replay.
-        journal: measurements so far. say: progress.
+        evaluator: on the calibration videos. gate: its class. able: for each layer, whether it may replay.
+        journal: measurements so far. say: called with one line per measurement.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Search:
         self._scores = [torch.sort(s, descending=flip).values for s in dense.scores]
 
     def outcome(self, values: Values) -> Outcome:
-        """Measured, or remembered."""
+        """Return the joint result of a threshold vector, measured or from the journal."""
         name = json.dumps([None if v is None else float(v).hex() for v in values])
         if name not in self._journal.entries:
             self.count += 1
@@ -113,24 +116,27 @@ class Search:
         return Outcome(tuple(ratios), math.log(nll / self.dense_nll) if math.isfinite(nll) else math.inf)
 
     def at(self, layer: int, share: float) -> float | None:
-        """The threshold that this share of the layer's dense scores passes."""
+        """Return the threshold that this share of the layer's dense scores passes."""
         return _at(self._scores[layer], share, self._comparison)
 
     def curve(self, layer: int, base: Values) -> list[Point]:
-        """Damage of this layer's thresholds on top of the others in `base`, relative to the layer closed."""
+        """Return the loss of this layer's thresholds, with the others as in `base`, relative to the layer closed."""
         without = self.outcome(_with(base, layer, None))
         points = [Point(None, 0.0, 0.0)]
         for share in QUANTILES if self._able[layer] else ():
             value = self.at(layer, share)
             found = self.outcome(_with(base, layer, value))
-            points.append(Point(value, found.ratios[layer], found.damage - without.damage))
-            if points[-1].damage > HOPELESS:
+            points.append(Point(value, found.ratios[layer], found.loss - without.loss))
+            if points[-1].loss > HOPELESS:
                 break
         return points
 
     def near(self, layer: int, base: Values, spread: float, ends: bool = False) -> list[Point]:
-        """Damage of thresholds around this layer's own in `base`, relative to `base`; with `ends` also of the layer
-        closed and always replaying."""
+        """Return the loss of thresholds around this layer's own in `base`, relative to `base`.
+
+        Args:
+            spread: distance to either side, a share of the scores. ends: also measure the layer closed and always open.
+        """
         share, before = self.share(layer, base[layer]), self.outcome(base)
         points = [Point(base[layer], before.ratios[layer], 0.0)]
         shares = [max(share - spread, 0.0), min(share + spread, 1.0), *((0.0, 1.0) if ends else ())]
@@ -138,22 +144,22 @@ class Search:
         for value in dict.fromkeys(values):
             if value != base[layer]:
                 found = self.outcome(_with(base, layer, value))
-                points.append(Point(value, found.ratios[layer], found.damage - before.damage))
+                points.append(Point(value, found.ratios[layer], found.loss - before.loss))
         return points
 
     def uniform(self, target: float) -> Values:
-        """One quantile for every layer, that meets the target."""
+        """Return the thresholds of one quantile for all layers that meet the target."""
         return self._meet(target, target, lambda share: self._all(share, self.at))
 
     def level(self, target: float) -> Values:
-        """One threshold for every layer: the best one where layers were trained together. Like `uniform` otherwise."""
+        """Return one common threshold that meets the target: a good start where layers were trained together."""
         able = [scores for scores, can in zip(self._scores, self._able, strict=True) if can]
         pooled = torch.sort(torch.cat(able), descending=self._comparison is Comparison.AT_LEAST).values
         at: At = lambda _layer, share: _at(pooled, share, self._comparison)  # noqa: E731
         return self._meet(target, target, lambda share: self._all(share, at))
 
     def shifted(self, values: Values, target: float) -> Values:
-        """All shares shifted alike until they meet the target; a layer that never or always replays stays."""
+        """Return thresholds with all shares shifted alike to meet the target; those of 0 and 1 stay."""
         shares = [self.share(layer, value) for layer, value in enumerate(values)]
 
         def by(shift: float) -> Values:
@@ -171,22 +177,22 @@ class Search:
     def _meet(
         self, target: float, first: float, values_at: Callable[[float], Values], low: float = 0.0, high: float = 1.0
     ) -> Values:
-        """Of values that grow with an argument the least that reach the target, or else the most that were tried."""
+        """Return the least thresholds tried that reach the target, or else the greatest; they grow with an argument."""
         guess, best = first, values_at(first)
         for _ in range(TRIES):
             values = values_at(guess)
             ratio, before = self.outcome(values).replay, self.outcome(best).replay
             if (ratio < target, abs(ratio - target)) <= (before < target, abs(before - target)):
                 best = values
-            if 0 <= ratio - target <= EXCESS or low >= high:
+            if 0 <= ratio - target <= TOLERANCE or low >= high:
                 break
             low, high = (guess, high) if ratio < target else (low, guess)
-            step = guess + target + EXCESS / 2 - ratio
+            step = guess + target + TOLERANCE / 2 - ratio
             guess = step if low < step < high else (low + high) / 2
         return best
 
     def for_replay(self, target: float) -> Values:
-        """Thresholds of at least this replay ratio, of small damage."""
+        """Return thresholds of at least this replay ratio and small loss."""
         best, plain = self._first(target), self.uniform(target)
         best = plain if self._better(plain, best, target) else best
         for spread in SPREADS:
@@ -200,9 +206,9 @@ class Search:
         return best
 
     def _first(self, target: float) -> Values:
-        """From damage curves on the dense decoder; where layers were trained together, from their common threshold.
+        """Return the first choice: from loss curves, or the common threshold where layers were trained together.
 
-        Curves are not followed into what is hopeless: beyond their reach one quantile for every layer is the beginning.
+        Curves end at HOPELESS. For a target beyond their reach the first choice is one quantile for all layers.
         """
         if self._one_scale:
             return self.level(target)
@@ -212,30 +218,30 @@ class Search:
             return self.uniform(target)
         return self._reach(curves, target, target)
 
-    def for_damage(self, max_damage: float) -> Values:
-        """Thresholds of great replay ratio whose measured damage is at most this."""
+    def for_loss(self, max_loss: float) -> Values:
+        """Return thresholds of a large replay ratio whose measured loss is at most this."""
         curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
-        budget, best = max_damage, self.closed
+        budget, best = max_loss, self.closed
         for _ in range(8):
             chosen = tuple(p.threshold for p in allocate_budget(curves, budget))
             found = self.outcome(chosen)
-            if found.damage <= max_damage and found.replay > self.outcome(best).replay:
+            if found.loss <= max_loss and found.replay > self.outcome(best).replay:
                 best = chosen
                 break
             budget *= 0.6
-        return self._grow(best, max_damage)
+        return self._grow(best, max_loss)
 
     def _reach(self, curves: list[list[Point]], target: float, sought: float) -> Values:
-        """Ratios shift a little when layers replay together, so the joint ratio is met afterwards."""
+        """Return the allocated thresholds, shifted to the target: ratios change when layers replay together."""
         chosen = tuple(p.threshold for p in allocate(curves, sought))
         return self.shifted(chosen, target)
 
     def _better(self, values: Values, than: Values, target: float) -> bool:
         new, old = self.outcome(values), self.outcome(than)
-        return (new.replay < target, new.damage) < (old.replay < target, old.damage)
+        return (new.replay < target, new.loss) < (old.replay < target, old.loss)
 
-    def _grow(self, best: Values, max_damage: float) -> Values:
-        """Raise single layers while the measured damage stays within the budget."""
+    def _grow(self, best: Values, max_loss: float) -> Values:
+        """Return thresholds with single layers raised while the measured loss stays within the budget."""
         for step in STEPS:
             grown = True
             while grown:
@@ -244,12 +250,12 @@ class Search:
                     share = self.share(layer, best[layer]) + step
                     candidate = _with(best, layer, self.at(layer, min(share, 1.0)))
                     found = self.outcome(candidate)
-                    if found.damage <= max_damage and found.replay > self.outcome(best).replay:
+                    if found.loss <= max_loss and found.replay > self.outcome(best).replay:
                         best, grown = candidate, True
         return best
 
     def share(self, layer: int, value: float | None) -> float:
-        """The inverse of `at`."""
+        """Return the share of the layer's dense scores that pass a threshold: the inverse of `at`."""
         if value is None:
             return 0.0
         scores = self._scores[layer]
@@ -258,7 +264,7 @@ class Search:
 
 
 def _at(scores: Tensor, share: float, comparison: Comparison) -> float | None:
-    """Of sorted scores the one that this share passes."""
+    """Return the score that this share of the sorted scores passes; None for a share of 0."""
     if share <= 0:
         return None
     return comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])

@@ -1,42 +1,41 @@
-"""The `fastcar` command. One file per command; exit codes: 0 ok, 1 mismatch, 2 user error, 3 internal error."""
+"""The `fastcar` command. One file per command; this file imports nothing, so that Ctrl-C is met from the start."""
 
 from __future__ import annotations
 
-import typer
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
 
-from fastcar_compile.cli.calibrate import calibrate_command
-from fastcar_compile.cli.compile import compile_command
-from fastcar_compile.cli.estimate import estimate_command
-from fastcar_compile.cli.evaluate import evaluate_command
-from fastcar_compile.cli.inspect import inspect_command
-from fastcar_compile.cli.run import run_command
-from fastcar_compile.cli.targets import targets_command
-from fastcar_compile.cli.train_gate import train_gate_command
-from fastcar_compile.cli.tune_decoder import tune_decoder_command
-from fastcar_compile.cli.verify import verify_command
+if TYPE_CHECKING:
+    import typer
 
-app = typer.Typer(
-    name="fastcar",
-    help="Compile autoregressive video decoders that replay MLP outputs of the previous frame.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("compile")(compile_command)
-app.command("train-gate")(train_gate_command)
-app.command("tune-decoder")(tune_decoder_command)
-app.command("calibrate")(calibrate_command)
-app.command("evaluate")(evaluate_command)
-app.command("inspect")(inspect_command)
-app.command("run")(run_command)
-app.command("verify")(verify_command)
-app.command("estimate")(estimate_command)
-app.command("targets")(targets_command)
+    app: typer.Typer
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Run the command line of this process; the entry point of the console script."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `fastcar inspect … | head` ends without a word
+    try:
+        from fastcar_compile.cli.commands import app as commands
+
+        commands(prog_name="fastcar")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # half-imported libraries cannot be relied on to shut down
+
+
+def __getattr__(name: str) -> object:
+    """Return the typer application, which is built when it is first asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fastcar_compile.cli.commands import app as commands
+
+    return commands
 
 
 __all__ = ["app", "main"]

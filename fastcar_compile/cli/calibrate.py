@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, print_json, stages, stdout
-from fastcar_compile.cli.run import read_prompt
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import read_tokens
+from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from fastcar_compile import Thresholds
 
 
 @command
@@ -31,9 +35,7 @@ def calibrate_command(
 
     if output is None and not store and not as_json:
         raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
-    tokens = read_prompt(videos)
-    if tokens.ndim != 2:
-        raise UserError(f"the videos are {list(tokens.shape)}, expected [N, T]", where=str(videos))
+    tokens = read_tokens(videos, "video file", dims=(2,))
     with stages(as_json, "calibrate") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
@@ -57,11 +59,14 @@ def calibrate_command(
     return ExitCode.OK
 
 
-def _show(found: Any) -> None:
-    console = stdout()
-    layers = ", ".join(f"{layer}: {ratio:.1%}" for layer, ratio in enumerate(found.per_layer))
+def _show(found: Thresholds) -> None:
     increase = found.nll / found.nll_dense - 1
-    text = f"replay {found.replay:.1%} of t >= F (layer {layers}), NLL {found.nll:.4g}, {increase:+.1%} of dense"
-    console.print(text, markup=False, soft_wrap=True)
-    values = ", ".join("none" if v is None else f"{v:.6g}" for v in found.values)
-    console.print(f"thresholds of gate {found.gate}: {values}", markup=False, soft_wrap=True)
+    print_fields(
+        {
+            "replay": f"{found.replay:.1%} of the forwards t >= F",
+            "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
+            "gate": found.gate,
+            "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
+            "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
+        }
+    )

@@ -1,34 +1,29 @@
-"""What every command shares: output forms, exit codes, error reporting, progress."""
+"""What every command shares: exit codes, error reporting, progress and `--json`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
-import math
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
-import numpy as np
-import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from fastcar_compile.cli import INTERRUPTED
+from fastcar_compile.cli.output import interactive, print_json, stderr
 from fastcar_compile.errors import FastcarError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 P = ParamSpec("P")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON value on stdout and nothing else; an error too.")
+]
 
 
 class ExitCode(IntEnum):
@@ -38,67 +33,47 @@ class ExitCode(IntEnum):
     MISMATCH = 1
     USER_ERROR = 2
     INTERNAL_ERROR = 3
+    INTERRUPTED = INTERRUPTED
+
+    @property
+    def meaning(self) -> str:
+        """What the code says, for `fastcar --help`."""
+        return _MEANINGS[self]
 
 
-def stdout() -> Console:
-    """The console for results; made per call, so that a redirected stdout is honoured."""
-    return Console(file=sys.stdout, highlight=False)
-
-
-def stderr() -> Console:
-    """The console for errors and progress."""
-    return Console(file=sys.stderr, highlight=False)
-
-
-def print_table(table: Table) -> None:
-    """A table at its natural width: nothing is cut off when stdout is a file or a narrow terminal."""
-    wide = Console(file=sys.stdout, width=10_000)
-    width = Measurement.get(wide, wide.options, table).maximum
-    Console(file=sys.stdout, highlight=False, width=width).print(table, soft_wrap=True)
-
-
-def jsonable(value: Any) -> Any:
-    """`value` as plain JSON: dataclasses, paths, numpy scalars and arrays included; infinities and NaN as strings."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(item) for item in value]
-    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
-        return jsonable(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def print_json(value: Any) -> None:
-    """One JSON object on stdout, never wrapped or coloured."""
-    sys.stdout.write(json.dumps(jsonable(value), indent=2, sort_keys=True, allow_nan=False) + "\n")
+_MEANINGS = {
+    ExitCode.OK: "done",
+    ExitCode.MISMATCH: "`verify` found a backend that differs",
+    ExitCode.USER_ERROR: "the call, the model or a file is wrong; the error says what, where and how to fix it",
+    ExitCode.INTERNAL_ERROR: "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+}
 
 
 def report_error(error: BaseException, as_json: bool) -> ExitCode:
-    """Prints an error without a traceback (on stderr, or as {"error": …} on stdout) and returns the exit code."""
+    """Print an error without a traceback, on stderr or as {"error": …} on stdout, and return the exit code."""
     user = isinstance(error, UserError)
     code = ExitCode.USER_ERROR if user else ExitCode.INTERNAL_ERROR
     kind, text = type(error).__name__, str(error) or type(error).__name__
     if as_json:
-        fields = {"type": kind, "message": text, "exit_code": int(code)}
-        if isinstance(error, UserError):
-            fields |= {"message": error.what, "where": error.where, "hint": error.hint}
-        print_json({"error": fields})
+        fields = error.to_json() if isinstance(error, FastcarError) else {"type": kind, "message": text}
+        print_json({"error": fields | {"exit_code": int(code)}})
         return code
-    title = "error" if user else "internal error"
-    console = stderr()
-    console.print(f"[bold red]{title}:[/] {escape(text)}", soft_wrap=True)
+    _print_labelled("error" if user else "internal error", "bold red", text)
     if not user:
         named = "" if isinstance(error, FastcarError) else f"{kind}; "
-        console.print(f"[dim]({named}a defect of fastcar_compile; set FASTCAR_TRACEBACK=1 for the traceback)[/]")
+        stderr().print(f"({named}a defect of fastcar_compile; set FASTCAR_TRACEBACK=1 for the traceback)", style="dim")
     return code
 
 
+def _print_labelled(label: str, style: str, text: str, console: Console | None = None) -> None:
+    from rich.markup import escape
+
+    (console or stderr()).print(f"[{style}]{label}:[/] {escape(text)}", soft_wrap=True)
+
+
 def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
-    """Turns a function that returns an ExitCode into a typer command that reports every error in the one form.
+    """Turn a function that returns an ExitCode into a typer command that reports every error in one form.
 
     The function must have a parameter `as_json`.
     """
@@ -111,7 +86,7 @@ def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
             raise
         except KeyboardInterrupt:
             stderr().print("interrupted")
-            raise typer.Exit(130) from None
+            code = ExitCode.INTERRUPTED
         except Exception as error:
             _raise_if_asked(error)
             code = report_error(error, bool(kwargs.get("as_json")))
@@ -126,9 +101,9 @@ def _raise_if_asked(error: Exception) -> None:
 
 
 @contextmanager
-def _warnings_to(console: Console) -> Iterator[None]:
+def _warnings_to(console: Console) -> Generator[None]:
     def show(message: Warning | str, *_rest: object) -> None:
-        console.print(f"[yellow]warning:[/] {escape(str(message))}", soft_wrap=True)
+        _print_labelled("warning", "yellow", str(message), console)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -136,74 +111,24 @@ def _warnings_to(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def stages(as_json: bool, title: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr with the elapsed time; yields a function that sets its text. No spinner with --json.
+def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
+    """Show a spinner with the elapsed time on stderr, and yield a function that sets its text.
 
-    Warnings inside the block are one line each on stderr.
+    There is no spinner with --json, nor where stdout or stderr is no terminal. Warnings inside the block are one line
+    each on stderr.
     """
-    console = stderr()
-    if as_json:
-        with _warnings_to(console):
+    if as_json or not interactive():
+        with _warnings_to(stderr()):
             yield lambda text: None
         return
+    from rich.markup import escape
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress, _warnings_to(progress.console):
+    with Progress(*columns, console=stderr(), transient=True) as progress, _warnings_to(progress.console):
         task = progress.add_task(escape(title))
 
         def show(text: str) -> None:
             progress.update(task, description=escape(f"{title}: {text}"))
 
         yield show
-
-
-def parse_thresholds(text: str) -> float | list[float | None]:
-    """A threshold option: one number, or one per layer separated by commas; "inf", "-inf" and "none" are allowed.
-
-    "none" (never replay) alone is inf.
-
-    Raises:
-        UserError: a part is not a number.
-    """
-    parts = [part.strip().lower() for part in text.split(",")]
-    values = [_threshold(part, text) for part in parts]
-    if len(values) > 1:
-        return values
-    return math.inf if values[0] is None else values[0]
-
-
-def _threshold(part: str, whole: str) -> float | None:
-    if part == "none":
-        return None
-    try:
-        value = float(part)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise UserError(
-            f"{part!r} is not a threshold",
-            where=f"--threshold {whole}",
-            hint="give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)",
-        )
-    return value
-
-
-def require_one(options: Sequence[tuple[str, bool]]) -> None:
-    """Refuses more than one of the given options together.
-
-    Raises:
-        UserError: two or more are set.
-    """
-    given = [name for name, is_set in options if is_set]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} cannot be given together", hint="choose one of them")
-
-
-def existing(path: Path, what: str) -> Path:
-    """`path`, if it exists.
-
-    Raises:
-        UserError: it does not.
-    """
-    if not path.exists():
-        raise UserError(f"the {what} does not exist", where=str(path))
-    return path

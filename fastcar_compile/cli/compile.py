@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastcar_compile.cli.common import (
-    ExitCode,
-    JsonOption,
-    command,
-    existing,
-    parse_thresholds,
-    print_json,
-    stages,
-    stdout,
-)
-from fastcar_compile.config import ReplayConfig, SparseAttention
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import existing, parse_heads, parse_thresholds
+from fastcar_compile.cli.output import count_text, print_json, print_text, size_text
+from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from fastcar_compile import ReplayConfig, SparseAttention
+
+
+def gate_names() -> list[str]:
+    """Return the names of the gates, for shell completion."""
+    from fastcar_compile.gates import GATES
+
+    return list(GATES)
+
+
+def quant_names() -> list[str]:
+    """Return the names of the quantisation formats, for shell completion."""
+    from fastcar_compile.formats import QUANT_FORMATS
+
+    return list(QUANT_FORMATS)
+
+
+def kv_names() -> list[str]:
+    """Return the names of the KV types, for shell completion."""
+    from fastcar_compile.formats import KV_TYPES
+
+    return list(KV_TYPES)
 
 
 @command
 def compile_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the artifact.")],
-    target: Annotated[str, typer.Option(help="Target name or .toml file; see `fastcar targets`.")] = "zcu102",
+    target: Annotated[
+        str, typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=target_names)
+    ] = "zcu102",
     tokens_per_frame: Annotated[
         int | None, typer.Option(help="Tokens of one frame; default: the model's config.")
     ] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
     quant: Annotated[
-        str | None, typer.Option(help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.")
+        str | None,
+        typer.Option(
+            help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.",
+            autocompletion=quant_names,
+        ),
     ] = None,
     gate: Annotated[
-        str, typer.Option(help="What decides: tas, input_delta, bound, learned; always, never, random.")
+        str,
+        typer.Option(
+            help="What decides: tas, input_delta, bound, learned; always, never, random.", autocompletion=gate_names
+        ),
     ] = "tas",
     gate_weights: Annotated[Path | None, typer.Option(help="Weights of gate learned, .safetensors.")] = None,
     threshold: Annotated[
@@ -56,7 +82,10 @@ def compile_command(
     window_positions: Annotated[
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
-    kv: Annotated[str, typer.Option(help="What keys and values are cached as: float32, float16 or int8.")] = "float32",
+    kv: Annotated[
+        str,
+        typer.Option(help="What keys and values are cached as: float32, float16 or int8.", autocompletion=kv_names),
+    ] = "float32",
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
@@ -69,10 +98,9 @@ def compile_command(
     load_target(target)  # cheap refusals come before the model is read
     replay = None
     if not no_replay:
-        limits = {} if threshold is None else {"threshold": parse_thresholds(threshold)}
-        chosen = None if heads is None else parse_heads(heads)
-        options = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg, "heads": chosen}
-        replay = ReplayConfig(gate=gate, gate_weights=gate_weights, **limits, **options)
+        options: dict[str, Any] = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg}
+        options |= {"gate": gate, "gate_weights": gate_weights}
+        replay = parse_replay(options, threshold, heads)
     sparse = parse_sparse(window, sinks, window_positions)
     with stages(as_json, "compile") as show:
         show("checking the model")
@@ -94,20 +122,36 @@ def compile_command(
     sites, files = len(artifact.sites), artifact.manifest.files
     size = sum(entry.size for entry in files.values())
     if as_json:
-        print_json({"path": str(artifact.path), "sites": sites, "files": len(files), "bytes": size})
+        print_json({"path": artifact.path, "sites": sites, "files": len(files), "bytes": size})
     else:
-        able = sum(site.replay for site in artifact.sites)
-        text = f"{artifact.path}: {able} of {sites} layers may replay, {len(files)} files, {size / 1e6:.1f} MB"
-        stdout().print(text, soft_wrap=True, markup=False)
+        able = sum(site.replay is not None for site in artifact.sites)
+        print_text(
+            f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
+            f"{count_text(len(files), 'file')}, {size_text(size)}"
+        )
     return ExitCode.OK
 
 
+def parse_replay(options: dict[str, Any], threshold: str | None, heads: str | None) -> ReplayConfig:
+    """Return the replay of --threshold, --heads and the options that need no reading; the gate's threshold by default.
+
+    Raises:
+        UserError: a threshold or a head is no number. CompileError: a value is not valid.
+    """
+    from fastcar_compile.config import ReplayConfig
+
+    read: dict[str, Any] = {} if threshold is None else {"threshold": parse_thresholds(threshold)}
+    return ReplayConfig(**read, **options, heads=None if heads is None else parse_heads(heads))
+
+
 def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -> SparseAttention | None:
-    """Sparse attention from --window, --sinks and --window-positions; None without a window.
+    """Return the sparse attention of --window, --sinks and --window-positions; None without a window.
 
     Raises:
         UserError: sinks or positions without a window. CompileError: a value is not valid.
     """
+    from fastcar_compile.config import SparseAttention
+
     given = {"sinks": sinks, "positions": positions}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if window is not None:
@@ -119,29 +163,10 @@ def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -
     return None
 
 
-def parse_heads(text: str) -> list[Any]:
-    """The heads of one or, separated by "/", of every layer: "0,2", "3:1,1:-1" (with weights) or "all".
-
-    Raises:
-        UserError: a part is none of these.
-    """
-    return [None if part.strip() == "all" else _layer_heads(part) for part in text.split("/")]
-
-
-def _layer_heads(text: str) -> Any:
-    try:
-        if ":" not in text:
-            return [int(word) for word in text.split(",")]
-        return {int(head): float(weight) for head, weight in (word.split(":") for word in text.split(","))}
-    except ValueError as error:
-        hint = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
-        raise UserError(f"{text!r} is no list of heads", where="--heads", hint=hint) from error
-
-
 def load_model(path: Path) -> Any:
-    """The model at `path`: an ExportedProgram from a .pt2 file, or a Hugging Face folder, checked but not yet read.
+    """Return the model at `path`: the program of a .pt2 file, or a Hugging Face folder, checked but not yet read.
 
-    Only local files are read, and of weights only safetensors.
+    Only local files are read, and only safetensors for weights.
 
     Raises:
         UserError: nothing usable is there.
@@ -162,4 +187,5 @@ def load_model(path: Path) -> Any:
     try:
         return torch.export.load(path)
     except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
-        raise UserError(f"the exported program cannot be read: {error}", where=str(path)) from error
+        hint = "write it with torch.export.save"
+        raise UserError(f"the exported program cannot be read: {error}", where=str(path), hint=hint) from error

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
-from rich.table import Table
 
-from fastcar_compile.cli.common import ExitCode, command, existing, print_table, stages
-from fastcar_compile.cli.compile import parse_heads
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import existing, parse_heads, read_tokens
+from fastcar_compile.cli.output import Column, print_json, print_table
 from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastcar_compile import Artifact, ReplayConfig
+    from fastcar_compile.evaluate import SinkWindow
+    from fastcar_compile.gates import GateWeights
 
 
 @command
@@ -43,22 +48,25 @@ def evaluate_command(
     quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none or w8a8.")] = "none",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
     journal: Annotated[Path | None, typer.Option(help="Folder that keeps every measurement; goes on from it.")] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; -: to stdout.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the pictures.")] = None,
+    as_json: JsonOption = False,
 ) -> ExitCode:
     """Measure replay against the dense decoder."""
     from fastcar_compile import evaluate
     from fastcar_compile.evaluate.pictures import draw
 
     if (cases is None) == (calibration_videos is None):
-        raise UserError("exactly one of --calibration-videos and --cases is needed")
+        hint = "give the videos to choose thresholds on, or a file of --save-cases"
+        raise UserError("exactly one of --calibration-videos and --cases is needed", hint=hint)
     attentions = parse_attentions(sparse_attention)
     function = None if detokenize is None else evaluate.entry_point(detokenize)
-    held_out = read_videos(videos)
+    held_out = read_tokens(videos, "video file", dims=(2,))
+    choosing = None if calibration_videos is None else read_tokens(calibration_videos, "video file", dims=(2,))
+    wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    only_json = str(output) == "-"
-    with stages(only_json, "evaluate") as show:
+    with stages(as_json, "evaluate") as show:
         show("reading the decoder")
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
@@ -76,10 +84,8 @@ def evaluate_command(
         if cases is not None:
             planned = evaluate.load_cases(cases, weights)
         else:
-            assert calibration_videos is not None
-            wanted = [float(r) for r in ratios.split(",")]
             configs = parse_gates(gates, heads, weights, couple_cfg)
-            planned = study.plan(read_videos(calibration_videos), configs, wanted, calibrations.split(","), journal)
+            planned = study.plan(choosing, configs, wanted, calibrations.split(","), journal)
         if save_cases is not None:
             evaluate.save_cases(planned, save_cases)
         chosen = [case.with_attention(a) for a in attentions for case in planned]
@@ -87,43 +93,33 @@ def evaluate_command(
         if plots is not None:
             show("pictures")
             draw(study.judge, chosen, rows, plots)
-    text = json.dumps(rows, indent=1, sort_keys=True) + "\n"
-    if only_json:
-        sys.stdout.write(text)
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
+    if as_json:
+        print_json({"rows": rows})
     else:
         _show(rows)
-    if output is not None and not only_json:
-        output.write_text(text, "utf-8")
     return ExitCode.OK
 
 
-def read_videos(path: Path) -> np.ndarray:
-    """int64 [N, T] from a file of one array.
+def parse_ratios(text: str) -> list[float]:
+    """Return replay ratios from "0.5,0.8".
 
     Raises:
-        UserError: no such file, more than one array, or no [N, T] of integers.
+        UserError: a part is no number from 0 to 1.
     """
-    existing(path, "video file")
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.numpy import load_file
-
-            arrays = load_file(path)
-        else:
-            loaded = np.load(path, allow_pickle=False)
-            arrays = {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded.items())
-    except Exception as error:  # three libraries, many kinds; all of them mean that the file is not what it should be
-        raise UserError(f"the videos cannot be read: {error}", where=str(path)) from error
-    if len(arrays) != 1:
-        raise UserError(f"{len(arrays)} arrays ({', '.join(sorted(arrays))})", where=str(path), hint="keep one")
-    array = next(iter(arrays.values()))
-    if array.ndim != 2 or array.dtype.kind not in "iu":
-        raise UserError(f"the videos are {array.dtype} {list(array.shape)}, expected integers [N, T]", where=str(path))
-    return array.astype(np.int64)
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = [-1.0]
+    if not all(0 <= ratio <= 1 for ratio in ratios):
+        hint = "give numbers from 0 to 1, separated by commas, for example 0.5,0.8"
+        raise UserError(f"{text!r} is no list of replay ratios", where="--ratios", hint=hint)
+    return ratios
 
 
-def read_decoder(path: Path) -> Any:
-    """An artifact, or the module of a Hugging Face folder.
+def read_decoder(path: Path) -> Artifact | nn.Module:
+    """Return an artifact, or the module of a Hugging Face folder.
 
     Raises:
         UserError: neither.
@@ -131,8 +127,15 @@ def read_decoder(path: Path) -> Any:
     import fastcar_compile as fc
 
     existing(path, "decoder")
-    if (path / "manifest.json").is_file():
-        return fc.load(str(path))
+    return fc.load(str(path)) if (path / "manifest.json").is_file() else read_module(path)
+
+
+def read_module(path: Path) -> nn.Module:
+    """Return the module of a Hugging Face folder.
+
+    Raises:
+        UserError: there is none.
+    """
     if not (path / "config.json").is_file():
         hint = "give a folder with manifest.json (an artifact) or config.json (a Hugging Face decoder)"
         raise UserError("neither an artifact nor a Hugging Face decoder", where=str(path), hint=hint)
@@ -142,11 +145,12 @@ def read_decoder(path: Path) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
-        raise UserError(f"the decoder cannot be read: {error}", where=str(path)) from error
+        hint = "give a folder that save_pretrained wrote"
+        raise UserError(f"the decoder cannot be read: {error}", where=str(path), hint=hint) from error
 
 
-def read_gate_weights(path: Path | None, source: Any) -> Any:
-    """The weights in a file, else those of an artifact's own gate; None: there are none.
+def read_gate_weights(path: Path | None, source: Artifact | nn.Module) -> GateWeights | None:
+    """Return the weights in a file, else those of an artifact's own gate; None: there are none.
 
     Raises:
         UserError: the file cannot be read, or is malformed.
@@ -159,12 +163,14 @@ def read_gate_weights(path: Path | None, source: Any) -> Any:
     return weights_in(source.params, len(source.sites)) if isinstance(source, Artifact) else None
 
 
-def parse_gates(text: str, heads: str | None, weights: Any = None, couple_cfg: bool = False) -> list[Any]:
-    """A ReplayConfig per gate; heads and weights go to those that take them."""
+def parse_gates(
+    text: str, heads: str | None, weights: GateWeights | None = None, couple_cfg: bool = False
+) -> list[ReplayConfig]:
+    """Return a ReplayConfig per gate; heads and weights go to the gates that take them."""
     from fastcar_compile.config import ReplayConfig
     from fastcar_compile.gates import GATES
 
-    configs = []
+    configs: list[ReplayConfig] = []
     for name in (part.strip() for part in text.split(",")):
         kind = GATES.get(name)
         chosen = parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
@@ -173,15 +179,15 @@ def parse_gates(text: str, heads: str | None, weights: Any = None, couple_cfg: b
     return configs
 
 
-def parse_attentions(text: str) -> list[Any]:
-    """ "none" or window/sinks, separated by commas.
+def parse_attentions(text: str) -> list[SinkWindow | None]:
+    """Return the attention of every part of "none,256/16" (window/sinks); None: to all positions.
 
     Raises:
         UserError: a part is neither.
     """
     from fastcar_compile.evaluate import SinkWindow
 
-    found: list[Any] = []
+    found: list[SinkWindow | None] = []
     for part in (word.strip() for word in text.split(",")):
         window, slash, sinks = part.partition("/")
         if part != "none" and not (slash and window.isdigit() and sinks.isdigit()):
@@ -191,19 +197,22 @@ def parse_attentions(text: str) -> list[Any]:
     return found
 
 
+_TEXT = ("gate", "calibration", "attention")
+_NUMBERS = ("replay of t >= F", "NLL", "of dense", "agreement", "PSNR", "SSIM")
+
+
 def _show(rows: list[dict[str, Any]]) -> None:
-    columns = ("gate", "calibration", "attention", "replay of t >= F", "NLL", "of dense", "agreement", "PSNR", "SSIM")
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(
-            row["gate"],
-            row["calibration"],
-            row["sparse_attention"],
-            f"{row['replay_ratio']:.1%}",
-            f"{float(row['nll']):.4f}",
-            f"{float(row['nll']) / row['nll_dense']:.3f}x",
-            f"{row['token_agreement']:.2%}",
-            "" if row["psnr"] is None else f"{float(row['psnr']):.1f} dB",
-            "" if row["ssim"] is None else f"{row['ssim']:.3f}",
-        )
-    print_table(table)
+    columns = (*map(Column, _TEXT), *(Column(title, right=True) for title in _NUMBERS))
+    print_table(columns, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(row["gate"], row["calibration"], row["sparse_attention"]),
+        f"{row['replay_ratio']:.1%}",
+        f"{float(row['nll']):.4f}",
+        f"{float(row['nll']) / row['nll_dense']:.3f}x",
+        f"{row['token_agreement']:.2%}",
+        "-" if row["psnr"] is None else f"{float(row['psnr']):.1f} dB",
+        "-" if row["ssim"] is None else f"{row['ssim']:.3f}",
+    ]

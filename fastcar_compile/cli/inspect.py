@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
-from fastcar_compile.cli.common import (
-    ExitCode,
-    JsonOption,
-    command,
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import require_one
+from fastcar_compile.cli.output import (
+    Column,
+    count_text,
     jsonable,
+    print_fields,
     print_json,
     print_table,
-    require_one,
-    stages,
-    stdout,
+    print_text,
+    short_digest,
+    size_text,
 )
 from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from fastcar_compile import Artifact
 
 
 @command
@@ -34,7 +38,7 @@ def inspect_command(
     node: Annotated[str | None, typer.Option(help="With --explain: only this node.")] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show an artifact: a summary, its sites, its graphs, or the explanation of one node."""
+    """Show an artifact: summary, layers, graphs, explanation."""
     import fastcar_compile as fc
 
     require_one([("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)])
@@ -57,7 +61,7 @@ def inspect_command(
 
 
 def graph_text(graph: Any) -> str:
-    """A graph as readable text: of a GraphModule its generated code, of anything else its `str`."""
+    """Return a graph as readable text: the generated code of a GraphModule, `str` of anything else."""
     return graph.print_readable(print_output=False) if hasattr(graph, "print_readable") else str(graph)
 
 
@@ -65,53 +69,94 @@ def _show_text(name: str, text: str, as_json: bool) -> None:
     if as_json:
         print_json({name: text})
     else:
-        stdout().print(text, soft_wrap=True, markup=False)
+        print_text(text)
 
 
-def _show_sites(sites: Any, as_json: bool) -> None:
-    rows = [jsonable(site) for site in sites]
+def _show_sites(sites: Iterable[object], as_json: bool) -> None:
+    rows: list[dict[str, Any]] = [jsonable(site) for site in sites]
     if as_json:
         print_json({"sites": rows})
         return
-    table = Table(box=None, pad_edge=False)
-    columns = ("layer", "module_path", "hidden", "intermediate", "activation", "source")
-    for name in columns:
-        table.add_column(name.replace("_", " "), no_wrap=True)
-    for row in rows:
-        table.add_row(*(str(row.get(name, "-")) for name in columns))
-    print_table(table)
+    names = ("layer", "module_path", "hidden", "intermediate", "activation", "source")
+    rows = [row | row["mlp"] for row in rows]
+    columns = [Column(name.replace("_", " "), right=name in ("layer", "hidden", "intermediate")) for name in names]
+    print_table(columns, ([str(row.get(name, "-")) for name in names] for row in rows))
 
 
 def host_lines(host: Mapping[str, Any]) -> list[str]:
-    """One line for each CPU that the artifact has libraries for; the manifest's section `host`."""
-    lines = [f"library: {v['instruction_set']} ({v['triple']})" for v in host.get("variants", [])]
+    """Return one line for each CPU that the artifact has libraries for; `host` is the manifest's section."""
+    lines = [f"{v['instruction_set']} ({v['triple']})" for v in host.get("variants", [])]
     board = host.get("board")
     if board is not None:
-        kind = "library" if board["linked"] else "object files"
-        lines.append(f"{kind}: {board['cpu']} ({board['triple']}), the board's")
+        kind = "the board's" if board["linked"] else "the board's, object files"
+        lines.append(f"{board['cpu']} ({board['triple']}), {kind}")
     return lines
 
 
-def _show_summary(loaded: Any, as_json: bool) -> None:
+def _show_summary(loaded: Artifact, as_json: bool) -> None:
     manifest = loaded.manifest
     size = sum(entry.size for entry in manifest.files.values())
     if as_json:
         fields = {"path": loaded.path, "bytes": size, "layers": len(loaded.sites)}
         print_json(fields | manifest.model_dump(mode="json"))
         return
-    console = stdout()
-    counts = f"{len(loaded.sites)} layers, {len(manifest.files)} files, {size / 1e6:.1f} MB"
-    console.print(f"{loaded.path}: {counts}", soft_wrap=True, markup=False)
-    for name, value in sorted(manifest.sections.get("config", {}).items()):
-        console.print(f"  {name}: {value}", soft_wrap=True, markup=False)
-    for line in host_lines(manifest.sections.get("host", {})):
-        console.print(f"  {line}", soft_wrap=True, markup=False)
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
-    console.print(f"  written by: {versions}", soft_wrap=True, markup=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("file", no_wrap=True)
-    table.add_column("bytes", justify="right")
-    table.add_column("sha256", no_wrap=True)
-    for name, entry in sorted(manifest.files.items()):
-        table.add_row(name, str(entry.size), entry.sha256[:16])
-    print_table(table)
+    counts = f"{count_text(len(loaded.sites), 'layer')}, {count_text(len(manifest.files), 'file')}"
+    print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
+    fields = config_fields(manifest.sections["config"])
+    libraries = host_lines(manifest.sections.get("host", {}))
+    if libraries:
+        fields["libraries"] = "; ".join(libraries)
+    fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
+    print_fields(fields)
+    print_text("")
+    columns = (Column("file"), Column("size", right=True), Column("digest", dim=True))
+    entries = sorted(manifest.files.items())
+    print_table(columns, ([name, size_text(entry.size), short_digest(entry.sha256)] for name, entry in entries))
+
+
+def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that the artifact was compiled with, as a person reads them."""
+    rows = count_text(config["batch_size"], "row")
+    return {
+        "target": f"{config['target']}, offload: {config['offload']}",
+        "sizes": f"{config['tokens_per_frame']} tokens per frame, {config['max_seq_len']} positions, {rows}",
+        "numbers": f"quant {config['quant']}, KV cache {config['kv']}",
+        "attention": _attention_text(config["sparse_attention"]),
+        **_replay_fields(config["replay"]),
+    }
+
+
+def _attention_text(sparse: Mapping[str, Any] | None) -> str:
+    if sparse is None:
+        return "to all positions"
+    return f"to the last {sparse['window']} and the first {sparse['sinks']} tokens, {sparse['positions']} positions"
+
+
+def _replay_fields(replay: Mapping[str, Any] | None) -> dict[str, str]:
+    if replay is None:
+        return {"replay": "none (the dense decoder)"}
+    weights, chain, refresh = (replay.get(name) for name in ("gate_weights", "max_chain", "refresh_every"))
+    fields = {"gate": replay["gate"] + (f", weights {short_digest(weights)}" if weights else "")}
+    fields["threshold"] = _per_layer(replay.get("threshold"), _threshold_text, ", ")
+    if replay.get("heads"):
+        fields["heads"] = _per_layer(replay["heads"], _heads_text, "; ")
+    rules = [f"at most {chain} replays in a row" if chain else "any number of replays in a row"]
+    rules += [f"every {refresh}th frame computes" if refresh else ""]
+    rules += ["guidance pairs together" if replay.get("couple_cfg") else ""]
+    fields["replay"] = ", ".join(filter(None, rules))
+    return fields
+
+
+def _per_layer(value: object, text: Callable[[Any], str], separator: str) -> str:
+    """Return one text for all layers, or that of every layer."""
+    values = cast("list[Any]", value) if isinstance(value, list) else [value]
+    scope = "all layers" if len(values) == 1 else "layer by layer"
+    return f"{separator.join(map(text, values))} ({scope})"
+
+
+def _threshold_text(value: float | str | None) -> str:
+    return "never" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _heads_text(heads: list[tuple[int, float]] | None) -> str:
+    return "all" if heads is None else " ".join(f"{head} ({weight:+.3f})" for head, weight in heads)

@@ -3,66 +3,76 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
 import typer
-from torch import Tensor
 
-from fastcar_compile.artifact.store import load_tensors
-from fastcar_compile.cli.common import (
-    ExitCode,
-    JsonOption,
-    command,
-    existing,
-    parse_thresholds,
-    print_json,
-    require_one,
-    stages,
-    stdout,
-)
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_tokens, require_one
+from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.trace import save_trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fastcar_compile import Session
+
+    Tokens = NDArray[np.int64]
+
+BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager", "board")
 
 
 class Sampler:
     """Picks tokens from logits and keeps the time: greedy at temperature 0, else seeded multinomial sampling.
 
     Attributes:
-        first: time of the first pick in seconds (the prompt is read by then); None before it.
+        first: time of the first pick in seconds, when the prompt has been read; None before it.
         count: picks so far.
     """
 
-    def __init__(self, temperature: float, seed: int, total: int, show: Any) -> None:
+    def __init__(self, temperature: float, seed: int, total: int, show: Callable[[str], None]) -> None:
+        import numpy as np
+
         if temperature < 0:
             raise UserError(f"the temperature is {temperature}", hint="give 0 (greedy) or a positive number")
         self.temperature, self.total, self.show = temperature, total, show
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = np.random.default_rng(seed)
         self.first: float | None = None
         self.count = 0
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Logits float32 [B, V] to token ids int64 [B]."""
+    def __call__(self, logits: Any) -> Any:
+        """Return token ids int64 [B] for logits float32 [B, V]."""
         if self.first is None:
             self.first = time.perf_counter()
         self.count += 1
         self.show(f"{self.count} of {self.total} tokens")
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        weights = torch.softmax(logits.double() / self.temperature, -1)
-        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+        return logits.argmax(-1) if self.temperature == 0 else self._drawn(logits)
+
+    def _drawn(self, logits: Any) -> Any:
+        """Return the first token of every row whose cumulated probability exceeds a uniform number."""
+        import numpy as np
+        import torch
+
+        scaled = np.asarray(logits, np.float64) / self.temperature
+        weights = np.exp(scaled - scaled.max(-1, keepdims=True)).cumsum(-1)
+        limits = self.generator.random((len(weights), 1)) * weights[:, -1:]
+        drawn = (weights > limits).argmax(-1)
+        return drawn if isinstance(logits, np.ndarray) else torch.from_numpy(drawn)
 
 
 @command
 def run_command(
     artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
     prompt: Annotated[str | None, typer.Option(help="Token ids, separated by commas or blanks.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help=".npy or .safetensors, int64 [P] or [B, P].")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
-    backend: Annotated[str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.")] = "cpu",
+    backend: Annotated[
+        str, typer.Option(help=f"One of {', '.join(BACKENDS)}.", autocompletion=lambda: list(BACKENDS))
+    ] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
     thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
@@ -72,16 +82,14 @@ def run_command(
     trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Generate tokens; prints the replay ratio and the speed."""
+    """Generate tokens; print replay ratio and speed."""
     import fastcar_compile as fc
 
     if (prompt is None) == (prompt_file is None):
-        raise UserError("exactly one of --prompt and --prompt-file is needed")
+        raise UserError("exactly one of --prompt and --prompt-file is needed", hint="for example --prompt 16")
     require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
-    for option, path in (("output", output), ("trace", trace)):
-        if path is not None and path.suffix != ".npy":
-            raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
-    ids = parse_prompt(prompt) if prompt is not None else read_prompt(prompt_file)
+    _check_suffixes(output=output, trace=trace)
+    ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "run") as show:
         show("checking the files")
@@ -96,23 +104,34 @@ def run_command(
         start = time.perf_counter()
         tokens = session.generate(ids, num_tokens, sample=sampler, progress=False)
         end = time.perf_counter()
-    if output is not None:
-        np.save(output, np.asarray(tokens), allow_pickle=False)
-    if trace is not None:
-        save_trace(session.stats.decisions, trace)
-    report = summary(session, tokens, start, sampler.first or end, end)
-    report |= {"backend": backend, "output": None if output is None else str(output)}
-    report["trace"] = None if trace is None else str(trace)
+    rows: list[list[int]] = tokens.tolist()
+    report = summary(session, rows, start, sampler.first or end, end)
+    report |= {"backend": backend, "output": output, "trace": trace}
+    _write(tokens, output)
+    _write(session.stats.decisions if trace else None, trace)
     if as_json:
-        print_json(report | {"tokens": tokens})
+        print_json(report | {"tokens": rows})
     else:
-        _show(report, tokens)
+        _show(report, rows)
     return ExitCode.OK
 
 
-def summary(session: Any, tokens: Tensor, start: float, first: float, end: float) -> dict[str, Any]:
-    """Replay ratio and speed. Times in seconds; tokens per second count all rows, over the decode steps only."""
-    rows, count = tokens.shape
+def _check_suffixes(**files: Path | None) -> None:
+    for option, path in files.items():
+        if path is not None and path.suffix != ".npy":
+            raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
+
+
+def _write(array: Any, path: Path | None) -> None:
+    import numpy as np
+
+    if path is not None:
+        np.save(path, np.asarray(array), allow_pickle=False)
+
+
+def summary(session: Session, tokens: list[list[int]], start: float, first: float, end: float) -> dict[str, Any]:
+    """Return replay ratio and speed. Times in seconds; tokens per second count all rows, over the decode steps only."""
+    rows, count = len(tokens), len(tokens[0])
     decoding = end - first
     speed = rows * (count - 1) / decoding if count > 1 and decoding > 0 else None
     return {
@@ -127,78 +146,34 @@ def summary(session: Any, tokens: Tensor, start: float, first: float, end: float
     }
 
 
-def _show(report: dict[str, Any], tokens: Tensor) -> None:
-    console = stdout()
+def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
     speed = report["tokens_per_second"]
     rate = "" if speed is None else f", {speed:.1f} tokens/s"
-    shape = f"{report['rows']} x {report['num_tokens']} tokens"
-    times = f"prompt {report['prefill_seconds']:.3f} s, decode {report['decode_seconds']:.3f} s"
-    console.print(f"{shape} on {report['backend']}: {times}{rate}", markup=False, soft_wrap=True)
-    layers = ", ".join(f"{layer}: {ratio:.2%}" for layer, ratio in enumerate(report["per_layer"]))
-    console.print(f"replay ratio {report['replay_ratio']:.2%} (layer {layers})", markup=False, soft_wrap=True)
-    if report["output"] is not None:
-        console.print(f"tokens written to {report['output']}", markup=False, soft_wrap=True)
-        return
-    for row in tokens.tolist():
-        console.print(" ".join(map(str, row)), markup=False, soft_wrap=True)
+    fields = {
+        "decoded": f"{report['rows']} x {report['num_tokens']} tokens on {report['backend']}{rate}",
+        "time": f"prompt {report['prefill_seconds']:.3f} s, decode {report['decode_seconds']:.3f} s",
+        "replay": f"{report['replay_ratio']:.2%} of all MLPs",
+        "per layer": ", ".join(f"{ratio:.2%}" for ratio in report["per_layer"]),
+    }
+    written = {name: str(report[name]) for name in ("output", "trace") if report[name] is not None}
+    print_fields(fields | written)
+    if "output" not in written:
+        print_text("")
+        for row in rows:
+            print_text(" ".join(map(str, row)))
 
 
-def parse_prompt(text: str) -> np.ndarray:
-    """Token ids from "16" or "16, 3 4", int64 [P].
-
-    Raises:
-        UserError: not integers, or none.
-    """
-    parts = text.replace(",", " ").split()
-    try:
-        ids = [int(part) for part in parts]
-    except ValueError:
-        ids = []
-    if not ids:
-        raise UserError(
-            f"the prompt {text!r} is not a list of token ids", hint='give integers, for example "16" or "16,3"'
-        )
-    return np.array(ids, np.int64)
-
-
-def read_prompt(path: Path | None) -> np.ndarray:
-    """Token ids from a .npy file or a .safetensors file (its tensor "tokens", or its only one), int64 [P] or [B, P].
-
-    Raises:
-        UserError: missing, of another kind, or not integers.
-    """
-    assert path is not None
-    existing(path, "prompt file")
-    if path.suffix == ".npy":
-        try:
-            ids = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise UserError(f"the prompt file cannot be read: {error}", where=str(path)) from error
-    elif path.suffix == ".safetensors":
-        tensors = load_tensors(path, "numpy")
-        name = "tokens" if "tokens" in tensors or len(tensors) != 1 else next(iter(tensors))
-        if name not in tensors:
-            raise UserError(
-                f"the prompt file has no tensor 'tokens', only {', '.join(sorted(tensors))}", where=str(path)
-            )
-        ids = tensors[name]
-    else:
-        raise UserError("the prompt file is neither .npy nor .safetensors", where=str(path))
-    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2) or not ids.size:
-        text = f"the prompt file holds {ids.dtype} {list(ids.shape)}, expected integers [P] or [B, P]"
-        raise UserError(text, where=str(path))
-    return ids.astype(np.int64)
-
-
-def to_rows(ids: np.ndarray, rows: int) -> Tensor:
-    """One prompt for every row: [P] or [1, P] is repeated, [B, P] is kept; int64 [B, P].
+def to_rows(ids: Tokens, rows: int) -> Tokens:
+    """Return one prompt for every row, int64 [B, P]: [P] or [1, P] is repeated, [B, P] is kept.
 
     Raises:
         UserError: another number of rows.
     """
+    import numpy as np
+
     table = np.atleast_2d(ids)
     if table.shape[0] not in (1, rows):
         raise UserError(
             f"the prompt has {table.shape[0]} rows, the artifact decodes {rows}", hint=f"give 1 or {rows} rows"
         )
-    return torch.from_numpy(np.ascontiguousarray(np.broadcast_to(table, (rows, table.shape[1]))).copy())
+    return np.ascontiguousarray(np.broadcast_to(table, (rows, table.shape[1])))

@@ -23,7 +23,7 @@ class Sizes:
 
 
 def decoder_sizes(manifest: Manifest) -> Sizes:
-    """Reads the sizes from the manifest's section "decoder".
+    """Return the sizes in the manifest's section "decoder".
 
     Raises:
         ArtifactError: a size that every artifact has is missing.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, existing, print_json, stages, stdout
-from fastcar_compile.cli.evaluate import read_decoder, read_videos
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.evaluate import read_module
+from fastcar_compile.cli.options import existing, read_tokens
+from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from fastcar_compile import TrainedGate
 
 Decoder = Annotated[Path, typer.Argument(help="Folder of a Hugging Face decoder.")]
 Videos = Annotated[Path, typer.Option(help="To train on: .safetensors, .npz or .npy, int64 [N, T], with prompt.")]
@@ -42,15 +47,15 @@ def train_gate_command(
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Train a gate; the decoder's weights stay."""
+    """Train a gate for a decoder whose weights stay."""
     import fastcar_compile as fc
 
     not_compiled(decoder)
-    tokens, first = read_videos(videos), read_start(start)
+    tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "train-gate") as show:
         show("reading the decoder")
         found = fc.train_gate(
-            read_decoder(decoder),
+            read_module(decoder),
             tokens,
             gate=gate,
             target_replay=target_replay,
@@ -70,29 +75,32 @@ def train_gate_command(
 
 
 def not_compiled(decoder: Path) -> None:
-    """Raises UserError where the decoder is an artifact."""
+    """Raise UserError where the decoder is an artifact."""
     existing(decoder, "decoder")
     if (decoder / "manifest.json").is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
 
 
-def read_start(path: Path | None) -> Any:
-    """The gate to go on from, if there is one."""
+def read_start(path: Path | None) -> TrainedGate | None:
+    """Return the gate to go on from, if there is one."""
     import fastcar_compile as fc
 
     return None if path is None else fc.TrainedGate.load(existing(path, "gate"))
 
 
-def show_gate(found: Any, output: Path, as_json: bool) -> None:
-    """What the last steps of a training measured."""
+def show_gate(found: TrainedGate, output: Path, as_json: bool) -> None:
+    """Print what the last steps of a training measured."""
     if as_json:
         print_json(found.facts())
         return
-    text = f"gate {found.gate} in {output}: replay {found.replay:.1%} of t >= F, NLL {found.nll:.4g}, "
-    text += f"{found.nll / found.nll_dense - 1:+.1%} of dense, in the last steps"
-    console = stdout()
-    console.print(text, markup=False, soft_wrap=True)
+    fields = {
+        "gate": f"{found.gate}, written to {output}",
+        "replay": f"{found.replay:.1%} of the forwards t >= F, in the last steps",
+        "NLL": f"{found.nll:.4g} ({found.nll / found.nll_dense - 1:+.1%} of dense)",
+    }
     for layer, heads in enumerate(found.heads() or []):
-        named = ", ".join(f"{head}: {weight:+.3f}" for head, weight in heads.items())
-        console.print(f"layer {layer}, query heads {named}", markup=False, soft_wrap=True)
+        fields[f"layer {layer}"] = "query heads " + ", ".join(
+            f"{head}: {weight:+.3f}" for head, weight in heads.items()
+        )
+    print_fields(fields)

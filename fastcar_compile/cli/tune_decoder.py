@@ -10,7 +10,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.evaluate import read_decoder, read_videos
+from fastcar_compile.cli.evaluate import read_module
+from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.cli.train_gate import (
     Batch,
     Checkpoint,
@@ -51,17 +52,20 @@ def tune_decoder_command(
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Fine-tune a decoder together with its gate, so that it predicts well where MLPs replay."""
+    """Fine-tune a decoder together with its gate.
+
+    The tuned decoder predicts well where its MLPs replay.
+    """
     import fastcar_compile as fc
 
     not_compiled(decoder)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError("the output is there already", where=str(output), hint="give a new folder")
-    tokens, first = read_videos(videos), read_start(start)
+        raise UserError("the output exists already", where=str(output), hint="give a new folder")
+    tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "tune-decoder") as show:
         show("reading the decoder")
         found = fc.tune_decoder(
-            read_decoder(decoder),
+            read_module(decoder),
             tokens,
             rate=rate,
             gate=gate,

@@ -6,27 +6,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
 import typer
-from rich.table import Table
-from torch import Tensor
 
-from fastcar_compile.cli.common import (
-    ExitCode,
-    JsonOption,
-    command,
-    parse_thresholds,
-    print_json,
-    print_table,
-    stages,
-    stdout,
-)
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import parse_thresholds
+from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
 from fastcar_compile.cli.sizes import Sizes, decoder_sizes
 from fastcar_compile.errors import UserError
 from fastcar_compile.formats import quant_format
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fastcar_compile import Artifact
 
 REFERENCE = "eager"
 
@@ -35,8 +30,8 @@ REFERENCE = "eager"
 class Trace:
     """One teacher-forced decode: logits float32 [1 + N, B, V] (prompt first), decisions bool [N, L, B]."""
 
-    logits: np.ndarray
-    decisions: np.ndarray
+    logits: NDArray[np.float32]
+    decisions: NDArray[np.bool_]
     replay_ratio: float
 
 
@@ -67,7 +62,10 @@ def verify_command(
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Compare backends with eager PyTorch; exit code 1 if one is out of tolerance or decides differently."""
+    """Compare every backend with eager PyTorch.
+
+    Every backend decodes the same random inputs. The exit code is 1 if one is out of tolerance or decides differently.
+    """
     import fastcar_compile as fc
 
     names = None if backends is None else _names(backends)
@@ -82,16 +80,17 @@ def verify_command(
         traces = {name: _trace(loaded, name, limits, inputs, show) for name in [REFERENCE, *names]}
     reference = traces[REFERENCE]
     results = [compare(name, reference, traces[name], tolerance) for name in names]
+    steps, rows = inputs.shape[1] - 1, inputs.shape[0]
     if as_json:
-        fields = {"steps": inputs.shape[1] - 1, "rows": inputs.shape[0], "tolerance": tolerance, "seed": seed}
+        fields = {"steps": steps, "rows": rows, "tolerance": tolerance, "seed": seed}
         print_json(fields | {"ok": all(result.ok for result in results), "results": results})
     else:
-        _show(results, inputs, tolerance)
+        _show(results, steps, rows, tolerance)
     return ExitCode.OK if all(result.ok for result in results) else ExitCode.MISMATCH
 
 
 def default_backends(sections: Mapping[str, Any]) -> list[str]:
-    """Every backend of the artifact but the reference; `hls-csim` where it has accelerator kernels."""
+    """Return every backend of the artifact but the reference; `hls-csim` where it has accelerator kernels."""
     return ["cpu", "onnxruntime", *(["hls-csim"] if sections.get("accelerator") else [])]
 
 
@@ -108,7 +107,7 @@ def _names(text: str) -> list[str]:
 
 
 def steps_for(sizes: Sizes, tokens: int | None) -> int:
-    """Decode steps to run: as asked, else two frames, at most what the cache holds after a prompt of one token.
+    """Return the decode steps to run: as asked, else two frames, or what the cache holds after a prompt of one token.
 
     Raises:
         UserError: more were asked for than the cache holds.
@@ -125,24 +124,32 @@ def steps_for(sizes: Sizes, tokens: int | None) -> int:
     return tokens
 
 
-def random_inputs(sizes: Sizes, steps: int, seed: int) -> Tensor:
-    """Seeded inputs, the prompt's one token first: int64 [B, 1 + steps], or float32 [B, 1 + steps, H] if headless.
+def random_inputs(sizes: Sizes, steps: int, seed: int) -> NDArray[Any]:
+    """Return seeded inputs, the prompt's one token first: int64 [B, 1 + steps], headless float32 [B, 1 + steps, H].
 
     Raises:
         UserError: the manifest does not state the vocabulary or the hidden size.
     """
-    generator = torch.Generator().manual_seed(seed)
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
     shape = (sizes.batch_size, 1 + steps)
+    hint = "compile the model again"
     if sizes.takes_embeddings:
         if sizes.hidden_size is None:
-            raise UserError("the manifest states no hidden_size, so no embeddings can be drawn")
-        return torch.randn((*shape, sizes.hidden_size), generator=generator)
+            raise UserError("the manifest states no hidden_size, so no embeddings can be drawn", hint=hint)
+        return generator.standard_normal((*shape, sizes.hidden_size), np.float32)
     if sizes.vocab_size is None:
-        raise UserError("the manifest states no vocab_size, so no tokens can be drawn")
-    return torch.randint(sizes.vocab_size, shape, generator=generator)
+        raise UserError("the manifest states no vocab_size, so no tokens can be drawn", hint=hint)
+    return generator.integers(sizes.vocab_size, size=shape, dtype=np.int64)
 
 
-def _trace(loaded: Any, backend: str, limits: Any, inputs: Tensor, show: Callable[[str], None]) -> Trace:
+Limits = float | list[float | None] | None
+
+
+def _trace(loaded: Artifact, backend: str, limits: Limits, inputs: NDArray[Any], show: Callable[[str], None]) -> Trace:
+    import numpy as np
+
     show(f"opening the {backend} backend")
     session = loaded.session(backend=backend, record=True, threads=None)
     if limits is not None:
@@ -155,11 +162,14 @@ def _trace(loaded: Any, backend: str, limits: Any, inputs: Tensor, show: Callabl
 
 
 def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> Comparison:
-    """Largest logit error (NaN counts as infinite), greedy tokens and decisions that differ, and where it starts."""
+    """Return the largest logit error (NaN counts as infinite), how many tokens and decisions differ, and from where."""
+    import numpy as np
+
     if reference.logits.shape != trace.logits.shape or reference.decisions.shape != trace.decisions.shape:
         raise UserError(
             f"{backend} gives logits {list(trace.logits.shape)} and decisions {list(trace.decisions.shape)}, "
-            f"{REFERENCE} gives {list(reference.logits.shape)} and {list(reference.decisions.shape)}"
+            f"{REFERENCE} gives {list(reference.logits.shape)} and {list(reference.decisions.shape)}",
+            hint="compile the model again",
         )
     errors = np.abs(reference.logits - trace.logits).reshape(len(trace.logits), -1).max(1)
     errors = np.where(np.isnan(errors), math.inf, errors)
@@ -173,19 +183,31 @@ def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> C
     return Comparison(backend, error, int(tokens), int(differ.sum()), first, trace.replay_ratio, ok)
 
 
-def _show(results: list[Comparison], inputs: Tensor, tolerance: float) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in ("backend", "max |error|", "tokens differ", "decisions differ", "first mismatch", "replay", ""):
-        table.add_column(title, no_wrap=True)
-    for item in results:
-        first = "-" if item.first_mismatch is None else f"step {item.first_mismatch}"
-        first = "prompt" if item.first_mismatch == -1 else first
-        verdict = "[green]ok[/]" if item.ok else "[bold red]MISMATCH[/]"
-        counts = (str(item.token_mismatches), str(item.decision_mismatches))
-        table.add_row(item.backend, f"{item.max_abs_error:.3g}", *counts, first, f"{item.replay_ratio:.2%}", verdict)
-    console = stdout()
-    steps = inputs.shape[1] - 1
-    console.print(
-        f"{steps} steps of {inputs.shape[0]} rows against {REFERENCE}, tolerance {tolerance:g}", soft_wrap=True
+_COLUMNS = (
+    Column("backend"),
+    *(Column(title, right=True) for title in ("max |error|", "tokens differ", "decisions differ")),
+    Column("first mismatch"),
+    Column("replay", right=True),
+    Column("verdict"),
+)
+
+
+def _show(results: list[Comparison], steps: int, rows: int, tolerance: float) -> None:
+    print_text(
+        f"{count_text(steps, 'step')} of {count_text(rows, 'row')} against {REFERENCE}, tolerance {tolerance:g}\n"
     )
-    print_table(table)
+    print_table(_COLUMNS, map(_cells, results))
+
+
+def _cells(item: Comparison) -> list[str]:
+    first = "-" if item.first_mismatch is None else f"step {item.first_mismatch}"
+    first = "prompt" if item.first_mismatch == -1 else first
+    return [
+        item.backend,
+        f"{item.max_abs_error:.3g}",
+        str(item.token_mismatches),
+        str(item.decision_mismatches),
+        first,
+        f"{item.replay_ratio:.2%}",
+        "ok" if item.ok else "MISMATCH",
+    ]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from torch import fx
 
 from fastcar_compile.artifact.report import write_report
 from fastcar_compile.artifact.store import ArtifactWriter
@@ -18,9 +15,9 @@ from fastcar_compile.codegen.onnx.export import EXTERNAL_DATA_FROM, ONNX_EXTERNA
 from fastcar_compile.codegen.tvm.emit import emit_host
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.ir.graph_json import graph_to_json, graph_to_text
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import graphs_to_json, program_sections
+from fastcar_compile.ir.program_json import graph_file_text, program_sections
+from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights
 from fastcar_compile.targets import Target
 
@@ -31,7 +28,7 @@ WEIGHTS = "weights/model"
 
 def emit_artifact(
     program: DecoderProgram,
-    original: fx.GraphModule,
+    original: DecoderProgram,
     config: CompileConfig,
     board: Target,
     pipeline: str,
@@ -87,13 +84,8 @@ def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: 
     return places
 
 
-def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: fx.GraphModule) -> None:
-    writer.write_text("graph/before.txt", graph_to_text(original))
+def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram) -> None:
+    writer.write_text("graph/before.txt", graph_to_text(original.graph_module))
     writer.write_text("graph/after.txt", graph_to_text(program.graph_module))
-    writer.write_text("graph/before.json", _json(graph_to_json(original)))
-    writer.write_text("graph/after.json", _json(graphs_to_json(program)))
-
-
-def _json(value: object) -> str:
-    """For programs; people have the listing beside it. With an indent, Python's slow encoder would write it."""
-    return json.dumps(value, sort_keys=True) + "\n"
+    writer.write_text("graph/before.json", graph_file_text(original))
+    writer.write_text("graph/after.json", graph_file_text(program))

@@ -28,7 +28,7 @@ class ReplayConfig(Config):
         refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
         heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
-        gate_weights: for gate "learned", the safetensors file of its weights (docs/explanation/gates.md), or a
+        gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
             GateWeights. JSON keeps their digest, never the file's name.
 
     Raises:

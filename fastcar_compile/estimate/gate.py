@@ -53,8 +53,8 @@ class GateModel:
         replay = config["replay"]
         if replay is None or not gated:
             return cls()
-        rules = (gated[0]["gate"], gated[0]["heads"], replay["refresh_every"])
-        units = max(site.get("gate_units") or 0 for site in gated)
+        rules = (gated[0]["replay"]["gate"], gated[0]["replay"]["heads"], replay["refresh_every"])
+        units = max(site["replay"]["gate_units"] or 0 for site in gated)
         return cls(replay["gate"], units, not decided_on_accelerator(*rules))
 
     @property

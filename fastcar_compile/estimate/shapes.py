@@ -89,7 +89,7 @@ class DecoderShape(BaseModel):
         return self.layers * rows * positions * 2 * self.kv_heads * (self.head_dim * bits // 8 + exponents)
 
     def mlp_cache_bytes(self, rows: int) -> int:
-        """Bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row (design section 2)."""
+        """Return the bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row."""
         return self.layers * self.tokens_per_frame * rows * self.hidden * 4
 
 
@@ -122,6 +122,7 @@ def shape_of_sections(sections: Mapping[str, Any]) -> DecoderShape:
     """
     decoder, sites = sections["decoder"], sections["sites"]
     keys = ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "gated", "activation")
+    sites = [{"layer": s["layer"], **s["mlp"], **s["attention"]} for s in sites]
     _require_equal(sites, keys)
     site = sites[0]
     stride = decoder["tokens_per_frame"]

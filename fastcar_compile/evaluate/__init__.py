@@ -1,4 +1,4 @@
-"""Measured quality: gates, replay ratios, calibrations and sparse attention against the dense decoder."""
+"""Quality measurements: gates, replay ratios, thresholds and sparse attention against the dense decoder."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Study:
     """One decoder on one set of held-out videos.
 
     Args:
-        source: an artifact, or a decoder as `compile` takes it. Gates need not be the artifact's: nothing is compiled.
-        videos: int64 [N, T], prompt included; never those that thresholds were chosen on.
-        decoder: its name, for the rows.
+        source: an artifact, or a decoder as `compile` takes it. Nothing is compiled, so any gate can be measured.
+        videos: int64 [N, T], prompt included, not the videos that thresholds were chosen on.
+        decoder: its name in the rows.
         tokens_per_frame, quant: for a decoder, as `calibrate` takes them.
         prompt: tokens before decoding starts.
-        detokenize: for PSNR, SSIM and pictures; None: none of these.
-        journal: a JSON file that keeps every row; an interrupted study goes on from it.
-        progress: called with a line per step.
+        detokenize: gives the frames for PSNR, SSIM and pictures; None leaves these out.
+        journal: a JSON file that keeps every row. An interrupted study continues from it.
+        progress: called with one line per step.
 
     Raises:
-        InputError: videos that do not fit the decoder, or a detokeniser that does not fit the videos.
+        InputError: the videos do not fit the decoder, or the detokeniser does not fit the videos.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Study:
 
     @property
     def judge(self) -> Judge:
-        """Made when something is to be measured."""
+        """The judge, made at the first measurement."""
         if self._judge is None:
             self._say("dense")
             self._judge = Judge(self.program, self._videos, self._decoder, self._prompt, self._detokenize)
@@ -81,13 +81,13 @@ class Study:
         calibrations: Sequence[str] = CALIBRATIONS,
         journals: str | Path | None = None,
     ) -> list[Case]:
-        """Cases whose thresholds are chosen on `videos`, int64 [N, T].
+        """Return cases whose thresholds are chosen on `videos`, int64 [N, T].
 
         Args:
-            journals: a folder; every gate's measurements are kept there.
+            gates, ratios, calibrations: the grid. journals: a folder for the measurements of every gate.
 
         Raises:
-            InputError: videos that are held out too, or what `grid` refuses.
+            InputError: a video is also held out, or `grid` refuses an argument.
         """
         tokens = np.ascontiguousarray(np.asarray(videos))
         if {row.tobytes() for row in tokens} & {row.tobytes() for row in self._videos}:
@@ -99,7 +99,7 @@ class Study:
         return grid(searches, ratios, calibrations, self._say)
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
-        """One JSON-safe row per case; infinities are the text "inf"."""
+        """Return one JSON-safe row per case; infinities become the text "inf"."""
         rows = []
         for number, case in enumerate(cases, 1):
             name = json.dumps(case.to_json(), sort_keys=True)

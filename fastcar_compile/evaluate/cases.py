@@ -1,4 +1,4 @@
-"""What is compared: gates, thresholds and attention, and how a grid of them is made from calibration videos."""
+"""Cases to compare (gate, thresholds, attention), and the grid of cases from calibration videos."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Case:
     """One row of a comparison.
 
     Attributes:
-        calibration: "dense" (no replay), one of CALIBRATIONS, or a name of the caller's.
+        calibration: "dense" (no replay), one of CALIBRATIONS, or the caller's own name.
         replay: the gate, its options and thresholds; None: dense.
-        target: the replay ratio of t >= F that was asked for; None: none was.
-        attention: None: to all earlier positions.
+        target: the target replay ratio of t >= F; None: no target.
+        attention: None: attention to all earlier positions.
     """
 
     calibration: str
@@ -37,23 +37,23 @@ class Case:
 
     @property
     def gate(self) -> str:
-        """ "none" where nothing replays."""
+        """Name of the gate; "none" for the dense decoder."""
         return "none" if self.replay is None else self.replay.gate
 
     @property
     def name(self) -> str:
-        """Short, and good for a file name."""
+        """A short name that can be part of a file name."""
         parts = [self.calibration if self.replay is None else f"{self.gate}-{self.calibration}"]
         parts += [] if self.target is None else [f"{self.target:g}"]
         parts += [] if self.attention is None else [f"window{self.attention.window}-{self.attention.sinks}"]
         return "-".join(parts)
 
     def with_attention(self, attention: SinkWindow | None) -> Case:
-        """The same with other attention; thresholds stay."""
+        """Return the same case with other attention. Thresholds stay."""
         return replace(self, attention=attention)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return JSON-safe values."""
         return {
             "calibration": self.calibration,
             "target": self.target,
@@ -63,7 +63,7 @@ class Case:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Case:
-        """The inverse of `to_json`. Raises UserError, TypeError or KeyError on bad fields."""
+        """Return the case of `to_json`. Raise UserError, TypeError or KeyError on bad fields."""
         replay, attention = data["replay"], data["attention"]
         return cls(
             calibration=data["calibration"],
@@ -74,7 +74,7 @@ class Case:
 
 
 def save_cases(cases: Sequence[Case], path: str | Path) -> None:
-    """Write cases with their thresholds; same cases, same bytes."""
+    """Write cases with their thresholds. The same cases give the same bytes."""
     text = json.dumps([case.to_json() for case in cases], sort_keys=True, indent=1)
     Path(path).write_text(text + "\n", "utf-8")
 
@@ -82,14 +82,14 @@ def save_cases(cases: Sequence[Case], path: str | Path) -> None:
 def load_cases(
     path: str | Path, weights: GateWeights | None = None, gates: Collection[str] | None = None
 ) -> list[Case]:
-    """Read a file written by `save_cases`, which names the weights of gate `learned` but does not hold them.
+    """Return the cases of a file written by `save_cases`. It names the weights of gate `learned` without holding them.
 
     Args:
-        weights: those weights.
-        gates: only cases of these; default: all, the dense decoder among them.
+        weights: these weights.
+        gates: return cases of these gates only; default: all, with the dense decoder.
 
     Raises:
-        UserError: missing or malformed, or a case has other weights.
+        UserError: the file is missing or malformed, or a case has other weights.
     """
     try:
         cases = [Case.from_json(item) for item in json.loads(Path(path).read_text("utf-8"))]
@@ -111,7 +111,7 @@ def _with_weights(case: Case, weights: GateWeights | None, where: str) -> Case:
 
 
 def random_case(target: float, layers: int) -> Case:
-    """The study gate that knows nothing: every layer replays at the target ratio."""
+    """Return a case of gate `random`: every layer replays at the target ratio."""
     return Case("random", ReplayConfig(gate="random", threshold=[target] * layers), target)
 
 
@@ -121,13 +121,13 @@ def grid(
     calibrations: Sequence[str] = CALIBRATIONS,
     say: Callable[[str], None] = lambda _line: None,
 ) -> list[Case]:
-    """Dense, then every gate at every ratio and calibration; the random gate once per ratio.
+    """Return the dense case, then every gate at every ratio and calibration, then gate `random` once per ratio.
 
     Args:
-        searches: per gate, with its options, a search on the calibration videos.
+        searches: for each gate with its options, a search on the calibration videos.
 
     Raises:
-        InputError: an unknown calibration, or a ratio outside of 0 to 1.
+        InputError: a calibration is unknown, or a ratio is not in 0 to 1.
     """
     if unknown := [c for c in calibrations if c not in CALIBRATIONS]:
         raise InputError(f"unknown calibration {unknown[0]!r}", hint=f"choose from {', '.join(CALIBRATIONS)}")

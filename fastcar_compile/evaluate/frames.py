@@ -1,4 +1,4 @@
-"""From tokens to frames, and how near two videos of frames are to each other."""
+"""Frames from tokens, and the similarity of two videos."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from fastcar_compile.errors import InputError, UserError
 
 Detokenize = Callable[[np.ndarray], Any]
-"""int64 [N, T], whole frames without the prompt -> [N, frames, height, width] or [N, frames, height, width, channels];
-floats from 0 to 1, or uint8 from 0 to 255."""
+"""int64 [N, T], whole frames without the prompt -> [N, frames, height, width] or [N, frames, height, width, channels],
+floats from 0 to 1 or uint8 from 0 to 255."""
 
 
 def entry_point(text: str) -> Detokenize:
-    """The function that `module:function` or `path/to/file.py:function` names. Its module is run: only your own.
+    """Return the function that `module:function` or `path/to/file.py:function` names. This runs the module.
 
     Raises:
-        UserError: no such module, file or function.
+        UserError: the module, file or function does not exist.
     """
     module, colon, name = text.rpartition(":")
     if not colon:
@@ -48,10 +48,10 @@ def _from_file(path: Path) -> Any:
 
 
 def to_frames(detokenize: Detokenize, tokens: np.ndarray, frames: int) -> np.ndarray:
-    """float64 [N, frames, height, width, channels] from 0 to 1.
+    """Return the frames of tokens int64 [N, T]: float64 [N, frames, height, width, channels] from 0 to 1.
 
     Raises:
-        InputError: the detokeniser gave something else.
+        InputError: the detokeniser gave another shape or other values.
     """
     made = np.asarray(detokenize(tokens))
     if made.ndim not in (4, 5) or made.shape[:2] != (len(tokens), frames):
@@ -65,16 +65,17 @@ def to_frames(detokenize: Detokenize, tokens: np.ndarray, frames: int) -> np.nda
 
 
 def psnr(made: np.ndarray, true: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in dB over all pixels of all frames; infinity where nothing differs."""
+    """Return the peak signal-to-noise ratio in dB over all pixels of all frames; infinity for equal videos."""
     error = float(np.mean((made - true) ** 2))
     return math.inf if error == 0 else -10 * math.log10(error)
 
 
 def ssim(made: np.ndarray, true: np.ndarray) -> float:
-    """Structural similarity (Wang et al. 2004; scikit-image's, with its largest odd window up to 7), mean over frames.
+    """Return the structural similarity (Wang et al. 2004, by scikit-image, window at most 7), mean over frames.
 
     Raises:
-        InputError: frames of less than three pixels. UserError: scikit-image is not installed.
+        InputError: a side of the frames is below three pixels.
+        UserError: scikit-image is not installed.
     """
     try:
         from skimage.metrics import structural_similarity

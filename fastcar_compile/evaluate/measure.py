@@ -1,4 +1,4 @@
-"""One case on held-out videos: likelihood, agreement, frames and where it replayed."""
+"""Measurement of one case on held-out videos: likelihood, agreement, frames, and where it replayed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fastcar_compile.ir.program import DecoderProgram
 
 @dataclass(frozen=True)
 class Result:
-    """One case, measured. Teacher-forced: every token is predicted from the true past.
+    """A measured case. Every token is predicted from the true past (teacher-forced).
 
     Attributes:
-        row: JSON-safe, see `docs/measurements/quality.md`.
+        row: JSON-safe values; docs/measurements/quality.md explains them.
         places: float64 [L, frames, F], share of the videos whose forward t = frame * F + place replayed.
-        predicted: int64 [N, frames * F], the likeliest symbols.
+        predicted: int64 [N, frames * F], the most likely symbols.
     """
 
     row: dict[str, Any]
@@ -38,18 +38,18 @@ class Judge:
     """Measures cases on the same videos.
 
     Args:
-        program: with a prefill graph. videos: int64 [N, T], prompt included; not those that thresholds come from.
-        decoder: its name, for the rows. prompt: tokens before decoding starts. detokenize: None: no frames.
+        program: with a prefill graph. videos: int64 [N, T], prompt included, not those that thresholds come from.
+        decoder: its name in the rows. prompt: tokens before decoding starts. detokenize: None: no frames.
 
     Raises:
-        InputError: videos that do not fit the program.
+        InputError: the videos do not fit the program.
     """
 
     def __init__(
         self, program: DecoderProgram, videos: np.ndarray, decoder: str, prompt: int, detokenize: Detokenize | None
     ) -> None:
         self._program, self._videos, self._prompt, self._decoder = program, videos, prompt, decoder
-        self._frame, self._layers = program.config.tokens_per_frame, len(program.sites)
+        self._frame, self._layers = program.config.tokens_per_frame, program.config.num_layers
         self.dense = self._details(Case("dense"))
         self.frames = self.dense.losses.shape[1] // self._frame
         self._detokenize = detokenize
@@ -58,7 +58,7 @@ class Judge:
         self._dense_nll = self._nll(self.dense.losses)
 
     def measure(self, case: Case) -> Result:
-        """One row."""
+        """Return the result of one case."""
         found = self.dense if case == Case("dense") else self._details(case)
         able = found.replayed[..., self._frame :].double()
         agreement = (found.predicted == self.dense.predicted).double()
@@ -84,10 +84,10 @@ class Judge:
         return Result(plain(row), self._places(found), self._whole(found.predicted).numpy())
 
     def pixels(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens int64 [N, frames * F] -> float64 [N, frames, height, width, channels] from 0 to 1.
+        """Return tokens int64 [N, frames * F] as float64 [N, frames, height, width, channels] from 0 to 1.
 
         Raises:
-            InputError: there is no detokeniser, or it gave something else.
+            InputError: there is no detokeniser, or it gave another shape or other values.
         """
         if self._detokenize is None:
             raise InputError("there is no detokeniser", hint="give one")
@@ -100,7 +100,7 @@ class Judge:
         return evaluator.details(thresholds)
 
     def _nll(self, losses: Tensor) -> float:
-        """Everything after the first frame, a last frame that is not whole included."""
+        """Return the mean loss after the first frame, with an incomplete last frame; infinity if it is not finite."""
         mean = float(losses[:, self._frame :].double().mean())
         return mean if math.isfinite(mean) else math.inf
 
@@ -108,11 +108,11 @@ class Judge:
         return values[:, : self.frames * self._frame]
 
     def _by_frame(self, values: Tensor) -> Tensor:
-        """Of values [N, n] the mean per whole frame, the first included."""
+        """Return the mean of values [N, n] for each whole frame, with the first."""
         return self._whole(values).double().reshape(len(values), self.frames, self._frame).mean((0, 2))
 
     def _pictures(self, found: Details) -> dict[str, Any]:
-        """Frames of the likeliest symbols against the true ones, from the second frame on."""
+        """Return PSNR and SSIM of the most likely symbols' frames against the true ones, from the second frame on."""
         if self.truth is None:
             return {"psnr": None, "ssim": None, "psnr_by_frame": None}
         made = self.pixels(self._whole(found.predicted).numpy())
@@ -125,7 +125,7 @@ class Judge:
         }
 
     def _places(self, found: Details) -> np.ndarray:
-        """The last frame's last forward is never run: its place is NaN."""
+        """Return `Result.places`. The last forward of the last frame never runs, so its place is NaN."""
         shares = found.replayed.double().mean(1)
         missing = -shares.shape[1] % self._frame
         padded = torch.nn.functional.pad(shares, (0, missing), value=math.nan)
@@ -133,7 +133,7 @@ class Judge:
 
 
 def plain(value: Any) -> Any:
-    """JSON-safe: an infinity becomes the text "inf"."""
+    """Return JSON-safe values: an infinity becomes the text "inf"."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -142,5 +142,5 @@ def plain(value: Any) -> Any:
 
 
 def closed_rules(layers: int) -> Rules:
-    """Of a decoder that never replays."""
+    """Return the rules of a decoder that never replays."""
     return rules_of(ReplayConfig(gate="never"), layers)

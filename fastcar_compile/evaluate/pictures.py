@@ -1,4 +1,4 @@
-"""All pictures of a study into one folder."""
+"""All pictures of a study, in one folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastcar_compile.evaluate.cases import Case
 from fastcar_compile.evaluate.measure import Judge
 
 SHOWN_RATIO = 0.8
-"""Of every gate the case nearest to this replay ratio is shown in detail."""
+"""The case of each gate nearest to this replay ratio is drawn in detail."""
 
 
 def shown(cases: Sequence[Case]) -> list[Case]:
-    """One case per gate and attention: calibrated before others, then nearest to SHOWN_RATIO."""
+    """Return one case per gate and attention: calibrated ones first, then the nearest to SHOWN_RATIO."""
     best: dict[Any, tuple[Any, Case]] = {}
     for case in cases:
         if case.replay is None or case.gate == "random":
@@ -28,17 +28,17 @@ def shown(cases: Sequence[Case]) -> list[Case]:
 
 
 def label(case: Case, row: dict[str, Any]) -> str:
-    """For a legend."""
+    """Return the case's text in a legend."""
     parts = [case.gate, case.calibration, f"{row['replay_ratio']:.0%}"] if case.replay is not None else ["dense"]
     parts += [] if case.attention is None else [str(case.attention)]
     return ", ".join(parts)
 
 
 def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], folder: Path, video: int = 0) -> None:
-    """quality.png, drift.png and, for full attention, heat-*.png; where there is a detokeniser, strips.png.
+    """Write quality.png, drift.png, heat-*.png (full attention only), and strips.png if there is a detokeniser.
 
     Args:
-        cases, rows: as `Study.rows` returns them. video: which one the strips show.
+        cases: as `Study.rows` takes them. rows: as it returns them. video: the video that the strips show.
 
     Raises:
         UserError: no case replays, or matplotlib is missing.

@@ -1,4 +1,4 @@
-"""Pictures of a study: quality against replay, where replay happens, and frames. Same input, same bytes."""
+"""Pictures of a study: quality against replay, places of replay, and frames. The same input gives the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANDOM = "#777777"
 
 
 def _pyplot() -> Any:
-    """Raises UserError where matplotlib is missing."""
+    """Return matplotlib's pyplot. Raise UserError if matplotlib is missing."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -30,19 +30,19 @@ def _pyplot() -> Any:
 
 
 def _save(plt: Any, figure: Any, path: Path) -> None:
-    """Without the producer's version and the time in the file."""
+    """Save a figure without version and time, so that the bytes depend on the picture only."""
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
     plt.close(figure)
 
 
 def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """NLL relative to dense against the replay ratio of t >= F: a colour per gate, a line style per calibration.
+    """Draw NLL relative to dense against the replay ratio of t >= F: a colour per gate, a style per calibration.
 
     Args:
-        rows: of one decoder; rows with sparse attention are left out. path: a .png file.
+        rows: of one decoder. Rows with sparse attention are left out. path: a .png file.
 
     Raises:
-        UserError: no row that replays, or matplotlib is missing.
+        UserError: no row replays, or matplotlib is missing.
     """
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
@@ -75,10 +75,10 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def heat(places: np.ndarray, title: str, path: Path) -> None:
-    """Share of the videos that replayed, layer by forward number.
+    """Draw the share of the videos that replayed, by layer and forward number.
 
     Args:
-        places: float64 [L, frames, F], NaN where nothing ran.
+        places: float64 [L, frames, F], NaN where no forward ran.
     """
     plt = _pyplot()
     layers, frames, stride = places.shape
@@ -95,7 +95,7 @@ def heat(places: np.ndarray, title: str, path: Path) -> None:
 
 
 def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
-    """NLL by frame, from the second frame on, a line per row."""
+    """Draw the NLL by frame, from the second frame on, one line per row."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
     for row, label in zip(rows, labels, strict=True):
@@ -111,7 +111,7 @@ def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) 
 
 
 def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarray], decoder: str, path: Path) -> None:
-    """Frames of one video, from the second on: true, dense, and per case its frames and their difference from dense.
+    """Draw frames of one video from the second on: true, dense, and each case with its difference from dense.
 
     Args:
         truth, dense: float [frames, height, width, channels] from 0 to 1, 1 or 3 channels. replays: label -> the same.
@@ -134,5 +134,5 @@ def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarra
         line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
     for index, axes in enumerate(grid[0]):
         axes.set_title(f"frame {index + 2}", fontsize=8)
-    figure.suptitle(f"{decoder}: likeliest symbols given the true past", fontsize=10)
+    figure.suptitle(f"{decoder}: most likely symbols given the true past", fontsize=10)
     _save(plt, figure, path)

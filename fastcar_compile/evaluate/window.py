@@ -1,4 +1,4 @@
-"""Attention sinks and a sliding window as a mask over the whole cache: the meaning, without the bounded memory."""
+"""Attention sinks and a sliding window as a mask over the whole cache: the same values, without bounded memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastcar_compile.ops.cached import loaded
 
 @dataclass(frozen=True)
 class SinkWindow:
-    """A token at p attends to positions 0 .. sinks - 1 and p - window + 1 .. p; rotary positions stay absolute.
+    """A token at p attends to positions 0 .. sinks - 1 and p - window + 1 .. p. Rotary positions stay absolute.
 
-    Called as `fastcar::attention` is, so that an `Evaluator` takes it in its place.
+    A call has the arguments of `fastcar::attention`, so an `Evaluator` can use it instead.
 
     Raises:
-        InputError: a window below 1, or sinks below 0.
+        InputError: the window is below 1, or sinks are below 0.
     """
 
     window: int
@@ -33,11 +33,11 @@ class SinkWindow:
         return f"window {self.window}, sinks {self.sinks}"
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
-        """Query float32 [B, Hq, T, D], caches [B, Hkv, S, D] of any type, position int64 [1]: float32 [B, Hq, T, D]."""
+        """Return attention float32 [B, Hq, T, D] for caches [B, Hkv, S, D] of any KV type and position int64 [1]."""
         start, steps = int(position), query.shape[2]
         rows = torch.arange(start, start + steps)[:, None]
         columns = torch.arange(min(start + steps, keys.shape[2]))
-        # only columns that some row of this call sees
+        # keep the columns that some row of this call sees
         columns = columns[(columns < self.sinks) | (columns > start - self.window)]
         seen = (columns <= rows) & ((columns < self.sinks) | (columns > rows - self.window))
         grouped = query.shape[1] != keys.shape[1]

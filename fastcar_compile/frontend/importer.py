@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.exported import TOKEN_NAMES
-from fastcar_compile.ir.program import graph_module
+from fastcar_compile.ir.modules import graph_module
 from fastcar_compile.ir.rewrite import call, fake_mode_of
 
 _MADE_BY = "import"

@@ -30,6 +30,10 @@ class GateRegistry(Mapping[str, type[Gate]]):
     def _registered(self) -> dict[str, type[Gate]]:
         return {entry.name: _load(entry) for entry in entry_points(group=ENTRY_POINTS)}
 
+    def forget(self) -> None:
+        """Search other packages again at the next unknown name: one was installed, or removed."""
+        self.__dict__.pop("_registered", None)
+
     def __getitem__(self, name: str) -> type[Gate]:
         return _BUILT_IN[name] if name in _BUILT_IN else self._registered[name]
 

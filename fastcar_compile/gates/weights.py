@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "fastcar-gate", "1"
 HINT = (
     f"give a safetensors file with metadata format {FORMAT!r}, version {VERSION!r}, and for every layer l "
-    "layer.l.w1 [units, 2 H], layer.l.b1 [units], layer.l.w2 [units], layer.l.b2 [1] (docs/explanation/gates.md)"
+    "layer.l.w1 [units, 2 H], layer.l.b1 [units], layer.l.w2 [units], layer.l.b2 [1] (docs/reference/gates.md)"
 )
 PARAMETERS = ("w1", "b1", "w2", "b2")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

@@ -1,0 +1,3 @@
+"""The program that passes rewrite: graphs, state, layers, weights. Importing it registers the `fastcar::` operators."""
+
+import fastcar_compile.ops  # noqa: F401

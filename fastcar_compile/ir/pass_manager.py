@@ -6,14 +6,16 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.gates.weights import DIGEST, GateWeights
+from fastcar_compile.ir.layers import LAYER_KEYS
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.verifier import verify_program
 
@@ -29,16 +31,16 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, program: DecoderProgram) -> bool:
-        """Rewrite the program in place; returns whether anything was modified."""
+        """Rewrite the program in place, and return whether anything was modified."""
 
     def to_spec(self) -> str:
-        """`name` or `name{"option": value}` with the options as JSON, sorted by name."""
+        """Return `name` or `name{"option": value}` with the options as JSON, sorted by name."""
         options = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
         return f"{self.name}{json.dumps(options, sort_keys=True)}" if options else self.name
 
 
 def _plain(value: object) -> object:
-    """JSON has no infinities: they are written as strings, which no text option may then be; of weights, the digest."""
+    """Return the option as JSON. JSON has no infinities: strings stand for them, and for weights their digest."""
     if value in _INFINITIES:
         raise InternalError(f"the text {value!r} cannot be an option of a pass: it would be read back as a number")
     if isinstance(value, float) and math.isinf(value):
@@ -59,15 +61,15 @@ def _from_plain(value: object) -> object:
 
 
 def pipeline_to_string(passes: Iterable[Pass]) -> str:
-    """The pipeline as text, as kept in the manifest."""
+    """Return the pipeline as text, as the manifest keeps it."""
     return ",".join(p.to_spec() for p in passes)
 
 
 def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[Pass]:
-    """Passes from `pipeline_to_string` text.
+    """Return the passes of `pipeline_to_string` text.
 
     Raises:
-        CompileError: unknown pass, unknown option or malformed text.
+        CompileError: unknown pass, unknown option, an option of another type, or malformed text.
     """
     passes: list[Pass] = []
     end = 0
@@ -82,6 +84,7 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
         known = {f.name for f in fields(registry[name])}
         if unknown := sorted(set(options) - known):
             raise CompileError(f"pass '{name}' has no option {unknown}", hint=f"its options: {sorted(known)}")
+        _check_types(registry[name], options)
         passes.append(registry[name](**options))
         if end == len(text):
             break
@@ -91,8 +94,26 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
     return passes
 
 
+def option_types(kind: type[Pass]) -> dict[str, str]:
+    """Return the options of a pass -> their types, as its source writes them."""
+    return {f.name: str(f.type) for f in fields(kind)}
+
+
+def _check_types(kind: type[Pass], options: Mapping[str, object]) -> None:
+    """Raise CompileError where an option's value is not of its type. Weights are no JSON, and known by digest only."""
+    hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
+    for option, value in options.items():
+        if value == defaults[option] or isinstance(value, GateWeights):
+            continue
+        try:
+            TypeAdapter(hints[option]).validate_python(value)
+        except ValidationError as error:
+            what = f"option {option} of pass '{kind.name}' is {value!r}: {error.errors()[0]['msg']}"
+            raise CompileError(what, hint=f"its type is {option_types(kind)[option]}") from error
+
+
 def _options(text: str, start: int) -> tuple[dict[str, Any], int]:
-    """The JSON object at `start`, if there is one, and the index after it."""
+    """Return the JSON object at `start`, if there is one, and the index after it."""
     if not text.startswith("{", start):
         return {}, start
     try:
@@ -107,11 +128,21 @@ def _malformed(text: str, at: int) -> CompileError:
     return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}")
 
 
-def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProgram:
-    """Apply passes in order; the program is verified before and after each.
+def run_pipeline(
+    program: DecoderProgram,
+    passes: Iterable[Pass],
+    *,
+    verify_each: bool = True,
+    after_each: Callable[[Pass], None] | None = None,
+) -> DecoderProgram:
+    """Apply passes in order, and return the program. It is verified before the first pass and after each.
+
+    Args:
+        verify_each: False verifies before the first and after the last pass only.
+        after_each: called after every pass.
 
     Raises:
-        InternalError: a pass broke an invariant, or lied about having modified the graph.
+        InternalError: a pass broke an invariant, or lied about having modified the program.
     """
     verify_program(program, "before the first pass")
     before = _fingerprint(program)
@@ -120,9 +151,14 @@ def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProg
         after = _fingerprint(program)
         if modified != (before != after):
             raise InternalError(f"pass {item.name} says modified={modified}, but the program tells otherwise")
-        verify_program(program, f"after pass {item.name}")
+        if verify_each:
+            verify_program(program, f"after pass {item.name}")
         program.log.append(f"{item.to_spec()}: {'modified' if modified else 'unchanged'}")
         before = after
+        if after_each is not None:
+            after_each(item)
+    if not verify_each:
+        verify_program(program, "after the last pass")
     for module in program.graphs():
         module.recompile()
     return program
@@ -131,11 +167,13 @@ def run_pipeline(program: DecoderProgram, passes: Iterable[Pass]) -> DecoderProg
 def _fingerprint(program: DecoderProgram) -> tuple[object, ...]:
     graphs = tuple(_graph_fingerprint(module) for module in program.graphs())
     signature = (tuple(program.outputs), tuple(program.prefill_outputs), program.config)
-    return (*graphs, tuple(program.sites), tuple(program.state), *signature)
+    return (*graphs, tuple(program.state), *signature)
 
 
 def _graph_fingerprint(module: fx.GraphModule) -> tuple[object, ...]:
     """Every node of a graph and of its branches; fx keeps arguments in tuples and lists that cannot be modified."""
-    nodes = tuple((n.name, n.op, n.target, n.args, n.kwargs) for n in module.graph.nodes)
+    nodes = tuple(
+        (n.name, n.op, n.target, n.args, n.kwargs, *(n.meta.get(k) for k in LAYER_KEYS)) for n in module.graph.nodes
+    )
     branches = [(name, m) for name, m in module.named_children() if isinstance(m, fx.GraphModule)]
     return (nodes, *((name, _graph_fingerprint(branch)) for name, branch in branches))

@@ -1,10 +1,12 @@
-"""A DecoderProgram as JSON sections of a manifest plus graph files, and back."""
+"""A DecoderProgram as JSON: graph files that hold all of it but the weights, and sections of a manifest."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,34 +14,39 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.ir.graph_json import graph_from_json, graph_to_json
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, LayerSite, StateRole, StateSpec
+from fastcar_compile.ir.graph_json import Json, graph_from_json, graph_to_json
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, StateRole, StateSpec
+from fastcar_compile.ir.sites import LayerSite
 
 _SITES = TypeAdapter(list[LayerSite])
 _CONFIG = TypeAdapter(DecoderConfig)
 
 
-def state_to_json(state: list[StateSpec]) -> list[dict[str, Any]]:
-    """Names, shapes, dtypes and roles."""
+def state_to_json(state: Iterable[StateSpec]) -> list[Json]:
+    """Return names, shapes, dtypes and roles."""
     return [
         {"name": s.name, "shape": list(s.shape), "dtype": _dtype_name(s.dtype), "role": str(s.role), "layer": s.layer}
         for s in state
     ]
 
 
-def state_from_json(data: list[dict[str, Any]]) -> list[StateSpec]:
-    """The inverse of `state_to_json`. Raises ArtifactError on malformed data."""
+def state_from_json(data: list[Json]) -> list[StateSpec]:
+    """Return the inverse of `state_to_json`.
+
+    Raises:
+        ArtifactError: the data is malformed.
+    """
     try:
         return [
             StateSpec(d["name"], tuple(d["shape"]), getattr(torch, d["dtype"]), StateRole(d["role"]), d["layer"])
             for d in data
         ]
-    except (KeyError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"the manifest's state section is malformed: {error}") from error
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise ArtifactError(f"the state section is malformed: {error}") from error
 
 
-def program_sections(program: DecoderProgram) -> dict[str, Any]:
-    """JSON of everything but graphs and tensors; infinities are strings."""
+def program_sections(program: DecoderProgram) -> Json:
+    """Return what a manifest says of the program; infinities are strings."""
     return {
         "decoder": dataclasses.asdict(program.config),
         "state": state_to_json(program.state),
@@ -51,60 +58,97 @@ def program_sections(program: DecoderProgram) -> dict[str, Any]:
 
 
 def config_from_json(data: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder's sizes. Raises ArtifactError on malformed data."""
+    """Return the decoder's sizes.
+
+    Raises:
+        ArtifactError: the data is malformed.
+    """
     try:
         return _CONFIG.validate_python(dict(data))
     except ValidationError as error:
-        raise ArtifactError(f"the manifest's decoder section is malformed: {error}") from error
+        raise ArtifactError(f"the decoder section is malformed: {error}") from error
 
 
-def sites_from_json(data: list[dict[str, Any]]) -> list[LayerSite]:
-    """The layer sites. Raises ArtifactError on malformed data."""
+def sites_from_json(data: list[Json]) -> list[LayerSite]:
+    """Return the layer sites.
+
+    Raises:
+        ArtifactError: the data is malformed.
+    """
     try:
         return _SITES.validate_python(data)
     except ValidationError as error:
         raise ArtifactError(f"the manifest's sites section is malformed: {error}") from error
 
 
-def graphs_to_json(program: DecoderProgram) -> dict[str, Any]:
-    """The decode step and the prefill chunk."""
+def program_to_json(program: DecoderProgram) -> Json:
+    """Return the whole program but the values of its parameters: what a graph file holds."""
     prefill = program.prefill
     return {
         "decode": graph_to_json(program.graph_module),
         "prefill": None if prefill is None else graph_to_json(prefill),
+        "config": dataclasses.asdict(program.config),
+        "state": state_to_json(program.state),
+        "outputs": list(program.outputs),
+        "prefill_outputs": list(program.prefill_outputs),
     }
 
 
 def program_from_json(
-    sections: Mapping[str, Any], graphs: Mapping[str, Any], params: Mapping[str, Tensor]
+    data: Mapping[str, Any], params: Mapping[str, Tensor], *, missing_on_meta: bool = False
 ) -> DecoderProgram:
-    """The program of an artifact.
+    """Return the program of a graph file.
+
+    Args:
+        missing_on_meta: a parameter that `params` lacks becomes a tensor on the meta device, without a value.
 
     Raises:
-        ArtifactError: a section is missing or malformed.
+        ArtifactError: a part is missing or malformed.
     """
     try:
-        prefill = graphs["prefill"]
+        prefill = data["prefill"]
+        decode = graph_from_json(data["decode"], params, missing_on_meta=missing_on_meta)
         return DecoderProgram(
-            graph_from_json(graphs["decode"], params),
-            None if prefill is None else graph_from_json(prefill, params),
-            config_from_json(sections["decoder"]),
-            state=state_from_json(sections["state"]),
-            outputs=list(sections["outputs"]),
-            prefill_outputs=list(sections["prefill_outputs"]),
-            sites=sites_from_json(sections["sites"]),
+            decode,
+            None if prefill is None else graph_from_json(prefill, params, missing_on_meta=missing_on_meta),
+            config_from_json(data["config"]),
+            state=state_from_json(data["state"]),
+            outputs=list(data["outputs"]),
+            prefill_outputs=list(data["prefill_outputs"]),
         )
     except KeyError as error:
-        raise ArtifactError(f"the artifact lacks the section {error}") from error
+        raise ArtifactError(f"the graph file lacks {error}") from error
+
+
+def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> DecoderProgram:
+    """Return the program of a graph file on disk.
+
+    Raises:
+        ArtifactError: there is no such file, or it is malformed.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"the graph file cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise ArtifactError(f"the graph file is no JSON: {error}", where=str(path)) from error
+    if not isinstance(data, dict):
+        raise ArtifactError("the graph file holds no JSON object", where=str(path))
+    return program_from_json(data, params, missing_on_meta=missing_on_meta)
+
+
+def graph_file_text(program: DecoderProgram) -> str:
+    """Return the text of a graph file. People have the listing; with an indent Python's slow encoder would write it."""
+    return json.dumps(program_to_json(program), sort_keys=True) + "\n"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _plain_site(site: LayerSite) -> dict[str, Any]:
+def _plain_site(site: LayerSite) -> Json:
     data = dataclasses.asdict(site)
-    threshold = data["threshold"]
-    if threshold is not None and math.isinf(threshold):
-        data["threshold"] = str(threshold)
+    replay = data["replay"]
+    if replay is not None and math.isinf(replay["threshold"]):
+        replay["threshold"] = str(replay["threshold"])
     return data

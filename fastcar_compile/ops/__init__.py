@@ -1,7 +1,7 @@
 """The `fastcar::` operators: schema, eager definition and fake (meta) definition.
 
-Importing this package registers them. TVM and ONNX definitions live with their lowerings and are checked
-against the eager definitions here.
+Importing this package registers them. TVM and ONNX definitions are in their codegen folders. Tests compare them with
+the eager definitions here. docs/reference/operators.md lists all operators.
 """
 
 from fastcar_compile.ops import (

@@ -1,4 +1,4 @@
-"""Activations by table: act(x) = x * factor(x), the factor in integers with one definition for every backend."""
+"""Activations by table: act(x) = x * factor(x). The factor is in integers, with one definition for every backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.library import custom_op
 KNOTS = 513
 FRACTION_BITS = 24
 INPUT_STEPS = 16384
-"""Steps of the fixed-point input on either side of zero; 64 of them between two knots."""
+"""Fixed-point input steps on either side of zero; 64 steps are between two knots."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class FactorTable:
     """The factor of one activation.
 
     Args:
-        limit: the knots are spread evenly over [-limit, limit], a power of two; beyond it the ends hold.
+        limit: a power of two. The knots are spread evenly over [-limit, limit]; beyond it the end values hold.
         factor: the exact function in float64.
-        error: largest absolute error of the table against `factor`: the sum of (limit / 256)**2 / 8 * max|f''| for the
-            interpolation, limit / 2**15 * max|f'| for the input step, and below 1e-6 for rounding and the two ends.
+        error: bound of the absolute error against `factor`: (limit / 256)**2 / 8 * max|f''| for the interpolation, plus
+            limit / 2**15 * max|f'| for the input step, plus at most 1e-6 for rounding and the two ends.
     """
 
     limit: float
@@ -61,7 +61,7 @@ FACTORS = {
 
 @cache
 def factor_table(activation: str) -> Tensor:
-    """int32 [513]: round(factor(-limit + j * limit / 256) * 2**24), the knots of the activation's table."""
+    """Return the knots of an activation, int32 [513]: round(factor(-limit + j * limit / 256) * 2**24)."""
     table = FACTORS[activation]
     knots = [table.factor(j * table.limit / 256 - table.limit) * 2.0**FRACTION_BITS for j in range(KNOTS)]
     return torch.from_numpy(np.rint(knots).astype(np.int32))
@@ -69,7 +69,7 @@ def factor_table(activation: str) -> Tensor:
 
 @custom_op("fastcar::activation_factor", mutates_args=())
 def activation_factor(x: Tensor, activation: str) -> Tensor:
-    """Table factor in integers, linear between 513 knots: float32 of any shape -> float32 of that shape.
+    """Return the table factor, interpolated in integers between 513 knots: float32 of any shape, as x.
 
     Args:
         activation: one of `FACTORS`; act(x) is x * activation_factor(x, activation).

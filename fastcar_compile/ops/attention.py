@@ -10,22 +10,22 @@ from torch.library import custom_op
 from fastcar_compile.ops.cached import loaded, stored
 
 TAS_FRACTION_BITS = 24
-"""Products of a Temporal Attention Score are summed as integers of 2^-24."""
+"""Products of a Temporal Attention Score (TAS) are summed as integer multiples of 2^-24."""
 
 TAS_LIMIT = 1 << 46
-"""One product counts as at most this many of them (2^22 = 4.2 million): 65,536 products fit int64."""
+"""Limit of one product in these multiples (2^22 = 4.2 million), so that the sum of 65,536 products fits int64."""
 
 
 def score_factor(scale: float, heads: int) -> float:
-    """What the integer sum over all query heads is multiplied with: scale / heads / 2^24, rounded to float32."""
+    """Return the factor on the integer sum over all query heads: scale / heads / 2^24, rounded to float32."""
     return float(np.float32(scale / heads / (1 << TAS_FRACTION_BITS)))
 
 
 @custom_op("fastcar::cache_write", mutates_args=())
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
-    """Cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at sequence rows position .. position + T - 1.
+    """Return a cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
 
-    The cache is float32, float16 or int8, with rows as `stored` has them. Rows at or beyond S are dropped, so a padded
+    The cache is float32, float16 or int8; `stored` defines its rows. Rows at or beyond S are dropped, so a padded
     prefill chunk may reach past the end of the cache.
     """
     start = int(position)
@@ -42,11 +42,11 @@ def _(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
 
 @custom_op("fastcar::attention", mutates_args=())
 def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
-    """Causal grouped-query attention over the filled part of a static cache.
+    """Return causal grouped-query attention over the filled part of a static cache.
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
-        key_cache, value_cache: [B, Hkv, S, D] as `stored` has them, with rows up to position + T - 1 written.
+        key_cache, value_cache: [B, Hkv, S, D] as `stored` defines, with rows up to position + T - 1 written.
         position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i.
         scale: factor on the logits.
 
@@ -74,16 +74,16 @@ def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, s
 
 @custom_op("fastcar::tas", mutates_args=())
 def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: float) -> Tensor:
-    """Temporal Attention Score (FastCar, section 4.2): the attention logit between a token and its counterpart
-    one frame earlier, averaged over query heads.
+    """Return the Temporal Attention Score (FastCar, section 4.2).
 
-    The sum is defined in integers, so that every backend has the same bits in whatever order it adds
+    It is the attention logit between a token and its counterpart one frame earlier, averaged over query heads. The sum
+    is defined in integers, so that every backend has the same bits in any order of addition
     (docs/reference/numerics.md, "TAS, bit for bit"): each product of two float32 values is rounded to a multiple of
     2^-24, half to even, and limited to 2^22; one that is not finite counts as -2^22, so that its row does not replay.
 
     Args:
         query: float32 [B, Hq, 1, D], as attention uses it; Hq * D is at most 65,536.
-        key_cache: [B, Hkv, S, D] as `stored` has it.
+        key_cache: [B, Hkv, S, D] as `stored` defines.
         position: int64 [1], sequence position of the query.
         stride: tokens per frame; the key read is at position - stride, clamped to 0.
         scale: the attention's own factor.

@@ -1,4 +1,4 @@
-"""What a cache keeps of keys and values: float32 as it is, float16, or int8 with an exponent per block (MXINT8)."""
+"""Rows of key and value caches: float32, float16, or int8 with one exponent per block (MXINT8)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from torch import Tensor
 from fastcar_compile.formats import KV_TYPES, kv_type
 
 FLOAT16_MAX = 65504.0
-"""What a float16 cache keeps of anything larger, infinities too."""
+"""A float16 cache limits magnitudes to this, infinities too."""
 
 BLOCK = KV_TYPES["int8"].block
-"""Elements of a row that share an exponent in an int8 cache, as in OCP's Microscaling Formats, MXINT8."""
+"""Elements of a row that share an exponent in an int8 cache (OCP Microscaling Formats, MXINT8)."""
 
 LEAST_EXPONENT = -120
-"""No scale, its inverse, or product with one is subnormal then: a CPU that flushes those has the same numbers."""
+"""Least exponent. No scale, inverse or product is subnormal then, so a CPU that flushes subnormals agrees."""
 
 INT8_MAX = 127 * 2.0**121
-"""What an int8 cache keeps of anything larger, infinities too: 64 * 2^122 would overflow where it is read."""
+"""An int8 cache limits magnitudes to this, infinities too: 64 * 2^122 would overflow when it is read."""
 
 BIAS, MANTISSA_BITS = 127, 23
-"""Of a float32."""
+"""Exponent bias and mantissa bits of a float32."""
 
 NOT_A_NUMBER = -128
-"""The exponent of a block that holds a NaN; its mantissas are 0. As a scale it is the bits of minus infinity."""
+"""Exponent of a block that contains a NaN; its mantissas are 0. As a scale its bits are those of minus infinity."""
 
 ROUNDS_UP = 1 << 16
-"""Added to the bits of a float32, it carries into the exponent where the mantissa, 1 to 2, is 127.5 / 64 or more."""
+"""Added to the bits of a float32, it carries into the exponent if the mantissa (1 to 2) is at least 127.5 / 64."""
 
 EXCESS = BIAS + 6
-"""Of a float32's exponent field over the scale's: a mantissa has 7 bits before the point."""
+"""A float32's exponent field minus the scale's exponent: a mantissa has 7 bits before the point."""
 
 
 def row_size(dim: int, dtype: torch.dtype | str) -> int:
@@ -43,12 +43,13 @@ def head_dim(row: int, dtype: torch.dtype | str) -> int:
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values float32 [..., D] as their cache keeps them, [..., row_size(D, dtype)].
+    """Return keys or values float32 [..., D] as cached rows, [..., row_size(D, dtype)].
 
-    float16: the nearest one, half to even; beyond ±65504 it is ±65504, and a NaN stays one. int8: D mantissas m from
-    -127 to 127, then the exponents e of their blocks. The value is m * 2^e, e the least one from -120 on with which no
-    mantissa of the block rounds (half to even) to more than 127. Beyond ±127 * 2^121 it is that; all of a block that
-    holds a NaN is NaN.
+    float16: rounded half to even and limited to ±65504; a NaN stays a NaN. int8: D mantissas m from -127 to 127, then
+        the
+    exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on, for which every mantissa
+    of the block rounds (half to even) to at most 127. Values are limited to ±127 * 2^121. A block that contains a NaN
+    is all NaN. docs/reference/numerics.md defines the formats.
     """
     if dtype == torch.float16:
         return value.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(dtype)
@@ -56,7 +57,7 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loaded(rows: Tensor, dim: int) -> Tensor:
-    """The float32 [..., dim] that rows of a cache stand for, exactly; `dim` is a head's dimension."""
+    """Return the exact float32 values [..., dim] of cached rows; `dim` is a head's dimension."""
     if rows.dtype != torch.int8:
         return rows.to(torch.float32)
     scales = _power_of_two(rows[..., dim:]).repeat_interleave(BLOCK, -1)
@@ -64,7 +65,7 @@ def loaded(rows: Tensor, dim: int) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as float32, by its bits."""
+    """Return 2^exponent as float32, made of its bits."""
     return ((exponent.to(torch.int32) + BIAS) << MANTISSA_BITS).view(torch.float32)
 
 

@@ -14,13 +14,13 @@ from torch.library import custom_op
 from fastcar_compile.ops.cached import loaded
 
 TINY = 1e-20
-"""Below every sum that matters; keeps a zero vector from dividing by zero."""
+"""Least divisor, smaller than every relevant sum: a zero vector does not divide by zero."""
 
 HASH_PRIME = 2**31 - 1
 HASH_FACTORS = (48271, 69621, 16807)
 HASH_ROUNDS = (1_234_567, 89_012_345, 678_901_234)
 HASH_BITS = 24
-"""x -> x**5 is a permutation modulo this prime, and a product of two residues fits an int64: every backend has both."""
+"""x -> x**5 is a permutation modulo this prime. A product of two residues fits int64, which every backend has."""
 
 
 @custom_op("fastcar::tas_heads", mutates_args=())
@@ -33,10 +33,10 @@ def tas_heads(
     heads: Sequence[int],
     weights: Sequence[float],
 ) -> Tensor:
-    """Temporal Attention Score as a weighted sum over some query heads.
+    """Return the Temporal Attention Score as a weighted sum over chosen query heads.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` has it. position: int64 [1].
+        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` defines. position: int64 [1].
         stride, scale: as for `tas`.
         heads: query heads. weights: one per entry of heads.
 
@@ -62,14 +62,14 @@ def _(
 
 
 def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
-    """Key one frame earlier of every query head, [B, Hq, D]."""
+    """Return the key one frame earlier for every query head, [B, Hq, D]."""
     key = loaded(key_cache[:, :, max(int(position) - stride, 0)], query.shape[3])
     return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
 
 
 @custom_op("fastcar::input_delta", mutates_args=())
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
-    """||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H]."""
+    """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H]."""
     return (x - cached).abs().sum(-1) / x.abs().sum(-1).clamp(min=TINY)
 
 
@@ -82,13 +82,13 @@ def _(x: Tensor, cached: Tensor) -> Tensor:
 def output_bound(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
-    """||x - cached|| / ||x|| + weight * sqrt(max(0, 1 - cosine)).
+    """Return ||x - cached|| / ||x|| + weight * sqrt(max(0, 1 - cosine)).
 
-    The cosine is that of query and key one frame earlier, mean over query heads.
+    The cosine of query and key one frame earlier is averaged over query heads.
 
     Args:
         x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
-        key_cache: [B, Hkv, S, D] as `stored` has it.
+        key_cache: [B, Hkv, S, D] as `stored` defines.
 
     Returns:
         float32 [B].
@@ -108,10 +108,10 @@ def _(
 
 @custom_op("fastcar::learned_score", mutates_args=())
 def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2, summed in float32 in any order.
+    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2, summed in float32 in any order.
 
     Args:
-        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H], widened when it is read. b1, w2: float32 [units].
+        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H], converted to float32. b1, w2: float32 [units].
         b2: float32 [1].
 
     Returns:
@@ -129,7 +129,7 @@ def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor)
 
 @custom_op("fastcar::constant_score", mutates_args=())
 def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
-    """`value` for every forward and row: step int64 [n] -> float32 [n * rows]."""
+    """Return `value` for every forward and row, float32 [n * rows], for step int64 [n]."""
     return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
 
 
@@ -140,7 +140,7 @@ def _(step: Tensor, rows: int, value: float) -> Tensor:
 
 @custom_op("fastcar::random_score", mutates_args=())
 def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
-    """A hash of (forward, layer, row), uniform in (0, 1]: step int64 [n] -> float32 [n * rows], forward by forward."""
+    """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
     row = torch.arange(rows, device=step.device)
     by_step, by_row, by_layer = HASH_FACTORS
     x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % HASH_PRIME

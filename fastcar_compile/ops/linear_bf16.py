@@ -1,4 +1,4 @@
-"""Linear with bfloat16 weights: activations and sums stay float32."""
+"""Linear with bfloat16 weights. Activations and sums are float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.library import custom_op
 
 @custom_op("fastcar::linear_bf16", mutates_args=())
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Linear layer whose weights are widened to float32 when they are read, which is exact.
+    """Return a linear of bfloat16 weights, each converted to float32, which is exact.
 
     Args:
         x: float32 [..., K].

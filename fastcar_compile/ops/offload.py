@@ -20,7 +20,7 @@ _accelerator: ContextVar[Accelerator | None] = ContextVar("fastcar_accelerator",
 
 @contextmanager
 def bound_accelerator(accelerator: Accelerator) -> Iterator[None]:
-    """Within this context, offloaded MLPs run on `accelerator`."""
+    """Run offloaded MLPs on `accelerator` within this context."""
     token = _accelerator.set(accelerator)
     try:
         yield
@@ -29,10 +29,10 @@ def bound_accelerator(accelerator: Accelerator) -> Iterator[None]:
 
 
 def current_accelerator() -> Accelerator:
-    """The bound accelerator.
+    """Return the bound accelerator.
 
     Raises:
-        BackendError: none is bound.
+        BackendError: no accelerator is bound.
     """
     accelerator = _accelerator.get()
     if accelerator is None:
@@ -45,7 +45,7 @@ def current_accelerator() -> Accelerator:
 
 @custom_op("fastcar::offloaded_mlp", mutates_args=())
 def offloaded_mlp(x: Tensor, replay: Tensor, cached: Tensor, layer: int) -> Tensor:
-    """Row b of MLP(x) from the accelerator, or cached[b] where replay[b].
+    """Return row b of MLP(x) from the accelerator, or cached[b] where replay[b].
 
     Args:
         x: float32 [B, H], normalised. replay: bool [B]. cached: float32 [B, H]. layer: index of the decoder layer.

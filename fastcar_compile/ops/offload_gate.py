@@ -1,4 +1,4 @@
-"""The call from a host graph to the accelerator's TAS unit, which decides what replays."""
+"""The call from a host graph to the accelerator's TAS unit, which decides the replays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastcar_compile.ops.cached import loaded
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the unit decides for one layer: replay bool [B], score float32 [B], chain int32 [B] with this forward."""
+    """A decision for one layer: replay bool [B], score float32 [B], chain int32 [B] with this forward counted."""
 
     replay: Tensor
     score: Tensor
@@ -43,7 +43,7 @@ _unit: ContextVar[GateUnit | None] = ContextVar("fastcar_gate_unit", default=Non
 
 @contextmanager
 def bound_gate_unit(unit: GateUnit) -> Iterator[None]:
-    """Within this context, offloaded gates are decided by `unit`."""
+    """Let `unit` decide offloaded gates within this context."""
     token = _unit.set(unit)
     try:
         yield
@@ -54,10 +54,12 @@ def bound_gate_unit(unit: GateUnit) -> Iterator[None]:
 def decide(
     query: Tensor, key_cache: Tensor, chain: Tensor, position: int, step: int, stride: int, layer: int
 ) -> GateDecision:
-    """Hand q and the key row `position - stride` (clamped to 0) to the bound unit; arguments as of `offloaded_gate`.
+    """Return the bound unit's decision for q and the key row `position - stride` (clamped to 0).
+
+    The arguments are those of `offloaded_gate`.
 
     Raises:
-        BackendError: none is bound.
+        BackendError: no unit is bound.
     """
     unit = _unit.get()
     if unit is None:
@@ -73,10 +75,10 @@ def decide(
 def offloaded_gate(
     query: Tensor, key_cache: Tensor, chain: Tensor, position: Tensor, step: Tensor, stride: int, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """TAS and gate of one layer, decided by the accelerator; threshold, chain limit and coupling are in its table.
+    """Return the accelerator's decision for one layer. Threshold, chain limit and coupling are in its table.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` has it.
+        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` defines.
         chain: int32 [B], the counts of this slot.
         position: int64 [1], sequence position of the query. step: int64 [1], decode forward number t.
         stride: tokens per frame F. layer: index of the decoder layer.

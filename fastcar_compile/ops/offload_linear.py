@@ -19,7 +19,7 @@ _accelerator: ContextVar[LinearAccelerator | None] = ContextVar("fastcar_linear_
 
 @contextmanager
 def bound_linears(accelerator: LinearAccelerator) -> Iterator[None]:
-    """Within this context, offloaded linears run on `accelerator`."""
+    """Run offloaded linears on `accelerator` within this context."""
     token = _accelerator.set(accelerator)
     try:
         yield
@@ -28,10 +28,10 @@ def bound_linears(accelerator: LinearAccelerator) -> Iterator[None]:
 
 
 def current_linears() -> LinearAccelerator:
-    """The bound accelerator.
+    """Return the bound accelerator.
 
     Raises:
-        BackendError: none is bound.
+        BackendError: no accelerator is bound.
     """
     accelerator = _accelerator.get()
     if accelerator is None:
@@ -44,10 +44,10 @@ def current_linears() -> LinearAccelerator:
 
 @custom_op("fastcar::offloaded_linear", mutates_args=())
 def offloaded_linear(x: Tensor, name: str, channels: int) -> Tensor:
-    """One linear, or several that share their input side by side, from the accelerator.
+    """Return one linear, or several of the same input with their channels concatenated, from the accelerator.
 
     Args:
-        x: float32 [B, K]. name: of the call, such as `layer_0.qkv`. channels: N, of all of them.
+        x: float32 [B, K]. name: of the call, such as `layer_0.qkv`. channels: N, the channels of all linears.
 
     Returns:
         float32 [B, N].

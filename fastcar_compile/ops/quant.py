@@ -10,26 +10,26 @@ from torch.library import custom_op
 from fastcar_compile.formats import GROUP
 
 SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE = 2.0**-14, 65504.0
-"""The normal float16 numbers: with no subnormals, a scale's float32 is its bits, moved."""
+"""Range of the normal float16 numbers. Without subnormals, a shift of the bits turns a scale into float32."""
 
 _TINY = 1e-30
 _INV_127 = float(np.float32(1.0) / np.float32(127.0))
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per output channel: float32 [N, K] -> (int8 [N, K], float32 scale [N])."""
+    """Return symmetric int8 weights per output channel: float32 [N, K] -> (int8 [N, K], float32 scale [N])."""
     scale = weight.abs().amax(1) / 127
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def group_count(inputs: int) -> int:
-    """Groups of 128 along a reduction of `inputs`; the last one may be part padding."""
+    """Return the number of groups of 128 along a reduction of `inputs`; the last group may be padded."""
     return -(-inputs // GROUP)
 
 
 def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int4 in groups of 128 along K, which is padded with zeros: -7 .. 7 times a float16 scale.
+    """Return symmetric int4 weights (-7 .. 7 times a float16 scale) in groups of 128 along K, padded with zeros.
 
     Args:
         weight: float32 [N, K].
@@ -48,19 +48,19 @@ def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int4(values: Tensor) -> Tensor:
-    """int8 [N, 128 * G] of -8 .. 7 -> uint8 [N, 64 * G]: byte i of a group holds element i (low) and 64 + i (high)."""
+    """Return int8 [N, 128 * G] of -8 .. 7 as uint8 [N, 64 * G]: byte i of a group has element i (low) and 64 + i."""
     low, high = values.reshape(len(values), -1, 2, GROUP // 2).unbind(2)
     return ((low & 15) | ((high & 15) << 4)).view(torch.uint8).reshape(len(values), -1)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """The inverse of `pack_int4`: uint8 [N, 64 * G] -> int8 [N, 128 * G]."""
+    """Return uint8 [N, 64 * G] as int8 [N, 128 * G]: the inverse of `pack_int4`."""
     halves = packed.view(torch.int8).reshape(len(packed), -1, 1, GROUP // 2)
     return torch.cat([(halves << 4) >> 4, halves >> 4], 2).reshape(len(packed), -1)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic symmetric int8 per row: float32 [..., K] -> (int8 [..., K], float32 scale [...])."""
+    """Return dynamic symmetric int8 rows: float32 [..., K] -> (int8 [..., K], float32 scale [...])."""
     amax = x.abs().amax(-1).clamp(min=_TINY)
     # A true division: `127.0 / amax` is reciprocal times 127 in PyTorch, which rounds twice.
     inverse = torch.full_like(amax, 127.0) / amax
@@ -69,17 +69,17 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(quantized: Tensor, qweight: Tensor) -> Tensor:
-    """Exact integer product: int8 [..., K] with int8 [N, K] -> int32 [..., N].
+    """Return the exact integer product int32 [..., N] of int8 [..., K] and int8 [N, K].
 
-    float64 holds every partial sum exactly (127 * 127 * K < 2**53), and is the fast exact path on CPU.
+    float64 has every partial sum exactly (127 * 127 * K < 2**53). It is the fast exact path on a CPU.
     """
     return (quantized.double() @ qweight.double().T).to(torch.int32)
 
 
 def accumulate_groups(quantized: Tensor, qweight: Tensor) -> Tensor:
-    """Exact sums of every group: int8 [..., K] with packed int4 [N, 64 * G] -> int32 [G, M, N], M the rows of x.
+    """Return the exact sums of every group, int32 [G, M, N], of M rows int8 [..., K] and packed int4 [N, 64 * G].
 
-    float32 holds every partial sum exactly (127 * 8 * 128 < 2**24).
+    float32 has every partial sum exactly (127 * 8 * 128 < 2**24).
     """
     weight = unpack_int4(qweight)
     rows = quantized.reshape(-1, quantized.shape[-1])
@@ -89,9 +89,24 @@ def accumulate_groups(quantized: Tensor, qweight: Tensor) -> Tensor:
     return (left @ right.transpose(1, 2)).to(torch.int32)
 
 
+def scaled_int8(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tensor) -> Tensor:
+    """Return `linear_w8a8` of rows that are quantised, without the bias."""
+    return accumulate(quantized, qweight).float() * (scale[..., None] * wscale)
+
+
+def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tensor) -> Tensor:
+    """Return `linear_w4a8` of rows that are quantised, without the bias."""
+    total = None
+    for acc, group_scale in zip(accumulate_groups(quantized, qweight), wscale.float().T, strict=True):
+        part = acc.float() * group_scale
+        total = part if total is None else total + part
+    assert total is not None
+    return total.reshape(*quantized.shape[:-1], len(qweight)) * scale[..., None]
+
+
 @custom_op("fastcar::linear_w8a8", mutates_args=())
 def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
-    """Linear layer with dynamic int8 activations and int8 weights.
+    """Return a linear with dynamic int8 activations and int8 weights.
 
     Args:
         x: float32 [..., K].
@@ -102,8 +117,7 @@ def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
     Returns:
         float32 [..., N] = float32(acc) * (row scale * wscale) (+ bias).
     """
-    quantized, scale = quantize_rows(x)
-    y = accumulate(quantized, qweight).float() * (scale[..., None] * wscale)
+    y = scaled_int8(*quantize_rows(x), qweight, wscale)
     return y if bias is None else y + bias
 
 
@@ -114,7 +128,7 @@ def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor
 
 @custom_op("fastcar::linear_w4a8", mutates_args=())
 def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
-    """Linear layer with dynamic int8 activations and int4 weights in groups of 128.
+    """Return a linear with dynamic int8 activations and int4 weights in groups of 128.
 
     Args:
         x: float32 [..., K].
@@ -123,17 +137,10 @@ def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
         bias: float32 [N] or None.
 
     Returns:
-        float32 [..., N] = row scale * (sum over groups, ascending, of float32(acc) * wscale) (+ bias); every product
-        and every sum is rounded to float32 once.
+        float32 [..., N] = row scale * (sum over groups, ascending, of float32(acc) * wscale) (+ bias). Every product
+        and sum is rounded to float32 once.
     """
-    quantized, scale = quantize_rows(x)
-    scales = wscale.float().T
-    total = None
-    for acc, group_scale in zip(accumulate_groups(quantized, qweight), scales, strict=True):
-        part = acc.float() * group_scale
-        total = part if total is None else total + part
-    assert total is not None
-    y = total.reshape(*x.shape[:-1], len(qweight)) * scale[..., None]
+    y = scaled_int4(*quantize_rows(x), qweight, wscale)
     return y if bias is None else y + bias
 
 

@@ -1,4 +1,4 @@
-"""Replay operators: gate, slot_read, slot_write, offloaded_mlp."""
+"""Replay operators: gate, slot_read, slot_write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def decide(
     refresh_every: int,
     at_most: bool,
 ) -> Tensor:
-    """The rule of `gate` for scores [..., B] at forwards `step` and with `chain` replays in a row, both broadcast."""
+    """Return the decisions of `gate` for scores [..., B]; `step` and `chain` broadcast against them."""
     replay = (score <= threshold) if at_most else (score >= threshold)
     replay = replay & (step >= stride)
     if refresh_every > 0:
@@ -43,17 +43,17 @@ def gate(
     refresh_every: int = 0,
     at_most: bool = False,
 ) -> Tensor:
-    """Which rows replay the MLP output of the previous frame.
+    """Return which rows replay the MLP output of the previous frame.
 
     Args:
         score: float32 [B].
-        threshold: float32 [1]; a row replays when score >= threshold, or score <= threshold with `at_most`.
-        step: int64 [1], decode forward number t; no row replays before t = stride.
-        chain: int32 [F, B], replays in a row at every slot.
+        threshold: float32 [1]. A row replays if score >= threshold, or score <= threshold with `at_most`.
+        step: int64 [1], decode forward number t. No row replays before t = stride.
+        chain: int32 [F, B], successive replays at every slot.
         stride: tokens per frame F.
-        max_chain: a row with this many replays in a row computes; negative: unlimited.
-        couple_cfg: rows b and b + B / 2 are a guidance pair and replay only together.
-        refresh_every: every row computes in frames (t // F) that are a multiple of this; 0: no such frame.
+        max_chain: a row with this many successive replays computes; negative: unlimited.
+        couple_cfg: rows b and b + B / 2 are a guidance pair, which replays only together.
+        refresh_every: every row computes in the frames t // F that are a multiple of this; 0: in none.
         at_most: the comparison.
 
     Returns:
@@ -80,7 +80,7 @@ def _(
 
 @custom_op("fastcar::slot_read", mutates_args=())
 def slot_read(cache: Tensor, step: Tensor) -> Tensor:
-    """Row step mod F of a cache [F, B, ...]: a copy, [B, ...]."""
+    """Return a copy of row step mod F of a cache [F, B, ...], [B, ...]."""
     return cache[int(step) % cache.shape[0]].clone()
 
 
@@ -91,7 +91,7 @@ def _(cache: Tensor, step: Tensor) -> Tensor:
 
 @custom_op("fastcar::slot_write", mutates_args=())
 def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
-    """Cache [F, B, ...] with value [B, ...] at row step mod F."""
+    """Return a cache [F, B, ...] with value [B, ...] written at row step mod F."""
     out = cache.clone()
     out[int(step) % cache.shape[0]] = value
     return out

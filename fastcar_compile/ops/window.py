@@ -2,8 +2,8 @@
 
 docs/explanation/sparse_attention.md says why.
 
-A ring cache [B, Hkv, sinks + R, D] holds the first `sinks` positions for ever, and the last R others: position
-p >= sinks is at row sinks + (p - sinks) mod R.
+A ring cache [B, Hkv, sinks + R, D] keeps the first `sinks` positions and the last R others. Position p >= sinks is in
+row sinks + (p - sinks) mod R.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fastcar_compile.ops.cached import loaded, stored
 
 
 def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
-    """Rows of sequence positions int64 [...] in a ring cache of `sinks` + `ring` rows."""
+    """Return the rows of sequence positions int64 [...] in a ring cache of `sinks` + `ring` rows."""
     return torch.where(position < sinks, position, sinks + (position - sinks) % ring)
 
 
 @custom_op("fastcar::ring_row", mutates_args=())
 def ring_row(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
-    """The row that holds position `position - back` (clamped to 0): int64 [1] for position int64 [1]."""
+    """Return the row of position `position - back` (clamped to 0), int64 [1], for position int64 [1]."""
     return row_of((position - back).clamp(min=0), sinks, ring)
 
 
@@ -33,7 +33,7 @@ def _(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
 
 @custom_op("fastcar::limit", mutates_args=())
 def limit(positions: Tensor, most: int) -> Tensor:
-    """min(positions, most), int64 of any shape: positions in a cache that holds `most` + 1."""
+    """Return min(positions, most), int64 of any shape: positions in a cache of `most` + 1."""
     return positions.clamp(max=most)
 
 
@@ -44,9 +44,9 @@ def _(positions: Tensor, most: int) -> Tensor:
 
 @custom_op("fastcar::ring_write", mutates_args=())
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
-    """Ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written at positions position .. position + T - 1.
+    """Return a ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
 
-    T is at most R, so that no row is written twice. The cache holds rows as `stored` has them.
+    T is at most R, so no row is written twice. `stored` defines the rows.
     """
     positions = int(position) + torch.arange(value.shape[2], device=cache.device)
     out = cache.clone()
@@ -70,16 +70,16 @@ def window_attention(
     window: int,
     sink_query: Tensor | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention to the sinks and to a sliding window.
+    """Return causal grouped-query attention to the sinks and to a sliding window.
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
-        key_cache, value_cache: [B, Hkv, sinks + R, D] as `stored` has them, ring caches with rows up to
-            position + T - 1 written; R is at least window + T - 1.
+        key_cache, value_cache: [B, Hkv, sinks + R, D] as `stored` defines, ring caches written up to position
+            position + T - 1. R is at least window + T - 1.
         position: int64 [1], sequence position of query row 0.
         scale: factor on the logits.
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
-        sink_query: float32 [B, Hq, T, D], what meets the sinks instead of `query`; None: `query` does.
+        sink_query: float32 [B, Hq, T, D], the query for the sinks; None: `query`.
 
     Returns:
         float32 [B, Hq, T, D].

@@ -10,7 +10,7 @@ from torch import fx
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.rewrite import is_op
+from fastcar_compile.ir.query import is_op, node_arg, optional_arg, value_of
 
 aten = torch.ops.aten
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
@@ -19,12 +19,18 @@ _IDENTITIES = (aten.alias, aten.detach, aten.lift_fresh_copy, aten.detach_)
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Drop asserts, and identities whose result has the type, shape and values of its argument."""
+    """Remove operators that change nothing, in both graphs.
+
+    1. Asserts go.
+    2. `alias`, `detach`, dropout in inference, and casts and copies to the dtype that is there: their argument stays.
+    3. What nothing reads any more goes.
+    It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
+    """
 
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Runs after normalize-state: before it, an alias may be a second name of a mutated buffer."""
+        """Return whether anything was removed."""
         return any([_clean(module.graph) for module in program.graphs()])
 
 
@@ -34,7 +40,7 @@ def _clean(graph: fx.Graph) -> bool:
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
         elif _is_identity(node):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node_arg(node, 0))
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return len(graph.nodes) != before
@@ -45,5 +51,5 @@ def _is_identity(node: fx.Node) -> bool:
         return True
     if not is_op(node, aten.to, aten._to_copy, aten.contiguous):
         return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and source.meta["val"].dtype == node.meta["val"].dtype
+    source = optional_arg(node, 0)
+    return source is not None and value_of(source).dtype == value_of(node).dtype

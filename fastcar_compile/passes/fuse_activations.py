@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.rewrite import call, descendants, evaluate, in_order, is_op
+from fastcar_compile.ir.query import descendants, evaluate, in_order, is_op
+from fastcar_compile.ir.rewrite import call
 
 aten = torch.ops.aten
 _SEEDS = (aten.tanh, aten.erf, aten.sigmoid)
@@ -34,16 +35,19 @@ _KNOWN: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class FuseActivations(Pass):
-    """x -> ... -> y that computes SiLU or GELU of x, found by its values and not by the way it is written.
+    """Write activations as the one operator that they compute, in both graphs.
 
-    `0.5 * x * (1 + tanh(0.797885 * (x + 0.044715 * x ** 3)))` (GPT-2, Phi), `x * sigmoid(x)` and the like become
-    `gelu(x, approximate="tanh")`, `silu(x)`.
+    1. Matches the elementwise operators around a tanh, erf or sigmoid that depend on one value x alone.
+    2. Their values at 4,002 points between -12 and 12 must be those of SiLU, GELU or tanh-GELU within 1e-5. So
+       `0.5 * x * (1 + tanh(0.797885 * (x + 0.044715 * x ** 3)))` (GPT-2, Phi) and `x * sigmoid(x)` are found however
+       they are written.
+    3. Makes `silu(x)`, `gelu(x)` or `gelu(x, approximate="tanh")`.
     """
 
     name: ClassVar[str] = "fuse-activations"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """What computes no known activation stays as it is."""
+        """Return whether there was an activation to rewrite; what computes no known one stays as it is."""
         return any([_fuse(module) for module in program.graphs()])
 
 

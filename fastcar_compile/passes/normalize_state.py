@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec, where
-from fastcar_compile.ir.rewrite import (
-    add_placeholder,
-    call,
-    evaluate,
-    is_op,
-    output_nodes,
-    placeholder,
-    set_outputs,
-)
+from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import evaluate, is_op, output_nodes, placeholder
+from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 
 aten = torch.ops.aten
@@ -29,16 +24,19 @@ _MASKED = -1e9
 
 @dataclass(frozen=True)
 class NormalizeState(Pass):
-    """Buffer mutation becomes explicit state; masked attention becomes `fastcar.attention`.
+    """Lift hidden KV caches to named inputs and outputs, in both graphs.
 
-    The mask, the write index and the key-head sharing are proved by evaluating their subgraphs, which depend on the
-    position only, at several positions; nothing is inferred from names.
+    1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`.
+    2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds.
+    3. Each cache becomes the state `key_cache_<l>` or `value_cache_<l>`, in the order of the attentions.
+    Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
+    are evaluated at several positions. Nothing is inferred from names.
     """
 
     name: ClassVar[str] = "normalize-state"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Raises CompileError listing every cache or attention that cannot be normalised."""
+        """Raise CompileError with every cache or attention that cannot be normalised."""
         modified = False
         for module in program.graphs():
             if any(is_op(n, aten.scaled_dot_product_attention) for n in module.graph.nodes):
@@ -162,6 +160,7 @@ class _Normalizer:
         name = f"{role}_{layer}"
         val = write.buffer.meta["val"]
         node = add_placeholder(self.graph, name, val.shape, val.dtype, NormalizeState.name)
+        mark(node, layer, role)
         write.node.replace_input_with(write.buffer, node)
         set_outputs(self.graph, [*output_nodes(self.graph), write.node])
         return StateSpec(name, tuple(val.shape), val.dtype, role, layer)

@@ -9,56 +9,58 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fastcar_compile.ir.layers import Role, layer_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderProgram, LayerSite
-from fastcar_compile.ir.rewrite import call, is_op, node_arg, placeholder
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.rewrite import call, replace
 
 fastcar = torch.ops.fastcar
 
 
 @dataclass(frozen=True)
 class OffloadGate(Pass):
-    """Replace tas, gate and the new chain counts of the decode step by `fastcar.offloaded_gate`.
+    """Let the accelerator decide which rows replay; prefill has no gate.
 
+    1. Matches a gate whose score is TAS over all heads, without refresh.
+    2. Makes `replay, score, count = fastcar.offloaded_gate(query, key_cache, counts of this slot, …)`.
+    3. The new chain counts are those of the accelerator.
     So the accelerator decides and the host follows: there is one decision, not two that have to agree. The thresholds
-    are in the accelerator's table; the graph keeps the input of that name, unread.
+    are in the accelerator's table; the graph keeps the input of that name, unread. Other gates stay on the host.
     """
 
     name: ClassVar[str] = "offload-gate"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Only layers that may replay have a gate; one that the TAS unit does not have stays on the host."""
-        modified = any([_offload(program.graph_module, site) for site in program.sites if site.replay])
-        program.graph_module.graph.eliminate_dead_code()
-        return modified
-
-
-def _offload(module: fx.GraphModule, site: LayerSite) -> bool:
-    chain = placeholder(module.graph, f"chain_count_{site.layer}")
-    gates = [n for n in chain.users if is_op(n, fastcar.gate) and _unit_has(n)]
-    if not gates:
-        return False
-    (gate,) = gates
-    (counted,) = (n for n in chain.users if is_op(n, fastcar.slot_write))
-    score, step = node_arg(gate, 0), node_arg(gate, 2)
-    with module.graph.inserting_before(gate):
-        replay, new_score, new_chain = _call(module.graph, gate, site.layer)
-    gate.replace_all_uses_with(replay)
-    score.replace_all_uses_with(new_score, delete_user_cb=lambda user: user is not gate)
-    counted.args = (chain, new_chain, step)
-    return True
+        """Return whether there was a gate to offload."""
+        graph = program.graph_module.graph
+        gates = [nodes[Role.GATE] for nodes in role_nodes(program.graph_module).values() if Role.GATE in nodes]
+        found = [gate for gate in gates if is_op(gate, fastcar.gate) and _unit_has(gate)]
+        for gate in found:
+            _offload(graph, gate)
+        graph.eliminate_dead_code()
+        return bool(found)
 
 
 def _unit_has(gate: fx.Node) -> bool:
-    """TAS over all heads, without refresh."""
     return is_op(node_arg(gate, 0), fastcar.tas) and not any(gate.args[7:])
 
 
-def _call(graph: fx.Graph, gate: fx.Node, layer: int) -> list[fx.Node]:
-    tas, step, chain = node_arg(gate, 0), node_arg(gate, 2), node_arg(gate, 3)
-    query, key_cache, position, stride, _scale = tas.args
-    options = {"origin": gate, "made_by": OffloadGate.name}
-    counts = call(graph, fastcar.slot_read.default, (chain, step), **options)
-    arguments = (query, key_cache, counts, position, step, stride, layer)
-    decided = call(graph, fastcar.offloaded_gate.default, arguments, **options)
-    return [call(graph, operator.getitem, (decided, i), **options) for i in range(3)]
+def _offload(graph: fx.Graph, gate: fx.Node) -> None:
+    score, step, chain = node_arg(gate, 0), node_arg(gate, 2), node_arg(gate, 3)
+    (counted,) = (n for n in chain.users if is_op(n, fastcar.slot_write))
+    with graph.inserting_before(gate):
+        replay, new_score, new_chain = _call(graph, gate, score)
+    replace(gate, replay)
+    replace(score, new_score)
+    counted.args = (chain, new_chain, step)
+
+
+def _call(graph: fx.Graph, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
+    step, chain = node_arg(gate, 2), node_arg(gate, 3)
+    query, key_cache, position, stride, _scale = score.args
+    made_by = OffloadGate.name
+    counts = call(graph, fastcar.slot_read.default, (chain, step), origin=gate, made_by=made_by)
+    arguments = (query, key_cache, counts, position, step, stride, layer_of(gate))
+    decided = call(graph, fastcar.offloaded_gate.default, arguments, origin=gate, made_by=made_by)
+    return [call(graph, operator.getitem, (decided, i), origin=gate, made_by=made_by) for i in range(3)]

@@ -10,7 +10,8 @@ from torch import fx
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.rewrite import call, node_arg, node_named
+from fastcar_compile.ir.query import node_arg, node_named, shape_of, value_of
+from fastcar_compile.ir.rewrite import call, replace
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -18,15 +19,16 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 @dataclass(frozen=True)
 class OffloadLinears(Pass):
-    """Replace the quantised linears of the decode step outside of the MLPs by `fastcar.offloaded_linear`.
+    """Let the accelerator compute the linears of the decode step outside of the MLPs; prefill stays on the host.
 
-    Linears that share their input, such as q, k and v, become one call. Prefill stays on the host.
+    1. Matches quantised linears with a row for each batch row; `linear_calls` says why others stay.
+    2. Linears that share their input, such as q, k and v, become one `fastcar.offloaded_linear`, and slices of it.
     """
 
     name: ClassVar[str] = "offload-linears"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Linears that are not quantised stay on the host; `linear_calls` has the reasons."""
+        """Return whether there was a linear to offload."""
         calls, _ = linear_calls(program)
         for item in calls:
             _offload(program.graph_module.graph, item)
@@ -36,19 +38,19 @@ class OffloadLinears(Pass):
 
 def _offload(graph: fx.Graph, item: LinearCall) -> None:
     linears = [node_named(graph, name) for name in item.nodes]
-    x, options = node_arg(linears[0], 0), {"origin": linears[0], "made_by": OffloadLinears.name}
-    batch, total = x.meta["val"].numel() // item.inputs, sum(item.channels)
-    with graph.inserting_before(linears[0]):
-        rows = call(graph, aten.reshape.default, (x, [batch, item.inputs]), **options)
-        y = call(graph, fastcar.offloaded_linear.default, (rows, item.name, total), **options)
+    first, made_by = linears[0], OffloadLinears.name
+    x = node_arg(first, 0)
+    batch, total = value_of(x).numel() // item.inputs, sum(item.channels)
+    with graph.inserting_before(first):
+        rows = call(graph, aten.reshape.default, (x, [batch, item.inputs]), origin=first, made_by=made_by)
+        y = call(graph, fastcar.offloaded_linear.default, (rows, item.name, total), origin=first, made_by=made_by)
     start = 0
     for linear, channels in zip(linears, item.channels, strict=True):
-        options["origin"] = linear
         with graph.inserting_before(linear):
-            part = y
+            part, bounds = y, (1, start, start + channels)
             if channels != total:
-                part = call(graph, aten.slice.Tensor, (y, 1, start, start + channels), **options)
-            shaped = call(graph, aten.reshape.default, (part, list(linear.meta["val"].shape)), **options)
-        linear.replace_all_uses_with(shaped)
-        graph.erase_node(linear)
+                part = call(graph, aten.slice.Tensor, (y, *bounds), origin=linear, made_by=made_by)
+            shape = list(shape_of(linear))
+            shaped = call(graph, aten.reshape.default, (part, shape), origin=linear, made_by=made_by)
+        replace(linear, shaped)
         start += channels

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.narrow_cache import NarrowCache
-from fastcar_compile.passes.narrow_embedding import NarrowEmbedding
+from fastcar_compile.passes.legalize_linears import LegalizeLinears
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
-from fastcar_compile.passes.unify_linears import UnifyLinears
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         NormalizeState,
         Canonicalize,
-        UnifyLinears,
+        LegalizeLinears,
         FuseActivations,
         SplitGateUp,
         FindSites,
@@ -35,11 +35,11 @@ PASSES: dict[str, type[Pass]] = {
         Bfloat16Weights,
         QuantizeW8A8,
         QuantizeW4A8,
-        NarrowEmbedding,
+        Bfloat16Embedding,
         InsertReplay,
         SkipRows,
         SparsifyAttention,
-        NarrowCache,
+        QuantizeKvCache,
         OffloadGate,
         OffloadMlp,
         OffloadLinears,
@@ -49,11 +49,11 @@ QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), 
 
 
 def analysis_pipeline() -> list[Pass]:
-    """Capture -> the original graph with explicit state and known sites."""
+    """Return the passes from a capture to the original graph with explicit state and known layers."""
     return [
         NormalizeState(),
         Canonicalize(),
-        UnifyLinears(),
+        LegalizeLinears(),
         FuseActivations(),
         SplitGateUp(),
         FindSites(),
@@ -61,17 +61,17 @@ def analysis_pipeline() -> list[Pass]:
 
 
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
-    """The original graph -> the rewritten graph that every backend is lowered from."""
+    """Return the passes from the original graph to the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
     if config.quant in QUANTIZE:
-        passes += [QUANTIZE[config.quant], NarrowEmbedding()]
+        passes += [QUANTIZE[config.quant], Bfloat16Embedding()]
     if config.replay is not None:
         passes += [_replay(config.replay, num_layers), SkipRows(config.replay.couple_cfg)]
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
     if config.kv != "float32":
-        passes.append(NarrowCache(config.kv))
+        passes.append(QuantizeKvCache(config.kv))
     return passes
 
 
@@ -88,7 +88,7 @@ def _replay(replay: ReplayConfig, num_layers: int) -> InsertReplay:
 
 
 def offload_pipeline(offload: str = "mlp") -> list[Pass]:
-    """The rewritten graph -> the host graph of an accelerator; `offload` as in CompileConfig."""
+    """Return the passes from the rewritten graph to the host graph of an accelerator; `offload` as in CompileConfig."""
     passes: list[Pass] = [OffloadGate(), OffloadMlp()]
     if offload == "linears":
         passes.append(OffloadLinears())

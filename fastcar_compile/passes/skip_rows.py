@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.rewrite import call, descendants, in_order, is_op, node_arg, placeholder
+from fastcar_compile.ir.query import descendants, in_order, is_op, node_arg, placeholder, shape_of
+from fastcar_compile.ir.rewrite import call
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 _BIAS = {aten.layer_norm: 3, aten.linear: 2, fastcar.linear_bf16: 2, fastcar.linear_w8a8: 3, fastcar.linear_w4a8: 3}
@@ -19,11 +21,13 @@ _BIAS = {aten.layer_norm: 3, aten.linear: 2, fastcar.linear_bf16: 2, fastcar.lin
 
 @dataclass(frozen=True)
 class SkipRows(Pass):
-    """Zero the rows of a compute branch's input that replay; its result does not use them.
+    """Zero the inactive rows of a compute branch: those that replay. Kernels do not multiply rows of zeros.
 
-    A root-mean-square norm and linears without biases keep such a row zero. A bias does not: after a norm or a linear
-    that has one, the rows are zeroed again in front of the next linear. With one row, or one coupled pair, a branch
-    never computes only some rows, and stays as it is.
+    1. Matches the compute branch of every layer that replays, where rows decide on their own: more than one row, or
+       more than one coupled pair.
+    2. Puts `where(replay, 0, hidden)` in the place of the branch's input. The branch's result does not use these rows.
+    3. A root-mean-square norm and linears without biases keep such a row zero. A bias does not: after a norm or a
+       linear that has one, the rows are zeroed again in front of the next linear.
 
     Options:
         couple_cfg: rows b and b + B / 2 replay only together.
@@ -33,16 +37,14 @@ class SkipRows(Pass):
     couple_cfg: bool = False
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Layers that never replay have no branch."""
+        """Return whether there was a branch to rewrite."""
         decisions = program.config.batch_size // (2 if self.couple_cfg else 1)
-        layers = [site.layer for site in program.sites if site.replay] if decisions > 1 else []
-        branches = [program.graph_module.get_submodule(f"compute_branch_{layer}") for layer in layers]
-        return any([_zero_rows(branch) for branch in branches])
+        branches = branches_of(program.graph_module).items() if decisions > 1 else ()
+        return any([_zero_rows(branch) for name, branch in branches if name.startswith("compute_branch_")])
 
 
-def _zero_rows(branch: torch.nn.Module) -> bool:
-    """False: it was done before."""
-    assert isinstance(branch, fx.GraphModule)
+def _zero_rows(branch: fx.GraphModule) -> bool:
+    """Return False where it was done before."""
     graph = branch.graph
     if any(node.meta.get("made_by") == SkipRows.name for node in graph.nodes):
         return False
@@ -66,7 +68,7 @@ def _zero_rows(branch: torch.nn.Module) -> bool:
 def _linears_after_a_bias(graph: fx.Graph, hidden: fx.Node) -> list[fx.Node]:
     """Linears whose input need not be zero where `hidden` is."""
     moved: set[fx.Node] = set()
-    found = []
+    found: list[fx.Node] = []
     for node in in_order(graph, descendants(hidden) - {hidden}):
         if moved & set(node.all_input_nodes):
             if _is_linear(node):
@@ -90,12 +92,12 @@ def _adds(node: fx.Node) -> bool:
 
 def _kept(graph: fx.Graph, after: fx.Node, replay: fx.Node, zero: fx.Node, x: fx.Node) -> fx.Node:
     """x with zeros in the rows that replay."""
-    shape, options = x.meta["val"].shape, _origin(next(iter(x.users)))
+    shape, options = shape_of(x), _origin(next(iter(x.users)))
     with graph.inserting_after(after):
         mask = call(graph, aten.view.default, (replay, [shape[0], *[1] * (len(shape) - 1)]), **options)
     with graph.inserting_after(mask):
         return call(graph, aten.where.self, (mask, zero, x), **options)
 
 
-def _origin(node: fx.Node) -> dict[str, object]:
+def _origin(node: fx.Node) -> dict[str, Any]:
     return {"origin": node, "made_by": SkipRows.name}

@@ -10,10 +10,13 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import role_nodes
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, Ring, where
-from fastcar_compile.ir.rewrite import call, fake_like, is_op, node_arg, placeholder
-from fastcar_compile.passes.patterns.earlier_key import argument_names, earlier_key, reads_earlier_key
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, Ring
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import argument_names, is_op, node_arg, placeholder, value_of
+from fastcar_compile.ir.rewrite import call, fake_like, replace
+from fastcar_compile.passes.patterns.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.patterns.sink_query import SinkQueries
 
 fastcar = torch.ops.fastcar
@@ -21,9 +24,12 @@ fastcar = torch.ops.fastcar
 
 @dataclass(frozen=True)
 class SparsifyAttention(Pass):
-    """Make every attention see the first `sinks` tokens and the last `window` ones, and every KV cache a ring.
+    """Make every attention see the first `sinks` tokens and the last `window` ones, in both graphs.
 
-    A score that reads the key of one frame earlier keeps it: the ring then holds at least a frame and a token.
+    1. `fastcar.cache_write` becomes `fastcar.ring_write`, and the key and value caches become rings.
+    2. `fastcar.attention` becomes `fastcar.window_attention`. With positions inside the cache it also gets the query
+       that meets the sinks.
+    3. A score that reads the key of one frame earlier keeps it: the ring then holds at least a frame and a token.
 
     Options:
         sinks, window: tokens.
@@ -36,23 +42,17 @@ class SparsifyAttention(Pass):
     positions: str = "absolute"
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Raises CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""
+        """Raise CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""
         before = program.config.ring
         if before is not None and (before.sinks, before.window, before.positions) == dataclasses.astuple(self):
             return False
         self._check(program)
         config = program.config
         ring = Ring(self.sinks, self.window, self._rows(program), self.positions)
-        made: dict[str, str] = {}
         for module in program.graphs():
-            renamed = _Rewriter(module, ring, config).run()
-            made = made or renamed
+            _Rewriter(module, ring, config).run()
         shape = {s.name: (*s.shape[:2], ring.capacity, s.shape[3]) for s in program.state if len(s.shape) == 4}
         program.state = [dataclasses.replace(s, shape=shape.get(s.name, s.shape)) for s in program.state]
-        fields = ("attention", "key_cache", "value_cache")
-        program.sites = [
-            dataclasses.replace(site, **{f: made[getattr(site, f)] for f in fields}) for site in program.sites
-        ]
         program.config = dataclasses.replace(config, ring=ring)
         return True
 
@@ -60,7 +60,7 @@ class SparsifyAttention(Pass):
         if program.config.ring is not None:
             hint = "name the pass once in the pipeline"
             raise CompileError(f"sparse-attention ran already, as {program.config.ring}", hint=hint)
-        if not program.sites:
+        if not role_nodes(program.graph_module):
             what = "sparse-attention finds no attention sites"
             raise CompileError(what, hint="run it after normalize-state and find-sites")
         if self.window < 1 or self.sinks < 0:
@@ -88,12 +88,10 @@ class _Rewriter:
         self.module, self.graph, self.ring = module, module.graph, ring
         self.config = dataclasses.replace(config, ring=ring)
         self.position = placeholder(module.graph, "position")
-        self.made: dict[str, str] = {}
         in_cache = ring.positions == "cache" and ring.sinks > 0
         self.queries = SinkQueries(module, ring.attended - 1, SparsifyAttention.name) if in_cache else None
 
-    def run(self) -> dict[str, str]:
-        """Returns old node name -> new one of everything replaced."""
+    def run(self) -> None:
         attentions = [n for n in self.graph.nodes if is_op(n, fastcar.attention)]
         for node in attentions:
             for cache in (node_arg(node, 1), node_arg(node, 2)):
@@ -106,21 +104,18 @@ class _Rewriter:
             row, stride = earlier_key(self.graph, self.config, node, SparsifyAttention.name)
             arguments[names.index("position")], arguments[names.index("stride")] = row, stride
             node.args = tuple(arguments)
-        return self.made
 
     def _replace(self, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
         with self.graph.inserting_before(node):
             new = call(self.graph, target, arguments, origin=node, made_by=SparsifyAttention.name)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
-        self.made[node.name] = new.name
+        replace(node, new)
 
     def _write(self, node: fx.Node) -> None:
         cache, value = node_arg(node, 0), node_arg(node, 1)
         if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
             what = "this cache is not written by fastcar.cache_write"
             raise CompileError(what, where=where(node), hint="run sparse-attention after normalize-state")
-        old = cache.meta["val"]
+        old = value_of(cache)
         shape = (*old.shape[:2], self.ring.capacity, old.shape[3])
         cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))
         self._replace(node, fastcar.ring_write.default, (cache, value, self.position, self.ring.sinks))

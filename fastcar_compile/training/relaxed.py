@@ -1,7 +1,7 @@
-"""The decoder as a function that gradients pass: whole videos at once, replay decisions relaxed.
+"""The decoder as a differentiable function: whole videos at once, with relaxed replay decisions.
 
-What an MLP reads depends on its layer's input only, so everything but the replay rule itself is computed for all tokens
-of a video together, and only the choice between fresh and cached outputs goes frame by frame.
+An MLP reads its layer's input only. So everything but the replay rule is computed for all tokens of a video together.
+Only the choice between fresh and cached outputs goes frame by frame.
 """
 
 from __future__ import annotations
@@ -18,43 +18,46 @@ from fastcar_compile.calibration.layers import Stages
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.rewrite import is_op
+from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 UNIFORM_EDGE = 1e-6
-"""Random numbers keep this distance from 0 and 1, whose logistic quantiles are infinite."""
+"""Random numbers keep this distance from 0 and 1, where the logistic quantile is infinite."""
 
 
 class Scorer(nn.Module, ABC):
-    """A gate of one layer that can be trained: it replays where its score is at most 0."""
+    """A trainable gate of one layer. It replays where its score is at most 0."""
 
     @abstractmethod
     def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
-        """What does not depend on decisions.
+        """Return the part of the score that does not depend on decisions, [N, n, F, …], as `score` takes it.
 
         Args:
-            query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier, of n frames (frame 0 left
-                out). x: float32 [N, n, F, H], inputs of the MLP.
-
-        Returns:
-            [N, n, F, …], whatever `score` takes.
+            query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier, of n frames (without frame
+                0).
+            x: float32 [N, n, F, H], inputs of the MLP.
         """
 
     @abstractmethod
     def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
-        """float32 [N, F], for one frame of what `prepare` returned, x and x at the last computed visit, [N, F, H]."""
+        """Return the scores of one frame, float32 [N, F].
+
+        Args:
+            prepared: one frame of the result of `prepare`. x: [N, F, H]. cached: [N, F, H], x of the last computed
+                visit.
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """Of the gate, by their names in its file, float32."""
+        """Return the gate's weights, float32, by their names in its file."""
 
     @abstractmethod
     def threshold(self) -> float:
-        """At which the gate with these weights decides as the scorer does."""
+        """Return the threshold at which the gate with these weights decides as the scorer does."""
 
     @abstractmethod
     def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
-        """The inverse of `weights` and `threshold`."""
+        """Set weights and threshold: the inverse of `weights` and `threshold`."""
 
 
 @dataclass
@@ -62,11 +65,11 @@ class Relaxation:
     """How hard a decision is.
 
     Attributes:
-        noise: scale of the logistic noise that is added to scores; 0: none.
-        random: where noise comes from; needed where there is noise.
-        softness: 0: a decision is 0 or 1 forwards, and only its gradient is soft. Else it is sigmoid(-score / softness)
-            both ways, so that near the boundary the loss is felt halfway between both outcomes: at a computed token the
-            divergence from the dense decoder has no slope, at a replayed one twice the mean.
+        noise: scale of the logistic noise on scores; 0: none.
+        random: source of the noise; needed if there is noise.
+        softness: 0: a decision is 0 or 1 forwards, and only its gradient is soft. Otherwise it is
+            sigmoid(-score / softness) both ways, which measures the loss halfway between both outcomes: the divergence
+            has no slope at a computed token, and twice the mean slope at a replayed one.
     """
 
     noise: float = 0.0
@@ -74,7 +77,7 @@ class Relaxation:
     softness: float = 0.0
 
     def decide(self, score: Tensor) -> Tensor:
-        """1 where the score, with noise, is at most 0, else 0, or between them; float32."""
+        """Return 1 where the score with noise is at most 0, else 0, or values between them; float32."""
         if self.noise:
             edge = UNIFORM_EDGE
             uniform = torch.rand(score.shape, generator=self.random).clamp(edge, 1 - edge)
@@ -87,8 +90,12 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a layer's gate meets on a dense decoder: queries and keys one frame earlier, [N, n, F, Hq, D], MLP inputs x
-    and their outputs y, [N, n, F, H], of frames 1 to n."""
+    """Inputs of a layer's gate on the dense decoder, of frames 1 to n.
+
+    Attributes:
+        query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier.
+        x, y: float32 [N, n, F, H], inputs and outputs of the MLP.
+    """
 
     query: Tensor
     earlier: Tensor
@@ -97,11 +104,11 @@ class Sample:
 
 
 class RelaxedDecoder:
-    """A decoder on whole videos of one length; frozen, unless `own_weights` was called.
+    """A decoder on whole videos of one length. Its weights are frozen unless `own_weights` was called.
 
     Args:
-        model: as `fastcar_compile.compile` takes it. rows: videos at a time. length: tokens that are fed, prompt
-            included. tokens_per_frame: F. prompt: tokens before decoding starts.
+        model: as `fastcar_compile.compile` takes it. rows: videos per batch. length: input tokens, prompt included.
+        tokens_per_frame: F. prompt: tokens before decoding starts.
 
     Raises:
         CompileError: the model cannot be captured. InputError: a decoder without head, or fewer than two frames.
@@ -133,19 +140,19 @@ class RelaxedDecoder:
         self.scales = [layer.scale for layer in self._stages.layers]
         used = length - prompt
         self.frames = -(-used // tokens_per_frame)
-        """Of decoded tokens, the last one perhaps not whole."""
+        """Number of frames of decoded tokens. The last one may be incomplete."""
         self._padding = self.frames * tokens_per_frame - used
         able = torch.arange(self.frames * tokens_per_frame) < used
         self._able = able.view(self.frames, tokens_per_frame)[1:].float()
 
     def dense(self, tokens: Tensor) -> Tensor:
-        """Logits float32 [rows, length, V] without replay; tokens int64 [rows, length]."""
+        """Return the logits float32 [rows, length, V] of tokens int64 [rows, length], without replay."""
         return self._run(tokens, [None] * self.layers)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
-        """Copies of the decoder's parameters, by their names in the model, that it computes with from now on.
+        """Replace the decoder's parameters by trainable copies and return these by their names in the model.
 
-        A parameter that is used under several names (tied embedding and head) has one copy, under the first.
+        A parameter with several names (tied embedding and head) has one copy, under the first name.
 
         Raises:
             InternalError: the captured program holds none of the model's parameters.
@@ -153,6 +160,8 @@ class RelaxedDecoder:
         known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
         used: dict[str, nn.Parameter] = {}
         for node, tensor in self._stages.constants.items():
+            if not isinstance(tensor, Tensor):
+                continue
             found = known.get((tensor.data_ptr(), tensor.shape))
             if found is not None:
                 used[found[0]] = self._stages.constants[node] = found[1]
@@ -161,7 +170,7 @@ class RelaxedDecoder:
         return used
 
     def samples(self, tokens: Tensor) -> list[Sample]:
-        """Of every layer, on the dense decoder."""
+        """Return the gate inputs of every layer on the dense decoder, for tokens int64 [rows, length]."""
         found = [_Recorder(self) for _ in range(self.layers)]
         with torch.no_grad():
             self._run(tokens, found)
@@ -170,7 +179,11 @@ class RelaxedDecoder:
     def replayed(
         self, tokens: Tensor, scorers: Sequence[Scorer], relaxation: Relaxation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits float32 [rows, length, V], and per layer the share of the forwards t >= F that replay, [layers]."""
+        """Return the logits float32 [rows, length, V], and the replayed share of the forwards t >= F, [layers].
+
+        Args:
+            tokens: int64 [rows, length]. scorers: one per layer. relaxation: None: hard decisions without noise.
+        """
         hooks = [_Replay(self, scorer, relaxation or Relaxation()) for scorer in scorers]
         logits = self._run(tokens, hooks)
         return logits, torch.stack([hook.share for hook in hooks])
@@ -185,18 +198,18 @@ class RelaxedDecoder:
         return logits.float()
 
     def framed(self, flat: Tensor) -> Tensor:
-        """[rows, length, …] -> [rows, frames, F, …] without the prompt, the last frame filled up with zeros."""
+        """Return [rows, length, …] as [rows, frames, F, …] without the prompt. Zeros fill the last frame."""
         flat = flat[:, self.prompt :]
         filled = torch.nn.functional.pad(flat, (0, 0) * (flat.dim() - 2) + (0, self._padding))
         return filled.view(flat.shape[0], self.frames, self.frame, *flat.shape[2:])
 
     def share(self, replay: Tensor) -> Tensor:
-        """Of the forwards t >= F, of decisions [rows, frames - 1, F]."""
+        """Return the replayed share of the forwards t >= F, of decisions [rows, frames - 1, F]."""
         return (replay * self._able).sum() / (self._able.sum() * len(replay))
 
 
 class _Recorder:
-    """A hook that replays nothing and keeps what a gate may read."""
+    """A hook that replays nothing and records the inputs of a gate."""
 
     def __init__(self, decoder: RelaxedDecoder) -> None:
         self._decoder = decoder
@@ -208,7 +221,7 @@ class _Recorder:
 
 
 class _Replay:
-    """A hook with the replay rule of one layer: the caches of a session, a frame at a time."""
+    """A hook with the replay rule of one layer: the caches of a session, frame by frame."""
 
     def __init__(self, decoder: RelaxedDecoder, scorer: Scorer, relaxation: Relaxation) -> None:
         self._decoder, self._scorer, self._relaxation = decoder, scorer, relaxation
@@ -236,7 +249,7 @@ class _Replay:
 
 
 def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Sample:
-    """Keys one frame earlier: those of the token before frame 0's first are never needed, as frame 0 computes."""
+    """Return the inputs of the gate. Frame 0 always computes, so it needs no earlier keys."""
     keys = key_cache.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
     now = decoder.framed(query.transpose(1, 2).float())
     earlier = decoder.framed(keys.transpose(1, 2).float())
@@ -245,14 +258,14 @@ def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, _position: Tensor, scale: float) -> Tensor:
-    """Causal attention of all positions at once, with a gradient."""
+    """Return causal attention of all positions at once, with a gradient."""
     grouped = query.shape[1] != keys.shape[1]
     attention = torch.nn.functional.scaled_dot_product_attention
     return attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def _without_custom_writes(module: fx.GraphModule) -> None:
-    """A chunk as long as the cache is the cache: `cache_write`, which has no gradient, passes its value on."""
+    """Replace each `cache_write`, which has no gradient, by its value: the chunk is as long as the cache."""
     for node in list(module.graph.nodes):
         if is_op(node, torch.ops.fastcar.cache_write):
             node.replace_all_uses_with(node.args[1])

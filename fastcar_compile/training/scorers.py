@@ -1,4 +1,4 @@
-"""Gates in a form that can be trained: their scores from values of many tokens at once, with gradients."""
+"""Trainable gates: differentiable scores of many tokens at once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from fastcar_compile.training.relaxed import Sample, Scorer
 
 FIRST_SHARE = 0.5
-"""Of replays that an untrained gate begins with, on the dense decoder."""
+"""Replay of an untrained gate on the dense decoder."""
 
 SPREAD = 0.02
-"""Of the random first weights, for inputs of size 1."""
+"""Standard deviation of the first weights, for inputs of size 1."""
 
 CHANGE = 0.03
-"""Mean of the first weights of |x - x_cached|: an untrained gate is one on the size of the change."""
+"""Mean of the first weights of |x - x_cached|: an untrained gate measures the size of the change."""
 
 STEEPNESS = 3.0
-"""Sum of the first output weights; how far scores spread, as seen from a decision whose softness is 1."""
+"""Sum of the first output weights: the spread of the scores, for decisions of softness 1."""
 
 Weights = dict[str, Tensor]
 
@@ -26,8 +26,8 @@ class LearnedScorer(Scorer):
     """score = w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2.
 
     Args:
-        sample: what the layer's gate meets, for the scale of x and the first b2. units: of the hidden layer.
-        random: of the first weights.
+        sample: inputs of the layer's gate; they set the scale of x and the first b2. units: size of the hidden layer.
+        random: source of the first weights.
     """
 
     def __init__(self, sample: Sample, units: int, random: torch.Generator) -> None:
@@ -46,26 +46,26 @@ class LearnedScorer(Scorer):
             self.b2 -= _quantile(scores, FIRST_SHARE)
 
     def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
-        """The part of the hidden layer that x makes."""
+        """Return the contribution of x to the hidden layer."""
         return nn.functional.linear(x / self._scale, self.by_input, self.b1)
 
     def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
-        """Also for more than one frame at a time."""
+        """Return the scores of one or more frames."""
         change = nn.functional.linear((x - cached).abs() / self._scale, self.by_change)
         return torch.relu(prepared + change) @ self.w2 + self.b2
 
     def weights(self) -> Weights:
-        """As the gate `learned` has them: w1 [units, 2 H], b1 [units], w2 [units], b2 [1], float32."""
+        """Return the weights of gate `learned`, float32: w1 [units, 2 H], b1 [units], w2 [units], b2 [1]."""
         w1 = torch.cat([self.by_input, self.by_change], 1) / self._scale
         found = {"w1": w1, "b1": self.b1, "w2": self.w2, "b2": self.b2[None]}
         return {name: tensor.detach().float().contiguous().clone() for name, tensor in found.items()}
 
     def threshold(self) -> float:
-        """At which the gate with these weights decides as the scorer does."""
+        """Return 0: b2 contains the threshold."""
         return 0.0
 
     def assign(self, weights: Weights, threshold: float) -> None:
-        """The threshold goes into b2."""
+        """Set the weights; b2 takes the threshold."""
         by_input, by_change = (weights["w1"] * self._scale).chunk(2, 1)
         found = (by_input, by_change, weights["b1"], weights["w2"], weights["b2"][0] - threshold)
         for own, given in zip((self.by_input, self.by_change, self.b1, self.w2, self.b2), found, strict=True):
@@ -73,11 +73,11 @@ class LearnedScorer(Scorer):
 
 
 class TasScorer(Scorer):
-    """score = bias - sum over query heads of weight * logit: TAS of weighted heads, which replays where it is great.
+    """score = bias - sum over query heads of weight * logit: TAS of weighted heads replays where TAS is large.
 
     Args:
-        sample: what the layer's gate meets: the first weights are those that tell best how much the MLP's output
-            changes from one frame to the next. scale: attention's own.
+        sample: inputs of the layer's gate. The first weights best predict how much the MLP's output changes from one
+            frame to the next. scale: attention's own.
     """
 
     def __init__(self, sample: Sample, scale: float) -> None:
@@ -93,24 +93,24 @@ class TasScorer(Scorer):
             self.bias -= _quantile(scores, FIRST_SHARE)
 
     def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
-        """The score itself."""
+        """Return the scores: they do not depend on decisions."""
         return self.bias - (self._logits(query, earlier) / self._spread) @ self.heads
 
     def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
-        """Nothing of it depends on decisions."""
+        """Return the prepared scores."""
         return prepared
 
     def weights(self) -> Weights:
-        """heads [Hq], float32, of sum one in absolute value, so that thresholds have the size of logits."""
+        """Return heads [Hq], float32. Their absolute values sum to 1, so that thresholds have the size of logits."""
         heads = self.heads.detach()
         return {"heads": (heads / heads.abs().sum().clamp(min=1e-12)).float().clone()}
 
     def threshold(self) -> float:
-        """At which the gate with these heads decides as the scorer does."""
+        """Return the threshold at which the gate with these heads decides as the scorer does."""
         return float(self.bias.detach() * self._spread / self.heads.detach().abs().sum().clamp(min=1e-12))
 
     def assign(self, weights: Weights, threshold: float) -> None:
-        """The size of the scores is that of an untrained gate."""
+        """Set heads and threshold. The scores get the size of an untrained gate's."""
         self.heads.data.copy_(weights["heads"] * STEEPNESS)
         self.bias.data.fill_(threshold * STEEPNESS / self._spread)
 
@@ -119,19 +119,19 @@ class TasScorer(Scorer):
 
 
 def _quantile(scores: Tensor, share: float) -> Tensor:
-    """torch.quantile without its limit of 16 million elements."""
+    """Return a quantile. torch.quantile is limited to 16 million elements."""
     flat = scores.flatten()
     return flat.kthvalue(max(1, round(share * len(flat)))).values
 
 
 def _change(outputs: Tensor) -> Tensor:
-    """log ||y - y one frame earlier|| of y [N, n, F, H], [N, n - 1, F]; what hardly changes counts as a thousandth."""
+    """Return log ||y - y one frame earlier||, [N, n - 1, F], of y [N, n, F, H], at least a thousandth of the mean."""
     change = outputs.diff(dim=1).norm(dim=-1)
     return change.clamp(min=1e-3 * float(change.mean()) + 1e-12).log()
 
 
 def _regression(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """Least-squares weights [k] of inputs [..., k] for `wanted` [...], beside a constant; a little ridge."""
+    """Return the least-squares weights [k] of inputs [..., k] for `wanted` [...], with a constant and a small ridge."""
     x, y = inputs.flatten(0, -2).double(), wanted.flatten().double()
     x, y = x - x.mean(0), y - y.mean()
     moments = x.T @ x / len(x)

@@ -1,9 +1,9 @@
-"""Gates that are trained: end to end, through the decoder, for little loss of likelihood at a given replay ratio.
+"""Training of gates, end to end through the decoder: the least NLL increase at a target replay ratio.
 
-Every step decodes a few videos, teacher-forced, with decisions that are hard forwards and soft backwards
-(straight-through, with logistic noise that fades). The loss is the divergence of the decoder that replays from the
-dense one, relative to the dense NLL, and a price on every forward that does not replay; the price follows the
-shortfall. The decoder is frozen, or trained with its gates (`tune`): then the dense NLL is a part of the loss.
+Every step decodes a few videos, teacher-forced. Decisions are hard forwards and soft backwards (straight-through, with
+logistic noise that fades). The loss is the divergence of the replaying decoder from the dense one, relative to the
+dense NLL, plus a price on every forward that computes. The price follows the shortfall from the target. The decoder is
+frozen, or trained with its gates (`tune`); then the dense NLL is part of the loss.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from fastcar_compile.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
-"""Peak learning rates (Adam), after a short warm-up; they fall with a cosine to the floor."""
+"""Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
 
 RATE_FLOOR, WARM_UP = 0.03, 10
-"""Least rate relative to the peak; steps before the peak."""
+"""Least rate relative to the peak; steps of the warm-up."""
 
 NOISE_ENDS = 0.8
-"""Share of the steps at which the noise on decisions, 1 at first, has faded to 0."""
+"""Share of the steps after which the noise on decisions, 1 at first, is 0."""
 
 FURTHER_NOISE, SOFTNESS_FALLS = 0.6, 0.3
-"""Of trainings that go on from a gate: first noise, and softness at the end, as shares of the first softness."""
+"""When a training continues from a gate: first noise and last softness, as shares of the first softness."""
 
 FIRST_PRICE = 0.5
-"""Relative NLL that one more share of replay may cost at first: at 0.5, 10 % more replay for 5 % more NLL."""
+"""First price of replay in relative NLL. At 0.5, 10 % more replay may cost 5 % more NLL."""
 
 PRICE_GAIN, SHORTFALL_GAIN = 0.3, 10.0
-"""The price grows with the sum of the shortfalls and with the present one: an augmented Lagrangian."""
+"""Gains of an augmented Lagrangian: the price grows with the sum of the shortfalls and with the latest one."""
 
 TAIL = 0.1
-"""Of the steps, at the end: the result's own figures are the mean over them."""
+"""Share of the steps, at the end, whose mean gives the result's own figures."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of a training, as `train_gate` takes them."""
+    """Options that the result depends on, as `train_gate` takes them."""
 
     gate: str
     target: float
@@ -62,14 +62,25 @@ class Options:
     seed: int
     softness: float = 0.5
     start: str | None = None
-    """What `TrainedGate.inputs` is of the gate that the training begins with."""
+    """`TrainedGate.inputs` of the gate that the training starts from."""
     decoder_rate: float = 0.0
-    """Peak learning rate of the decoder's own weights; 0: they stay."""
+    """Peak learning rate of the decoder's own weights; 0 freezes them."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The rest of the arguments of `train_gate`, by their names there."""
+
+    tokens_per_frame: int | None = None
+    prompt: int = 1
+    start: TrainedGate | None = None
+    checkpoint: str | Path | None = None
+    progress: Say | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step measured, relative to the dense decoder on the same videos."""
+    """Measurements of one step: nats per token with and without replay, and the replayed share of each layer."""
 
     nll: float
     nll_dense: float
@@ -77,7 +88,7 @@ class Step:
 
     @property
     def replay(self) -> float:
-        """Mean over the layers."""
+        """Mean of the layers' shares."""
         return sum(self.shares) / len(self.shares)
 
 
@@ -98,55 +109,48 @@ def train_gate(
     checkpoint: str | Path | None = None,
     progress: Say | None = None,
 ) -> TrainedGate:
-    """Train the gate of every layer together; the decoder's weights stay. Calibrate its thresholds afterwards.
+    """Train the gates of all layers together. The decoder's weights stay. Calibrate the thresholds afterwards.
 
-    Deterministic for a seed, a version of PyTorch and a number of threads.
+    Deterministic for a seed, a PyTorch version and a number of threads. docs/explanation/gates.md describes the method.
 
     Args:
         model: a decoder, as `compile` takes it, float32.
-        videos: int64 [N, T], prompt included; never those that the result is judged by. They are drawn without
-            repetition until all were seen, then again; `steps * batch` videos are best.
-        gate: "learned" (units on the MLP's input and its change), or "tas" (a weight per query head).
-        target_replay: share of the forwards t >= F that shall replay, more than 0 and less than 1.
-        units: of the hidden layer of "learned".
-        steps: of the optimiser. batch: videos per step.
+        videos: int64 [N, T], prompt included, not the videos that judge the result. No video is drawn again before all
+            were drawn; `steps * batch` videos are best.
+        gate: "learned" (a network on the MLP's input and its change), or "tas" (a weight per query head).
+        target_replay: share of the forwards t >= F to replay, more than 0 and less than 1.
+        units: size of the hidden layer of "learned".
+        steps: steps of the optimiser. batch: videos per step.
         seed: of first weights, order of videos and noise.
         tokens_per_frame: default: the model's own.
         prompt: tokens before decoding starts.
-        start: a gate of this kind, units and decoder to go on from, at half the rate and with decisions that are soft
-            forwards too; worth its time.
-        softness: of those decisions at first; it falls to 0.3 of that. What remains flatters the result's figures.
-        checkpoint: a file that is written now and then; an interrupted training goes on from it.
-        progress: called with a line after every step.
+        start: a gate of this kind, units and decoder to continue from, at half the rate and with decisions that are
+            soft forwards too.
+        softness: first softness of these decisions; it falls to 0.3 of that. Remaining softness makes the result's own
+            figures too good.
+        checkpoint: a file with the state, written regularly. An interrupted training continues from it.
+        progress: called with one line after every step.
 
     Raises:
-        InputError: bad arguments or videos. CompileError: the model cannot be captured.
+        InputError: bad arguments or videos.
+        CompileError: the model cannot be captured.
     """
     options = Options(gate, target_replay, units, steps, batch, seed, softness, start and start.inputs)
-    return run(model, videos, options, tokens_per_frame, prompt, start, checkpoint, progress).result()
+    return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
 
 
-def run(
-    model: nn.Module,
-    videos: Any,
-    options: Options,
-    tokens_per_frame: int | None,
-    prompt: int,
-    start: TrainedGate | None,
-    checkpoint: str | Path | None,
-    progress: Say | None,
-) -> Training:
-    """A finished training; arguments and errors as of `train_gate`."""
+def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
+    """Return a finished training. Arguments and errors are those of `train_gate`."""
     tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
     _check(tokens, options)
-    frame = tokens_per_frame or ModelFacts.of(model).tokens_per_frame
+    frame = setup.tokens_per_frame or ModelFacts.of(model).tokens_per_frame
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
-    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
-    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
-    training = Training(decoder, torch.from_numpy(tokens), options, start, key)
-    kept = TrainingState(None if checkpoint is None else Path(checkpoint), key)
-    training.run(kept, progress or (lambda _line: None))
+    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, setup.prompt)
+    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": setup.prompt}, tokens)
+    training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
+    kept = TrainingState(None if setup.checkpoint is None else Path(setup.checkpoint), key)
+    training.run(kept, setup.progress or (lambda _line: None))
     return training
 
 
@@ -176,11 +180,11 @@ SCORERS = {"learned": _learned, "tas": _tas}
 
 
 class Training:
-    """Scorers, perhaps the decoder's weights, their optimiser, and the price.
+    """Scorers, their optimiser and the price; with `decoder_rate` also the decoder's weights.
 
     Attributes:
-        scorers: one per layer. weights: the decoder's that are trained, by their names in the model. log: one entry
-            per step. key: hash of what the training depends on.
+        scorers: one per layer. weights: the trained weights of the decoder, by their names in the model. log: one entry
+            per step. key: hash of everything that the training depends on.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class Training:
         self.log: list[Step] = []
 
     def _go_on_from(self, start: TrainedGate) -> None:
-        """Raises InputError where the gate is not of this kind, or of another decoder."""
+        """Start from a trained gate. Raise InputError when its kind, units or decoder differ."""
         scorers, gate = self._list(), self._options.gate
         shapes = [{name: list(t.shape) for name, t in layer.items()} for layer in start.layers]
         wanted = [{name: list(t.shape) for name, t in scorer.weights().items()} for scorer in scorers]
@@ -215,7 +219,7 @@ class Training:
         self._price = start.price
 
     def run(self, kept: TrainingState, say: Say) -> None:
-        """The rest of the steps, from what was kept on."""
+        """Run the remaining steps, from the saved state if there is one."""
         before = kept.load(self._trained, self._optimizer)
         if before is not None:
             self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
@@ -251,7 +255,7 @@ class Training:
         return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
 
     def _loss(self, tokens: Tensor, relaxation: Relaxation) -> tuple[Step, Tensor, float]:
-        """What was measured on videos [rows, T], the loss, and the shortfall of replay."""
+        """Return the measurements on videos [rows, T], the loss, and the shortfall of replay."""
         decoder = self._decoder
         first = decoder.prompt - 1 + decoder.frame
         inputs, targets = tokens[:, :-1], tokens[:, 1:, None]
@@ -270,7 +274,7 @@ class Training:
         return found, loss / scale + price * short, float(short.detach())
 
     def _batch(self, number: int) -> Tensor:
-        """Every pass over the videos has an order of its own."""
+        """Return the videos of a step. Every pass over the videos has its own order."""
         count, rows = len(self._videos), self._decoder.rows
         per_pass = count // rows
         random = torch.Generator().manual_seed(self._options.seed + number // per_pass)
@@ -279,7 +283,7 @@ class Training:
         return self._videos[order[start : start + rows]]
 
     def result(self) -> TrainedGate:
-        """Of all steps."""
+        """Return the trained gate, with figures over the last steps."""
         last = self.log[-max(1, round(TAIL * len(self.log))) :]
         replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
         layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
@@ -287,7 +291,7 @@ class Training:
         return TrainedGate(self._options.gate, layers, thresholds, *found, self.key)
 
     def _list(self) -> list[Scorer]:
-        return list(self.scorers)  # type: ignore[arg-type]
+        return [scorer for scorer in self.scorers if isinstance(scorer, Scorer)]
 
 
 def _schedule(number: int, steps: int) -> float:
@@ -296,7 +300,7 @@ def _schedule(number: int, steps: int) -> float:
 
 
 def _line(log: Sequence[Step], steps: int, price: float) -> str:
-    """Means over the last steps: single ones vary with their videos."""
+    """Return one line with means over the last steps. Single steps vary with their videos."""
     last = log[-10:]
     replay = sum(s.replay for s in last) / len(last)
     nll, dense = (float(np.mean([getattr(s, name) for s in last])) for name in ("nll", "nll_dense"))

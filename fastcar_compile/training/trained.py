@@ -1,4 +1,4 @@
-"""What training gates gives, as a file; and a training that was interrupted."""
+"""Trained gates as files, and the state of an interrupted training."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fastcar_compile.gates.gate_file import HINT, read_gate_file, replace_file, 
 from fastcar_compile.gates.weights import GateWeights
 
 SAVE_EVERY = 10
-"""Steps between two states of an interrupted training."""
+"""Steps between two saved states of a training."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedGate:
-    """A trained gate of every layer of one decoder. Its thresholds are calibrated afterwards.
+    """Trained gates of all layers of one decoder. Calibrate their thresholds afterwards.
 
     Attributes:
         gate: "learned" or "tas".
-        layers: per layer the tensors, float32: of "learned" w1 [units, 2 H], b1 [units], w2 [units], b2 [1]; of "tas"
+        layers: the float32 tensors of each layer. "learned": w1 [units, 2 H], b1 [units], w2 [units], b2 [1]. "tas":
             heads [Hq].
-        thresholds: per layer that at which it was trained; calibration finds better ones, and those for other shares.
-        target: the share of the forwards t >= F that it was trained to replay.
-        replay, nll, nll_dense: share, and nats per token with and without replay, over the last steps of the training.
-        price: relative NLL that one more share of replay cost at the end; a later training goes on from it.
+        thresholds: those of the training, one per layer. Calibration finds better ones, and ones for other ratios.
+        target: the share of the forwards t >= F that the gate was trained to replay.
+        replay, nll, nll_dense: replayed share, and nats per token with and without replay, over the last steps.
+        price: the last price of replay in relative NLL. A later training continues from it.
         inputs: SHA-256 of weights, options and videos.
     """
 
@@ -47,13 +47,13 @@ class TrainedGate:
     inputs: str
 
     def heads(self) -> list[dict[int, float]] | None:
-        """Of "tas", as `ReplayConfig` takes them; None for another gate."""
+        """Return the heads of "tas" as `ReplayConfig` takes them; None for another gate."""
         if self.gate != "tas":
             return None
         return [dict(enumerate(layer["heads"].tolist())) for layer in self.layers]
 
     def replay_config(self, **options: Any) -> ReplayConfig:
-        """With the trained thresholds; `options` as `ReplayConfig` takes them (max_chain, threshold, …)."""
+        """Return a config with this gate and its thresholds. `ReplayConfig` defines `options` (max_chain, …)."""
         trained: dict[str, Any] = {"threshold": self.thresholds}
         if self.gate == "tas":
             trained["heads"] = self.heads()
@@ -62,13 +62,13 @@ class TrainedGate:
         return ReplayConfig(gate=self.gate, **{**trained, **options})
 
     def facts(self) -> dict[str, Any]:
-        """Everything but the weights, JSON-safe; the heads of "tas" too."""
+        """Return everything but the network's weights as JSON-safe values."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         named = {"gate": self.gate, "inputs": self.inputs, "heads": self.heads(), "thresholds": self.thresholds}
         return named | numbers
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with tensors `layer.{l}.{name}`; same gate, same bytes."""
+        """Write a safetensors file with tensors `layer.{l}.{name}`. The same gate gives the same bytes."""
         tensors = {f"layer.{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
         facts = {name: repr(getattr(self, name)) for name in _NUMBERS}
         metadata = {"gate": self.gate, "inputs": self.inputs, **facts}
@@ -77,10 +77,10 @@ class TrainedGate:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file written by `save`.
+        """Return the gate of a file written by `save`.
 
         Raises:
-            UserError: missing, malformed, or another format or version.
+            UserError: the file is missing or malformed, or has another format or version.
         """
         metadata, tensors = read_gate_file(path)
         layers: dict[int, dict[str, Tensor]] = {}
@@ -100,18 +100,18 @@ _NUMBERS = ("target", "replay", "nll", "nll_dense", "price")
 
 
 class TrainingState:
-    """Weights, optimiser and log of a training, so that it goes on where it was interrupted.
+    """Weights, optimiser state and log of a training, in a file, so that an interrupted training continues.
 
     Args:
-        path: the file; None: nothing is kept. key: hash of all that the training depends on; a file with another key
-            is started anew.
+        path: the file; None keeps nothing. key: hash of everything that the training depends on. A file with another
+            key is ignored.
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
         self._path, self._key = path, key
 
     def load(self, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Put weights and optimiser back; the log as it was saved, None where there is nothing to go on from."""
+        """Restore weights and optimiser and return the saved log; None if there is no saved state."""
         if self._path is None or not self._path.exists():
             return None
         with safe_open(self._path, "pt") as file:
@@ -128,7 +128,7 @@ class TrainingState:
         return json.loads(metadata["log"])
 
     def save(self, scorers: nn.Module, optimizer: torch.optim.Optimizer, log: dict[str, Any]) -> None:
-        """Replace the file as a whole."""
+        """Save the state. The file is replaced as a whole."""
         if self._path is None:
             return
         tensors = {f"s/{name}": t.detach().clone().contiguous() for name, t in scorers.state_dict().items()}

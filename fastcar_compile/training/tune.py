@@ -1,4 +1,4 @@
-"""Fine-tuning for replay: a decoder and its gate, trained together."""
+"""Fine-tuning for replay: a decoder and its gate are trained together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.training.train import Options, Say, run
+from fastcar_compile.training.train import Options, Say, Setup, run
 from fastcar_compile.training.trained import TrainedGate
 
 
 @dataclass(frozen=True, eq=False)
 class TunedDecoder:
-    """What `tune_decoder` gives.
+    """Result of `tune_decoder`.
 
     Attributes:
-        model: a copy of the decoder with other weights, in evaluation mode.
-        gate: trained with it; its thresholds are calibrated afterwards.
+        model: a copy of the decoder with new weights, in evaluation mode.
+        gate: trained with the model. Calibrate its thresholds afterwards.
     """
 
     model: nn.Module
@@ -47,29 +47,31 @@ def tune_decoder(
     checkpoint: str | Path | None = None,
     progress: Say | None = None,
 ) -> TunedDecoder:
-    """Train a decoder together with its gate, so that it predicts well where MLPs replay.
+    """Train a decoder together with its gate, so that it predicts well when MLPs replay.
 
-    The loss is that of `train_gate` and the dense decoder's own NLL: what computes may change, so the decoder learns to
-    put what changes from frame to frame where it is computed, as quantisation-aware training moves weights to where
-    they round well. Deterministic for a seed, a version of PyTorch and a number of threads.
+    The loss is that of `train_gate` plus the dense decoder's own NLL. The decoder learns to need its MLPs at few
+    tokens, as quantisation-aware training moves weights to values that round well. Deterministic for a seed, a PyTorch
+    version and a number of threads.
 
     Args:
-        model: a decoder, as `compile` takes it, float32; it is not changed.
-        videos: int64 [N, T], prompt included: such as the decoder was trained on, never those that the result is
-            judged by. Few videos are learnt by heart: `steps * batch` are best.
+        model: a decoder, as `compile` takes it, float32. It is not changed.
+        videos: int64 [N, T], prompt included, like the decoder's training videos, not the videos that judge the result.
+            The decoder memorises a small set: `steps * batch` videos are best.
         rate: peak learning rate of the decoder's weights (Adam).
-        start: a gate that was trained for the decoder as it is.
-        gate, target_replay, units, steps, batch, seed, tokens_per_frame, prompt, softness, checkpoint, progress: as of
+        start: a gate that was trained for the unchanged decoder.
+        gate, target_replay, units, steps, batch, seed, tokens_per_frame, prompt, softness, checkpoint, progress: as for
             `train_gate`.
 
     Raises:
-        InputError: bad arguments or videos. CompileError: the model cannot be captured.
+        InputError: bad arguments or videos.
+        CompileError: the model cannot be captured.
     """
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
     begin = start and start.inputs
     options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, decoder_rate=rate)
-    training = run(model, videos, options, tokens_per_frame, prompt, start, checkpoint, progress)
+    setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
+    training = run(model, videos, options, setup)
     tuned = copy.deepcopy(model).eval()
     own = dict(tuned.named_parameters())
     with torch.no_grad():

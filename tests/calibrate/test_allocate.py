@@ -12,19 +12,19 @@ from fastcar_compile.calibration.allocate import UNITS, Point, allocate, allocat
 from fastcar_compile.errors import InputError
 
 ratios = st.integers(0, UNITS).map(lambda n: n / UNITS)
-damages = st.integers(-3, 40).map(lambda n: n / 8)
+losses = st.integers(-3, 40).map(lambda n: n / 8)
 """Eighths add up exactly, so that the order of summation decides nothing."""
-points = st.builds(Point, st.none() | st.floats(-1, 1), ratios, damages)
+points = st.builds(Point, st.none() | st.floats(-1, 1), ratios, losses)
 curves = st.lists(st.lists(points, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
 def cost(chosen: tuple[Point, ...]) -> tuple[float, int]:
-    return sum(p.damage for p in chosen), sum(int(p.ratio * UNITS) for p in chosen)
+    return sum(p.loss for p in chosen), sum(int(p.ratio * UNITS) for p in chosen)
 
 
 @settings(deadline=None)
 @given(curves, st.integers(0, 20).map(lambda n: n / 20))
-def test_least_damage_for_a_ratio(given_curves: list[list[Point]], target: float) -> None:
+def test_least_loss_for_a_ratio(given_curves: list[list[Point]], target: float) -> None:
     needed = int(target * UNITS * len(given_curves))
     enough = [cost(c)[0] for c in product(*given_curves) if cost(c)[1] >= needed]
     if not enough:
@@ -38,11 +38,11 @@ def test_least_damage_for_a_ratio(given_curves: list[list[Point]], target: float
 
 
 @settings(deadline=None)
-@given(curves, damages)
+@given(curves, losses)
 def test_greatest_ratio_within_a_budget(given_curves: list[list[Point]], budget: float) -> None:
     within = [cost(c)[1] for c in product(*given_curves) if cost(c)[0] <= budget]
     if not within:
-        with pytest.raises(InputError, match="no choice stays within a damage of"):
+        with pytest.raises(InputError, match="no choice keeps the increase of the log NLL within"):
             allocate_budget(given_curves, budget)
         return
     chosen = allocate_budget(given_curves, budget)

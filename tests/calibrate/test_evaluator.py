@@ -156,7 +156,7 @@ def test_coupled_videos_are_two_halves() -> None:
     assert _groups(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
 
 
-def test_heads_are_chosen_by_the_damage_that_they_do() -> None:
+def test_heads_are_chosen_by_the_nll_of_their_replay() -> None:
     """Against a search by hand: the best single head or its negative, and no later head makes it worse."""
     replay = fc.ReplayConfig(gate="tas")
     source = rewritten(replay)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fastcar_compile.calibration.evaluator import Measurement
-from fastcar_compile.calibration.search import EXCESS, HOPELESS, Journal, Search
+from fastcar_compile.calibration.search import HOPELESS, TOLERANCE, Journal, Search
 from fastcar_compile.gates import GATES
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
 
 
 class Numbers:
-    """Two layers with the scores above, whose damage is their replay beyond 30 % times `cost`."""
+    """Two layers with the scores above, whose loss is their replay beyond 30 % times `cost`."""
 
     def __init__(self, cost: float, at_most: bool) -> None:
         self.cost, self.at_most = cost, at_most
@@ -42,7 +42,7 @@ def test_a_share_beyond_what_curves_follow_is_met(gate: str, target: float) -> N
     """At a cost of 10 a curve ends near a share of 0.55."""
     one = search(gate, 10.0)
     found = one.outcome(one.for_replay(target))
-    assert target <= found.replay <= target + EXCESS
+    assert target <= found.replay <= target + TOLERANCE
     if gate == "tas":
         assert max(p.ratio for p in one.curve(0, one.closed)) < 0.3 + HOPELESS / 10 + 0.15
 
@@ -52,7 +52,7 @@ def test_one_threshold_for_every_layer() -> None:
     one = search("learned", 1.0)
     values = one.level(0.6)
     assert values[0] == values[1] == pytest.approx(0.9, abs=0.01)
-    assert 0.6 <= one.outcome(values).replay <= 0.6 + EXCESS
+    assert 0.6 <= one.outcome(values).replay <= 0.6 + TOLERANCE
 
 
 class Lumps(Numbers):
@@ -71,7 +71,7 @@ def test_calibrated_is_better_than_one_quantile_for_every_layer(target: float) -
     uniform, found = one.outcome(one.uniform(target)), one.outcome(one.for_replay(target))
     assert uniform.replay >= target
     assert found.replay >= target
-    assert found.damage < 0.95 * uniform.damage
+    assert found.loss < 0.95 * uniform.loss
 
 
 def test_a_shift_leaves_what_never_or_always_replays() -> None:
@@ -80,4 +80,4 @@ def test_a_shift_leaves_what_never_or_always_replays() -> None:
     always = GATES["learned"].comparison.always
     values = one.shifted((always, 1.5), 0.6)
     assert values[0] == always
-    assert 0.6 <= one.outcome(values).replay <= 0.6 + EXCESS
+    assert 0.6 <= one.outcome(values).replay <= 0.6 + TOLERANCE

@@ -70,7 +70,7 @@ def test_gradients_reach_every_weight_of_every_layer(decoder: LlamaForCausalLM, 
     assert all(weight.grad is None for weight in decoder.parameters())
 
 
-def damage(model: LlamaForCausalLM, tokens: np.ndarray, gate: ReplayConfig, share: float) -> float:
+def nll_increase(model: LlamaForCausalLM, tokens: np.ndarray, gate: ReplayConfig, share: float) -> float:
     """NLL relative to dense of calibrated thresholds, on other videos than the training's."""
     found = fc.calibrate(model, tokens, replay=gate, target_replay=share)
     assert found.replay >= share
@@ -89,8 +89,8 @@ def learned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TrainedGate:
 def test_a_trained_network_beats_the_input_delta(
     decoder: LlamaForCausalLM, some: np.ndarray, learned: fc.TrainedGate
 ) -> None:
-    trained = damage(decoder, some[:64], learned.replay_config(), 0.5)
-    assert trained < 0.95 * damage(decoder, some[:64], ReplayConfig(gate="input_delta"), 0.5)
+    trained = nll_increase(decoder, some[:64], learned.replay_config(), 0.5)
+    assert trained < 0.95 * nll_increase(decoder, some[:64], ReplayConfig(gate="input_delta"), 0.5)
 
 
 def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
@@ -99,8 +99,8 @@ def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarra
     assert len(lines) == 20
     assert lines[-1].startswith("step 20 of 20: replay ")
     # At one half all replay of one layer and none of the other is best with any heads.
-    gained = damage(decoder, some[:64], trained.replay_config(), 0.3)
-    assert gained < 0.97 * damage(decoder, some[:64], ReplayConfig(gate="tas"), 0.3)
+    gained = nll_increase(decoder, some[:64], trained.replay_config(), 0.3)
+    assert gained < 0.97 * nll_increase(decoder, some[:64], ReplayConfig(gate="tas"), 0.3)
 
 
 def test_the_network_of_the_evaluator_is_the_trained_one(

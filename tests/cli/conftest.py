@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 import fastcar_compile
 from fastcar_compile.artifact.store import FileEntry, Manifest
 from fastcar_compile.cli import app
+from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError
 
 ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
@@ -29,17 +30,17 @@ class FakeSession:
         self.error, self.flip = error, flip
         self.thresholds: float | Sequence[float | None] | None = None
         self.stats = SimpleNamespace(replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, decisions=None)
-        self._trace: list[np.ndarray] = []
+        self._trace: list[NDArray[np.bool_]] = []
 
     def set_threshold(self, threshold: float | Sequence[float | None]) -> None:
         self.thresholds = threshold
 
-    def prefill(self, ids: Tensor) -> Tensor:
+    def prefill(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         assert ids.shape[0] == ROWS
         return self._logits(ids[:, -1])
 
-    def step(self, ids: Tensor) -> Tensor:
-        decision = np.zeros((LAYERS, ROWS), bool)
+    def step(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        decision = np.zeros((LAYERS, ROWS), np.bool_)
         step = len(self._trace)
         decision[0] = step >= FRAME
         decision[1, 0] = self.flip and step == 6
@@ -50,16 +51,25 @@ class FakeSession:
         self.stats.replay_ratio = float(self.stats.decisions.mean())
         return self._logits(ids) + (self.error if step == 5 else 0.0)
 
-    def generate(self, prompt: Tensor, num_tokens: int, sample: Any = None, progress: bool = False) -> Tensor:
+    def generate(
+        self, prompt: NDArray[np.int64], num_tokens: int, sample: Any = None, progress: bool = False
+    ) -> NDArray[np.int64]:
         assert not progress
         tokens = [sample(self.prefill(prompt))]
         while len(tokens) < num_tokens:
             tokens.append(sample(self.step(tokens[-1])))
-        return torch.stack(tokens, 1)
+        return np.stack(tokens, 1)
 
     @staticmethod
-    def _logits(ids: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+    def _logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.eye(VOCAB, dtype=np.float32)[(ids + 1) % VOCAB]
+
+
+@dataclass(frozen=True)
+class FakeMlp:
+    hidden: int = 128
+    intermediate: int = 352
+    activation: str = "silu"
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,8 @@ class FakeSite:
     layer: int
     module_path: str
     source: str = "model.py:12"
-    hidden: int = 128
-    intermediate: int = 352
-    activation: str = "silu"
-    replay: bool = True
+    mlp: FakeMlp = FakeMlp()
+    replay: str = "tas"
 
 
 @dataclass
@@ -85,9 +93,10 @@ class FakeArtifact:
 
     @property
     def manifest(self) -> Manifest:
-        config = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME, "target": "zcu102"}
+        sizes = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME}
+        config = CompileConfig(target="zcu102", replay=ReplayConfig(threshold=[2, None, math.inf]), **sizes).to_json()
         files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
-        sections = {"config": config, "decoder": config | {"vocab_size": VOCAB, "takes_embeddings": False}}
+        sections = {"config": config, "decoder": sizes | {"vocab_size": VOCAB, "takes_embeddings": False}}
         return Manifest(schema_version=2, producer={"torch": "2.13.0"}, sections=sections, files=files)
 
     @property

@@ -88,7 +88,7 @@ def test_exported_program(fastcar: Callable[..., Result], calls: list[dict[str, 
     torch.export.save(torch.export.export(Doubler(), (torch.ones(2),)), path)
     result = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay")
     assert result.exit_code == 0, result.output
-    assert "3 of 3 layers may replay, 1 files, 2.0 MB" in result.stdout
+    assert "3 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
     assert isinstance(calls[0]["model"], torch.export.ExportedProgram)
     assert calls[0]["replay"] is None
 

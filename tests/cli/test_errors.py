@@ -16,7 +16,8 @@ from typer.testing import Result
 
 import fastcar_compile
 from fastcar_compile.artifact.store import Manifest
-from fastcar_compile.cli.common import jsonable, parse_thresholds
+from fastcar_compile.cli.options import parse_thresholds
+from fastcar_compile.cli.output import jsonable
 from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import ArtifactError, InternalError, UserError
 

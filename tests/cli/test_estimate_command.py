@@ -25,12 +25,15 @@ def compiled(fake, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-
     """The fake artifact with the manifest's sections that the estimate reads."""
     import fastcar_compile
 
-    site = {"hidden": 128, "intermediate": 352, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "gated": True}
-    site |= {"replay": True, "gate": "learned", "heads": None, "gate_units": 4}
+    site = {
+        "mlp": {"hidden": 128, "intermediate": 352, "gated": True, "activation": "silu"},
+        "attention": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32},
+        "replay": {"threshold": 0.5, "gate": "learned", "heads": None, "gate_units": 4},
+    }
     manifest = fake.manifest
     board = load_target("zcu102")
     design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(board))
-    manifest.sections["sites"] = [site | {"layer": layer, "activation": "silu"} for layer in range(3)]
+    manifest.sections["sites"] = [site | {"layer": layer} for layer in range(3)]
     manifest.sections["config"] |= {"quant": "w8a8", "replay": {"gate": "learned", "refresh_every": None}}
     manifest.sections["target"] = board.model_dump(mode="json")
     manifest.sections["accelerator"] = {"design": design.to_json()}
@@ -81,7 +84,7 @@ def test_the_keys_and_values_of_an_artifact_have_its_type(fastcar: Fastcar, comp
     assert full["memory"]["kv_cache"] == 2 * half["memory"]["kv_cache"] > 0
     artifact.manifest.sections["config"]["kv"] = "int8"
     quarter = json.loads(fastcar("estimate", compiled, "--json").stdout)
-    dim = artifact.manifest.sections["sites"][0]["head_dim"]
+    dim = artifact.manifest.sections["sites"][0]["attention"]["head_dim"]
     exponents = -(-dim // 32)
     assert quarter["memory"]["kv_cache"] * 4 * dim == full["memory"]["kv_cache"] * (dim + exponents)
 

@@ -15,14 +15,22 @@ from .conftest import FakeArtifact
 def test_summary(fastcar: Callable[..., Result]) -> None:
     result = fastcar("inspect", "x")
     assert result.exit_code == 0
-    for text in (
-        "3 layers, 1 files, 2.0 MB",
-        "tokens_per_frame: 4",
-        "torch 2.13.0",
-        "graph/after.txt",
-        "abababababababab",
-    ):
-        assert text in result.stdout
+    title, *lines = result.stdout.splitlines()
+    assert title.endswith("artifact: 3 layers, 1 file, 2.0 MB")
+    assert lines == [
+        "",
+        "target      zcu102, offload: mlp",
+        "sizes       4 tokens per frame, 32 positions, 2 rows",
+        "numbers     quant none, KV cache float32",
+        "attention   to all positions",
+        "gate        tas",
+        "threshold   2, never, inf (layer by layer)",
+        "replay      any number of replays in a row",
+        "written by  torch 2.13.0",
+        "",
+        "file               size  digest",
+        "graph/after.txt  2.0 MB  sha256:abababab...",
+    ]
 
 
 def test_summary_as_json(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
@@ -38,7 +46,7 @@ def test_sites(fastcar: Callable[..., Result]) -> None:
     assert "model.py:12" in text
     sites = json.loads(fastcar("inspect", "x", "--sites", "--json").stdout)["sites"]
     assert [site["layer"] for site in sites] == [0, 1, 2]
-    assert sites[0]["activation"] == "silu"
+    assert sites[0]["mlp"]["activation"] == "silu"
 
 
 @pytest.mark.usefixtures("fake")

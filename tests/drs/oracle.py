@@ -1,4 +1,4 @@
-"""Dynamic Resource Scheduling written from the design (section 5) and not from the code: plain lists, no bit fields."""
+"""Dynamic Resource Scheduling from docs/reference/drs_table.md and not from the code: plain lists, no bit fields."""
 
 from __future__ import annotations
 

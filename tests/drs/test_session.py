@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Opcode, build_table
 from fastcar_compile.errors import BackendError, CompileError, UserError
+from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ops.attention import score_factor
@@ -69,7 +69,7 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert table.attention == AttentionShape(4, 2, 16)
     assert (table.max_chain, table.couple_cfg) == (case.max_chain, case.couple_cfg)
     assert table.thresholds == tuple(thresholds_of(case).tolist())
-    factor = score_factor(site.scale, 4)
+    factor = score_factor(site.attention.scale, 4)
     assert table.factors == tuple(0.0 if t is None else factor for t in case.thresholds)
     assert table.prefetch == (0,) * LAYERS
     assert read_table(table.to_bytes()) == table
@@ -145,6 +145,11 @@ def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None
 def test_layers_of_different_attention_are_refused() -> None:
     case = CASES[0]
     source = copy.deepcopy(program(case))
-    source.sites[2] = dataclasses.replace(source.sites[2], num_heads=8)
+    attention = role_nodes(source.graph_module)[2][Role.ATTENTION]
+    graph, query = source.graph_module.graph, attention.args[0]
+    with graph.inserting_before(attention):
+        wider = graph.call_function(torch.ops.aten.cat.default, ([query, query], 1))
+    wider.meta = dict(query.meta) | {"val": torch.cat([query.meta["val"]] * 2, 1)}  # type: ignore[union-attr]
+    attention.replace_input_with(query, wider)  # type: ignore[arg-type]
     with pytest.raises(CompileError, match=r"the layers have different attention shapes: layer 0.*heads=4.*layer 2"):
         control_table(source, options_of(case), 2)

@@ -215,7 +215,7 @@ def test_command_line(fastcar: tuple[Path, Callable[..., tuple[int, str]]], rows
     folder, run = fastcar
     common = ["--videos", folder / "held.npy", "--detokenize", f"{folder / 'detokenizer.py'}:frames"]
     plan = ["--calibration-videos", folder / "calibration.npz", "--gates", "input_delta", "--ratios", 0.5]
-    files = ["--json", folder / "rows.json", "--plots", folder / "plots", "--save-cases", folder / "cases.json"]
+    files = ["--output", folder / "rows.json", "--plots", folder / "plots", "--save-cases", folder / "cases.json"]
     code, text = run(*common, *plan, "--calibrations", "uniform", "--sparse-attention", "none,6/2", *files)
     assert code == 0, text
     assert "input_delta" in text
@@ -227,9 +227,9 @@ def test_command_line(fastcar: tuple[Path, Callable[..., tuple[int, str]]], rows
     names = ["drift.png", "heat-input_delta-uniform-0.5.png"]
     assert sorted(p.name for p in (folder / "plots").iterdir()) == [*names, "quality.png", "strips.png"]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in (folder / "plots").iterdir())
-    code, text = run(*common, "--cases", folder / "cases.json", "--json", "-")
+    code, text = run(*common, "--cases", folder / "cases.json", "--json")
     assert code == 0, text
-    assert json.loads(text) == found[:2]
+    assert json.loads(text) == {"rows": found[:2]}
 
 
 def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]]]) -> None:
@@ -243,7 +243,8 @@ def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]
         ([*common, "--cases", "x", "--sparse-attention", "16"], "'16' is no attention"),
         (["--videos", folder / "no.npy", "--cases", "x"], "the video file does not exist"),
         (["--videos", folder / "floats.npy", "--cases", "x"], "float64 [2, 9], expected integers [N, T]"),
-        (["--videos", folder / "two.npz", "--cases", "x"], "2 arrays (a, b)"),
+        (["--videos", folder / "two.npz", "--cases", "x"], "the video file has no array 'tokens', only a, b"),
+        ([*common, "--cases", "x", "--ratios", "0.5,most"], "'0.5,most' is no list of replay ratios"),
         ([*common, "--cases", "x", "--sparse-attention", "0/4"], "a window of 0 tokens with 4 sinks"),
     ]
     for words, message in cases:

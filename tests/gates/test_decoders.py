@@ -63,7 +63,7 @@ def backends(name: str, folder: Path) -> dict[str, Backend]:
     eager = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
     if name in ("always", "never"):
         return {"eager": eager}
-    lowered = lower(source.graph_module, source.outputs, source.sites, source.state_names())
+    lowered = lower(source.graph_module, source.outputs)
     lowered.export(folder / "decode.so")
     programs = {"decode": {"library": "decode.so", **lowered.arguments()}}
     cpu = CpuBackend(folder, programs, dict(source.params), source.state, source.config, threads=1)

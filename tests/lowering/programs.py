@@ -72,14 +72,14 @@ def program(case: Case) -> DecoderProgram:
 def lowered(case: Case) -> LoweredModule:
     """The decode step in TVM."""
     source = program(case)
-    return lower(source.graph_module, source.outputs, source.sites, source.state_names())
+    return lower(source.graph_module, source.outputs)
 
 
 def export(case: Case, folder: Path) -> dict[str, Any]:
     """Write decode.so and prefill.so; returns the manifest's `host.programs`."""
     source = program(case)
     assert source.prefill is not None
-    prefill = lower(source.prefill, source.prefill_outputs, source.sites, source.state_names())
+    prefill = lower(source.prefill, source.prefill_outputs)
     section = {}
     for name, module in (("decode", lowered(case)), ("prefill", prefill)):
         module.export(folder / f"{name}.so")

@@ -17,7 +17,8 @@ from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
 from fastcar_compile.codegen.tvm import build
-from fastcar_compile.codegen.tvm.build import ENTRY, lower
+from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import program_sections
@@ -92,7 +93,7 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     case = Case(quant="w8a8", thresholds=(0.0, None, 0.0))
     host = copy.deepcopy(program(case))
     run_pipeline(host, offload_pipeline())
-    lower_host = lower(host.graph_module, host.outputs, host.sites, host.state_names())
+    lower_host = lower(host.graph_module, host.outputs)
     lower_host.export(tmp_path / "offload.so")
     programs = {"offload": {"library": "offload.so", **lower_host.arguments()}}
     params = {n: t.numpy() for n, t in host.params.items()}
@@ -134,7 +135,7 @@ def test_every_unsupported_operator_is_named() -> None:
             node = graph.call_function(op, (logits,))
             node.meta = {"val": logits.meta["val"], "source": "decoder.py:12"}
     with pytest.raises(CompileError, match=r"(?s)2 problems.*aten\.lgamma\.default.*decoder\.py:12.*aten\.cummax"):
-        lower(source.graph_module, source.outputs, source.sites, source.state_names())
+        lower(source.graph_module, source.outputs)
 
 
 def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
@@ -161,13 +162,13 @@ def test_aligned_weights_are_not_copied() -> None:
 @pytest.mark.parametrize("offload", [None, "linears"])
 def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch, offload: str | None) -> None:
     """Also not for a host graph, whose calls name their layer, and not with the thresholds, one per layer."""
-    monkeypatch.setattr(build, "_compile", lambda *_: None)  # what is counted comes before
+    monkeypatch.setattr(build, "compile_module", lambda *_: None)  # what is counted comes before
 
     def functions(thresholds: tuple[float, ...]) -> dict[str, list[str]]:
         host = copy.deepcopy(program(Case(quant="w8a8", thresholds=thresholds)))
         if offload is not None:
             run_pipeline(host, offload_pipeline(offload))
-        module = lower(host.graph_module, host.outputs, host.sites, host.state_names()).ir_module
+        module = lower(host.graph_module, host.outputs).ir_module
         whole = tvm.transform.Sequential([relax.transform.LegalizeOps(), relax.transform.DeadCodeElimination([ENTRY])])
         names: dict[str, list[str]] = {}
         for variable, function in whole(module).functions_items():

@@ -11,8 +11,8 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from fastcar_compile.codegen.tvm.build import CHECK, ENTRY
 from fastcar_compile.codegen.tvm.flatten import flatten
+from fastcar_compile.codegen.tvm.pipeline import CHECK, ENTRY
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .programs import Case, lowered

@@ -10,7 +10,10 @@ from torch import Tensor, fx
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.tvm import patterns
+from fastcar_compile.codegen.tvm.fusion.norms import layer_norm as layer_norm_of
+from fastcar_compile.codegen.tvm.fusion.norms import rms_norm as rms_norm_of
+from fastcar_compile.codegen.tvm.fusion.quantize import gated_product
+from fastcar_compile.codegen.tvm.fusion.rotary import rotary as rotary_of
 from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
@@ -158,7 +161,7 @@ class _Module(torch.nn.Module):
 def test_patterns_are_found_in_either_order() -> None:
     x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
     for function in (_rotated, lambda a, c, s: torch.cat([-a[..., 4:], a[..., :4]], -1) * s + c * a):
-        found = patterns.rotary(_traced(function, x, table, table + 1))
+        found = rotary_of(_traced(function, x, table, table + 1))
         assert found is not None
         assert [n.name for n in found[1:]] in (["args_1", "args_2"], ["inputs_1", "inputs_2"])
     g = torch.randn(2, 8)
@@ -166,7 +169,7 @@ def test_patterns_are_found_in_either_order() -> None:
         lambda a, u: a * fastcar.activation_factor(a, "silu") * u,
         lambda a, u: u * (fastcar.activation_factor(a, "silu") * a),
     ):
-        found_product = patterns.gated_product(_traced(function, g, g + 1))
+        found_product = gated_product(_traced(function, g, g + 1))
         assert found_product is not None
         assert found_product[2] == "silu"
 
@@ -184,7 +187,7 @@ def test_patterns_are_found_in_either_order() -> None:
 )
 def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: object) -> None:
     x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
-    assert patterns.rotary(_traced(function, x, table, table + 1)) is None
+    assert rotary_of(_traced(function, x, table, table + 1)) is None
 
 
 def _norm(x: Tensor, w: Tensor) -> Tensor:
@@ -194,7 +197,7 @@ def _norm(x: Tensor, w: Tensor) -> Tensor:
 def test_norms_are_found() -> None:
     x, w = torch.randn(2, 3, 8), torch.randn(8)
     for function in (_norm, lambda a, b: torch.rsqrt((a * a).mean([2], keepdim=True) + 1e-5) * a * b):
-        found = patterns.rms_norm(_traced(function, x, w))
+        found = rms_norm_of(_traced(function, x, w))
         assert found is not None
         assert found[2] == 1e-5
 
@@ -210,7 +213,7 @@ def test_norms_are_found() -> None:
     ],
 )
 def test_what_only_resembles_a_norm_is_left_alone(function: object) -> None:
-    assert patterns.rms_norm(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
+    assert rms_norm_of(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
 
 
 def test_layer_norms_are_found() -> None:
@@ -221,17 +224,15 @@ def test_layer_norms_are_found() -> None:
         (False, False, 1e-5): lambda a, b: torch.layer_norm(a, [8]),
     }
     for (weighted, biased, epsilon), function in cases.items():
-        found = patterns.layer_norm(_traced(function, x, w))
+        found = layer_norm_of(_traced(function, x, w))
         assert found is not None
-        assert (found.weight is not None, found.bias is not None, found.epsilon) == (weighted, biased, epsilon)
-    assert patterns.layer_norm(_traced(lambda a, b: torch.layer_norm(a, [3, 8]), x, w)) is None
+        assert (found[1] is not None, found[2] is not None, found[3]) == (weighted, biased, epsilon)
+    assert layer_norm_of(_traced(lambda a, b: torch.layer_norm(a, [3, 8]), x, w)) is None
 
 
 def test_what_only_resembles_a_gated_product_is_left_alone() -> None:
     g = torch.randn(2, 8)
-    assert patterns.gated_product(_traced(lambda a, u: u * fastcar.activation_factor(a, "silu") * u, g, g + 1)) is None
-    assert patterns.gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") + u, g, g + 1)) is None
+    assert gated_product(_traced(lambda a, u: u * fastcar.activation_factor(a, "silu") * u, g, g + 1)) is None
+    assert gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") + u, g, g + 1)) is None
     one_row = g[:1].clone()
-    assert (
-        patterns.gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") * u, g, one_row)) is None
-    )
+    assert gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") * u, g, one_row)) is None

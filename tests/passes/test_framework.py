@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
+from fastcar_compile.ir.modules import graph_module
 from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, graph_module
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
@@ -63,7 +64,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     item = InsertReplay((1.5, None, float("-inf"), float("inf")), max_chain=2)
     text = pipeline_to_string([*analysis_pipeline(), item])
     assert text == (
-        "normalize-state,canonicalize,unify-linears,fuse-activations,split-gate-up,find-sites,"
+        "normalize-state,canonicalize,legalize-linears,fuse-activations,split-gate-up,find-sites,"
         'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
         '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]}'
     )
@@ -74,7 +75,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("fuse", "unknown pass 'fuse'\n  hint:  use one of: bfloat16-weights, canonicalize, "),
+        ("fuse", "unknown pass 'fuse'\n  hint:  use one of: bfloat16-embedding, bfloat16-weights, "),
         ('insert-replay{"depth": 1, "age": 2}', "pass 'insert-replay' has no option ['age', 'depth']\n  hint:  its o"),
         ('canonicalize{"x": 1}', "pass 'canonicalize' has no option ['x']\n  hint:  its options: []"),
         ("canonicalize,", "malformed pipeline text at character 13: ''"),
@@ -188,6 +189,10 @@ def test_a_silent_edit_is_caught(what: str) -> None:
         run_pipeline(program, [Edits(what)])
 
 
+def node(program: DecoderProgram, name: str) -> fx.Node:
+    return next(n for n in program.graph_module.graph.nodes if n.name == name)
+
+
 def broken() -> Iterator[tuple[str, object]]:
     """(text of the verifier, what breaks the invariant) of a tiny decoder after analysis."""
 
@@ -200,11 +205,8 @@ def broken() -> Iterator[tuple[str, object]]:
     def shape(program: DecoderProgram) -> None:
         program.state[0] = dataclasses.replace(program.state[0], shape=(1, 2))
 
-    def site(program: DecoderProgram) -> None:
-        program.sites[0] = dataclasses.replace(program.sites[0], residual="gone", exit="away")
-
     def value(program: DecoderProgram) -> None:
-        del next(n for n in program.graph_module.graph.nodes if n.name == "linear").meta["val"]
+        del node(program, "linear").meta["val"]
 
     def method(program: DecoderProgram) -> None:
         graph = program.prefill.graph  # type: ignore[union-attr]
@@ -227,9 +229,7 @@ def broken() -> Iterator[tuple[str, object]]:
 
     yield "3 outputs in the graph, 4 named", output
     yield "state lost is not both an input and an output of the decode step", spec
-    yield "state key_cache_0: specified (1, 2), in the graph (2, 1, 14, 4)", shape
-    yield "site 0: residual names gone, which is not in the graph", site
-    yield "site 0: exit names away, which is not in the graph", site
+    yield "state key_cache_0: specified float32[1, 2], in the graph float32[2, 1, 14, 4]", shape
     yield "decode step: linear has no meta['val']", value
     yield "prefill: neg is a call_method; only ATen and fastcar operators are allowed", method
     yield "decode step: note reads note, which is no tensor", attribute
@@ -237,7 +237,30 @@ def broken() -> Iterator[tuple[str, object]]:
     yield "two placeholders share a name", twice
 
 
-@pytest.mark.parametrize(("text", "spoil"), list(broken()))
+def broken_layers() -> Iterator[tuple[str, object]]:
+    """The same for the metadata of layers."""
+
+    def role(program: DecoderProgram) -> None:
+        del node(program, "add_1").meta["role"]
+
+    def layer(program: DecoderProgram) -> None:
+        del node(program, "mul").meta["layer"]
+
+    def twins(program: DecoderProgram) -> None:
+        node(program, "silu").meta["role"] = "up_proj"
+
+    def later(program: DecoderProgram) -> None:
+        node(program, "linear_1").meta["layer"] = 1
+
+    yield "decode step: layer 0 has no node of role exit", role
+    yield "decode step: mul has no meta['layer']", layer
+    yield "decode step: silu has the role up_proj of layer 0, but calls aten.silu.default", twins
+    yield "decode step: layer 0 has 2 nodes of role up_proj", twins
+    yield "decode step: layer 0 has no node of role activation", twins
+    yield "decode step: add of layer 0 reads a node of layer 1", later
+
+
+@pytest.mark.parametrize(("text", "spoil"), [*broken(), *broken_layers()])
 def test_every_broken_invariant_is_reported(text: str, spoil: object) -> None:
     program = after(*analysis_pipeline())
     spoil(program)  # type: ignore[operator]
@@ -248,7 +271,9 @@ def test_every_broken_invariant_is_reported(text: str, spoil: object) -> None:
 
 
 def test_all_broken_invariants_are_reported_at_once() -> None:
-    cases = [(t, s) for t, s in broken() if "specified" not in t]  # a lost state has no shape to compare
+    cases = [
+        (t, s) for t, s in [*broken(), *broken_layers()] if "specified" not in t
+    ]  # a lost state has no shape to compare
     program = after(*analysis_pipeline())
     for spoil in dict.fromkeys(s for _, s in cases):
         spoil(program)  # type: ignore[operator]

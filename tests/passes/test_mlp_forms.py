@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.rewrite import is_op
+from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.fuse_activations import FuseActivations
+from fastcar_compile.passes.legalize_linears import LegalizeLinears
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.split_gate_up import SplitGateUp
-from fastcar_compile.passes.unify_linears import UnifyLinears
 
-from .golden import check_truthful, nodes_of
+from .laws import check_truthful, nodes_of
 from .tiny import WIDTH, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def phi3() -> hf.PreTrainedModel:
 @pytest.mark.parametrize(
     ("model", "activation", "gated", "weights"),
     [
-        (gpt2, "gelu_tanh", False, ["c_fc.weight_turned", "c_proj.weight_turned"]),
+        (gpt2, "gelu_tanh", False, ["c_fc.weight_transposed", "c_proj.weight_transposed"]),
         (gemma, "gelu_tanh", True, ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
         (phi3, "silu", True, ["gate_up_proj.weight_first", "gate_up_proj.weight_second", "down_proj.weight"]),
     ],
@@ -57,9 +57,9 @@ def test_huggingface(model: Callable[[], nn.Module], activation: str, gated: boo
     torch.manual_seed(0)
     program = capture(model().eval(), batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=4)
     (site,) = run_pipeline(program, analysis_pipeline()).sites
-    assert (site.activation, site.gated) == (activation, gated)
-    assert [w.partition(".mlp.")[2] for w in site.weights] == weights
-    assert [b is not None for b in site.biases] == [model is gpt2] * len(weights)
+    assert (site.mlp.activation, site.mlp.gated) == (activation, gated)
+    assert [w.partition(".mlp.")[2] for w in site.mlp.weights] == weights
+    assert [b is not None for b in site.mlp.biases] == [model is gpt2] * len(weights)
 
 
 def gelu_new(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_written_out_activations_are_fused(activation: Callable[[Tensor], Tensor
     before = after(*BEFORE, blocks=(block,))
     check_truthful(after(*BEFORE, blocks=(block,)), FuseActivations())
     program = after(*analysis_pipeline(), blocks=(block,))
-    assert (program.sites[0].activation, program.sites[0].gated) == (name, False)
+    assert (program.sites[0].mlp.activation, program.sites[0].mlp.gated) == (name, False)
     assert not [n for n in nodes_of(program) if is_op(n, aten.tanh, aten.erf, aten.sigmoid, aten.pow)]
     np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
     np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
@@ -112,7 +112,7 @@ def test_another_function_is_left_alone() -> None:
     program = after(*BEFORE, blocks=(block_with(gelu_wrong),))
     assert FuseActivations().apply(program) is False
     (site,) = after(*analysis_pipeline(), blocks=(block_with(gelu_wrong),)).sites
-    assert site.activation == "tanh, not directly between two linears"
+    assert site.mlp.activation == "tanh, not directly between two linears"
 
 
 class UpFirst(TinyBlock):
@@ -127,9 +127,9 @@ class UpFirst(TinyBlock):
 
 def test_gate_and_up_are_told_apart_by_what_is_activated() -> None:
     (site,) = after(*analysis_pipeline(), blocks=(UpFirst,)).sites
-    assert (site.activation, site.gated) == ("gelu", True)
-    assert [w.removeprefix("blocks.0.mlp.") for w in site.weights] == ["gate.weight", "up.weight", "down.weight"]
-    assert site.biases == (None, None, "blocks.0.mlp.down.bias")
+    assert (site.mlp.activation, site.mlp.gated) == ("gelu", True)
+    assert [w.removeprefix("blocks.0.mlp.") for w in site.mlp.weights] == ["gate.weight", "up.weight", "down.weight"]
+    assert site.mlp.biases == (None, None, "blocks.0.mlp.down.bias")
 
 
 class Product(TinyBlock):
@@ -149,13 +149,13 @@ class Product(TinyBlock):
 
 def test_products_with_a_parameter_become_linears() -> None:
     before, program = after(*BEFORE, blocks=(Product,)), after(*BEFORE, blocks=(Product,))
-    check_truthful(program, UnifyLinears())
+    check_truthful(program, LegalizeLinears())
     assert not [n for n in nodes_of(program) if is_op(n, aten.addmm, aten.matmul, aten.mm)]
     np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
     np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
     (site,) = after(*analysis_pipeline(), blocks=(Product,)).sites
-    assert (site.activation, site.gated, site.intermediate) == ("relu", False, 12)
-    assert site.biases == ("blocks.0.b_up", None)
+    assert (site.mlp.activation, site.mlp.gated, site.mlp.intermediate) == ("relu", False, 12)
+    assert site.mlp.biases == ("blocks.0.b_up", None)
 
 
 class Fused(TinyBlock):
@@ -177,6 +177,6 @@ def test_a_fused_gate_and_up_becomes_two_linears() -> None:
     np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
     (site,) = after(*analysis_pipeline(), blocks=(Fused,)).sites
     halves = [f"blocks.0.gate_up.{kind}_{half}" for kind in ("weight", "bias") for half in ("second", "first")]
-    assert (*site.weights[:2], *site.biases[:2]) == tuple(halves)
+    assert (*site.mlp.weights[:2], *site.mlp.biases[:2]) == tuple(halves)
     queries_keys_values = [n for n in nodes_of(program) if is_op(n, aten.split_with_sizes)]
     assert len(queries_keys_values) == 2

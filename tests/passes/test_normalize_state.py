@@ -12,15 +12,8 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import StateRole
 from fastcar_compile.passes.normalize_state import NormalizeState
 
-from .golden import check_golden, check_origins, check_truthful, nodes_of, program_text
+from .laws import check_origins, check_truthful, nodes_of
 from .tiny import BATCH, ROWS, TinyBlock, captured, logits, prefill_logits
-
-
-def test_golden() -> None:
-    program = captured()
-    before = program_text(program)
-    NormalizeState().apply(program)
-    check_golden("normalize-state", before, program_text(program))
 
 
 def test_second_application_changes_nothing() -> None:

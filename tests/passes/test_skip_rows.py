@@ -14,7 +14,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.skip_rows import SkipRows
 
-from .golden import check_golden, check_origins, everything, module_text
+from .laws import everything
 from .tiny import BATCH, WIDTH, TinyBlock, after, captured, decode
 
 WHERE = torch.ops.aten.where.self
@@ -28,14 +28,6 @@ def branch_of(program: DecoderProgram) -> fx.GraphModule:
     branch = program.graph_module.compute_branch_0
     assert isinstance(branch, fx.GraphModule)
     return branch
-
-
-def test_golden() -> None:
-    program = replaying()
-    before = module_text(branch_of(program))
-    assert SkipRows().apply(program) is True
-    check_golden("skip-rows", before, module_text(branch_of(program)))
-    assert check_origins(program, "skip-rows") == 3
 
 
 @pytest.mark.parametrize("block", ["TinyBlock", "BiasedBlock"])

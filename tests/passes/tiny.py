@@ -113,7 +113,7 @@ def backend_of(program: DecoderProgram) -> EagerBackend:
 def decode(program: DecoderProgram, threshold: float = float("inf")) -> list[StepResult]:
     """Every token of `token_ids` through the decode step."""
     backend = backend_of(program)
-    thresholds = np.full(max(1, len(program.sites)), threshold, np.float32)
+    thresholds = np.full(max(1, program.config.num_layers), threshold, np.float32)
     ids = token_ids(batch=program.config.batch_size)
     return [backend.decode(ids[:, t : t + 1], t, t, thresholds) for t in range(ROWS)]
 

@@ -55,7 +55,7 @@ def rewritten(sinks: int, window: int, positions: str, *before: Any) -> DecoderP
 def session_of(program: DecoderProgram, threshold: float = float("inf"), prefill: bool = True) -> Session:
     graph, outputs = (program.prefill, program.prefill_outputs) if prefill else (None, [])
     backend = EagerBackend(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
-    return Session(backend, program.config, [threshold] * len(program.sites), record=True)
+    return Session(backend, program.config, [threshold] * program.config.num_layers, record=True)
 
 
 def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:

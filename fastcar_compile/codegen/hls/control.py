@@ -22,7 +22,8 @@ def attention_of(program: DecoderProgram) -> AttentionShape:
     """
     shapes: dict[AttentionShape, int] = {}
     for site in program.sites:
-        shapes.setdefault(AttentionShape(site.num_heads, site.num_kv_heads, site.head_dim), site.layer)
+        own = site.attention
+        shapes.setdefault(AttentionShape(own.num_heads, own.num_kv_heads, own.head_dim), site.layer)
     if len(shapes) > 1:
         raise CompileError(
             f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
@@ -43,12 +44,12 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int, pr
     """
     sites, replay = program.sites, config.replay
     refresh = replay.refresh_every if replay else None
-    own = [decided_on_accelerator(s.gate, s.heads, refresh) for s in sites]
+    own = [s.replay is not None and decided_on_accelerator(s.replay.gate, s.replay.heads, refresh) for s in sites]
     return build_table(
         *(len(sites), config.batch_size, cores, config.tokens_per_frame),
         [s.threshold if unit and s.threshold is not None else float("inf") for s, unit in zip(sites, own, strict=True)],
         attention=attention_of(program),
-        scales=[s.scale if unit else None for s, unit in zip(sites, own, strict=True)],
+        scales=[s.attention.scale if unit else None for s, unit in zip(sites, own, strict=True)],
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
         prefetch=[prefetch_bytes] * len(sites),

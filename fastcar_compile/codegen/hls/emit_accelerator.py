@@ -28,7 +28,8 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.estimate.explore import explore, mlp_of
 from fastcar_compile.estimate.memory import Footprint, require_fit, shares_memory
 from fastcar_compile.formats import quant_format
-from fastcar_compile.ir.program import DecoderProgram, LayerSite, StateRole
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.sites import LayerSite
 from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 from fastcar_compile.targets import Target
@@ -82,18 +83,19 @@ def emit_accelerator(
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
     """The MLP that all layers share; the exploration chooses the cores."""
-    site = program.sites[0]
+    mlps = [s.mlp for s in program.sites]
+    site = mlps[0]
     return MlpSpec(
         hidden=site.hidden,
         intermediate=site.intermediate,
         batch=config.batch_size,
-        layers=len(program.sites),
+        layers=len(mlps),
         cores=1,
         activation=site.activation,
         gated=site.gated,
         quant=config.quant,
-        up_bias=any(bias is not None for s in program.sites for bias in s.biases[:-1]),
-        down_bias=any(s.biases[-1] is not None for s in program.sites),
+        up_bias=any(bias is not None for m in mlps for bias in m.biases[:-1]),
+        down_bias=any(m.biases[-1] is not None for m in mlps),
     )
 
 
@@ -121,8 +123,8 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
     """Raises CompileError when layers differ: they share one kernel."""
 
     def shape(site: LayerSite) -> str:
-        kind = f"{'gated' if site.gated else 'plain'} {site.activation}"
-        return f"layer {site.layer}: {kind}, {site.hidden} / {site.intermediate}"
+        kind = f"{'gated' if site.mlp.gated else 'plain'} {site.mlp.activation}"
+        return f"layer {site.layer}: {kind}, {site.mlp.hidden} / {site.mlp.intermediate}"
 
     different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
     if different:
@@ -135,7 +137,7 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
 
 def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Tensor:
     """The kernel's weight stream of one layer, uint8."""
-    return torch.from_numpy(pack_mlp(_weights(program, site.weights, site.biases), design))
+    return torch.from_numpy(pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design))
 
 
 def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> Tensor:

@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
-from fastcar_compile.codegen.tvm.segment import Segment, segment
+from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import DecoderProgram, where
-from fastcar_compile.ir.rewrite import output_nodes
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import output_nodes
 
 IR_VERSION = 10
 ONNX_INLINE, ONNX_EXTERNAL = "graph/decoder.onnx", "decoder.onnx"
@@ -91,7 +92,7 @@ class _Builder:
                 self.values.setdefault(node, name)
         for name in self.params:
             self._parameter(name, self.params.spec(name))
-        self._calls(segment(module, self.program.sites, self.program.state_names()))
+        self._calls(segment(module))
         for name, node in returned:
             if self._value(node) != name:
                 self.nodes.append(helper.make_node("Identity", [self._value(node)], [name]))

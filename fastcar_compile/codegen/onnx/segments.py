@@ -13,7 +13,7 @@ from onnx import helper
 from torch import fx
 
 from fastcar_compile.codegen.onnx.ops import translation_table
-from fastcar_compile.codegen.tvm.segment import Segment
+from fastcar_compile.codegen.segment import Segment
 
 OPSET = 18
 DOMAIN = "fastcar"
@@ -30,7 +30,8 @@ def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list
     Raises:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
-    exported = torch.export.export(part.module, tuple(_example(n) for n in part.inputs), strict=False)
+    module = part.copy()
+    exported = torch.export.export(module, tuple(_example(n) for n in part.inputs), strict=False)
     with quiet_exporter():
         program = torch.onnx.export(
             exported, dynamo=True, custom_translation_table=translation_table(), opset_version=OPSET, verbose=False
@@ -38,9 +39,7 @@ def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list
     assert program is not None
     proto = program.model_proto
     strip(proto)
-    return _function(proto, name, [n.name for n in part.module.graph.nodes if n.op == "placeholder"]), list(
-        proto.functions
-    )
+    return _function(proto, name, [n.name for n in module.graph.nodes if n.op == "placeholder"]), list(proto.functions)
 
 
 def _example(node: fx.Node) -> torch.Tensor:

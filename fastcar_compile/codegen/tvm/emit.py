@@ -12,8 +12,9 @@ from typing import Any
 from fastcar_compile.artifact.store import ArtifactWriter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, instruction_sets
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.modules import tensor_attributes
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, tensor_attributes
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.targets import Target
 
@@ -70,10 +71,7 @@ def emit_host(
         run_pipeline(host, offload_pipeline(offload))
         programs["offload"] = (host.graph_module, host.outputs)
     first = variants[0]
-    lowered = {
-        name: lower(graph, outputs, program.sites, program.state_names(), first)
-        for name, (graph, outputs) in programs.items()
-    }
+    lowered = {name: lower(graph, outputs, first) for name, (graph, outputs) in programs.items()}
     machine = f"{platform.machine()}-linux-gnu"
     sections = [
         _emit_variant(writer, lowered if isa is first else _retargeted(lowered, isa), isa, machine) for isa in variants

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import where
-from fastcar_compile.ir.rewrite import call, is_op, node_arg
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.rewrite import call
 
 aten = torch.ops.aten
 MADE_BY = "normalize-state"

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import where
-from fastcar_compile.ir.rewrite import ancestors, call, evaluate, is_op, node_arg, placeholder, set_origin
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
+from fastcar_compile.ir.rewrite import call, set_origin
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 _HINT = "use positions='absolute', which needs no rotation"

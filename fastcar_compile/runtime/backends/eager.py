@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.ir.program import StateSpec, placeholder_names
+from fastcar_compile.ir.modules import placeholder_names
+from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
 
 

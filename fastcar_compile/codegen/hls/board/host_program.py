@@ -59,7 +59,7 @@ def host_sources(
         config=program.config,
         programs=board["programs"],
         weights=WEIGHTS,
-        thresholds=[_float(s.threshold if s.replay else None) for s in program.sites],
+        thresholds=[_float(s.threshold) for s in program.sites],
         state=[
             {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role not in _ATTENTION}
             for s in program.state

@@ -1,0 +1,159 @@
+"""Options that are more than a word: thresholds, heads, windows, token files; and what excludes what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Tokens = NDArray[np.int64]
+
+
+def parse_thresholds(text: str) -> float | list[float | None]:
+    """Return a threshold option: one number, or one per layer separated by commas; inf, -inf and none are allowed.
+
+    `none` (never replay) alone is inf.
+
+    Raises:
+        UserError: a part is not a number.
+    """
+    parts = [part.strip().lower() for part in text.split(",")]
+    values = [_threshold(part, text) for part in parts]
+    if len(values) > 1:
+        return values
+    return math.inf if values[0] is None else values[0]
+
+
+def _threshold(part: str, whole: str) -> float | None:
+    if part == "none":
+        return None
+    try:
+        value = float(part)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise UserError(
+            f"{part!r} is not a threshold",
+            where=f"--threshold {whole}",
+            hint="give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)",
+        )
+    return value
+
+
+LayerHeads = list[int] | dict[int, float] | None
+"""Query heads of one layer with equal weights, or each with its own; None: all of them."""
+
+
+def parse_heads(text: str) -> list[LayerHeads]:
+    """Return the heads of one or, separated by "/", of every layer: "0,2", "3:1,1:-1" (with weights) or "all".
+
+    Raises:
+        UserError: a part is none of these.
+    """
+    return [None if part.strip() == "all" else _layer_heads(part) for part in text.split("/")]
+
+
+def _layer_heads(text: str) -> LayerHeads:
+    try:
+        if ":" not in text:
+            return [int(word) for word in text.split(",")]
+        return {int(head): float(weight) for head, weight in (word.split(":") for word in text.split(","))}
+    except ValueError as error:
+        hint = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
+        raise UserError(f"{text!r} is no list of heads", where="--heads", hint=hint) from error
+
+
+def require_one(options: Sequence[tuple[str, bool]]) -> None:
+    """Refuse more than one of the given options together.
+
+    Raises:
+        UserError: two or more are set.
+    """
+    given = [name for name, is_set in options if is_set]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} cannot be given together", hint="choose one of them")
+
+
+def existing(path: Path, what: str) -> Path:
+    """Return `path`, if it exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not path.exists():
+        raise UserError(f"the {what} does not exist", where=str(path), hint="correct the path")
+    return path
+
+
+def parse_prompt(text: str) -> Tokens:
+    """Return token ids from "16" or "16, 3 4", int64 [P].
+
+    Raises:
+        UserError: not integers, or none.
+    """
+    import numpy as np
+
+    parts = text.replace(",", " ").split()
+    try:
+        ids = [int(part) for part in parts]
+    except ValueError:
+        ids = []
+    if not ids:
+        raise UserError(
+            f"the prompt {text!r} is not a list of token ids", hint='give integers, for example "16" or "16,3"'
+        )
+    return np.array(ids, np.int64)
+
+
+def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
+    """Return token ids from a .npy, .npz or .safetensors file: its tensor "tokens", or its only one, int64.
+
+    Args:
+        what: the file in an error, for example "prompt file".
+        dims: allowed numbers of dimensions: 1 for [P], 2 for [N, T].
+
+    Raises:
+        UserError: no such file, another kind, several arrays without "tokens", or no integers of these dimensions.
+    """
+    import numpy as np
+
+    existing(path, what)
+    arrays = _arrays(path, what)
+    name = "tokens" if "tokens" in arrays or len(arrays) != 1 else next(iter(arrays))
+    if name not in arrays:
+        names = ", ".join(sorted(arrays)) or "no array"
+        hint = "keep one array in the file, or name the right one 'tokens'"
+        raise UserError(f"the {what} has no array 'tokens', only {names}", where=str(path), hint=hint)
+    ids = arrays[name]
+    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in dims or not ids.size:
+        forms = " or ".join({1: "[P]", 2: "[B, P]" if 1 in dims else "[N, T]"}[n] for n in dims)
+        raise UserError(
+            f"the {what} holds {ids.dtype} {list(ids.shape)}, expected integers {forms}",
+            where=str(path),
+            hint="write token ids, the prompt included",
+        )
+    return ids.astype(np.int64)
+
+
+def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
+    import numpy as np
+
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return load_file(str(path))
+        if path.suffix in (".npy", ".npz"):
+            loaded: Any = np.load(path, allow_pickle=False)
+            return {"tokens": loaded} if hasattr(loaded, "dtype") else dict(loaded.items())
+    except Exception as error:  # two libraries, many kinds; all of them mean that the file is not what it should be
+        hint = "write it again with numpy.save or safetensors"
+        raise UserError(f"the {what} cannot be read: {error}", where=str(path), hint=hint) from error
+    raise UserError(f"the {what} is neither .npy, .npz nor .safetensors", where=str(path), hint="convert the file")

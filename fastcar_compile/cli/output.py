@@ -1,0 +1,147 @@
+"""What every command writes with: consoles, tables and JSON. Piped output has no colour, no box and no line break."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+DIGEST_DIGITS = 8
+"""Hexadecimal digits of a digest in a table; JSON has all of them."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its title, whether its cells stand at the right, and whether they are of less weight."""
+
+    title: str
+    right: bool = False
+    dim: bool = False
+
+
+def interactive() -> bool:
+    """Return whether a person sees both what is printed and what is reported."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def stdout() -> Console:
+    """Return the console for results, made per call so that a redirected stdout is honoured."""
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    """Return the console for errors and progress."""
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=file, highlight=False)
+
+
+def print_text(text: str) -> None:
+    """Print a result as it is: no markup, no line break of ours."""
+    sys.stdout.write(text + "\n")
+
+
+def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a header: folded to a terminal's width, at its natural width otherwise."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        side, style = "right" if column.right else "left", "dim" if column.dim else ""
+        # Numbers keep their line; long names fold, so that nothing is cut off.
+        table.add_column(column.title, justify=side, no_wrap=column.right, overflow="fold", style=style)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    table.padding = (0, 2, 0, 0)
+    if sys.stdout.isatty() and _natural_width(table) > stdout().width:
+        table.padding = (0, 1, 0, 0)
+    _print_whole(table)
+
+
+def print_fields(fields: Mapping[str, str]) -> None:
+    """Print names and values; a long value continues under its beginning."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        table.add_row(name, Text(value))
+    _print_whole(table)
+
+
+def _natural_width(table: Table) -> int:
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    wide = Console(width=10_000)
+    return Measurement.get(wide, wide.options, table).maximum
+
+
+def _print_whole(table: Table) -> None:
+    if sys.stdout.isatty():
+        stdout().print(table)
+        return
+    from rich.console import Console
+
+    wide = Console(file=sys.stdout, width=_natural_width(table))
+    with wide.capture() as captured:
+        wide.print(table)
+    sys.stdout.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
+
+
+def short_digest(digest: str) -> str:
+    """Return a SHA-256 as a table shows it, for example `sha256:0123abcd...`."""
+    return f"sha256:{digest.removeprefix('sha256:')[:DIGEST_DIGITS]}..."
+
+
+def count_text(number: int, what: str) -> str:
+    """Return a number with its noun, for example `1 row` or `2 rows`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as a person reads it, for example `5.3 MB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def jsonable(value: Any) -> Any:
+    """Return `value` as plain JSON: dataclasses, paths, tensors and arrays included; infinities and NaN as strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [jsonable(item) for item in cast("Iterable[Any]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    # Arrays, their scalars and tensors share `tolist`; neither library is imported for this.
+    plain: Any = getattr(value, "tolist", None)
+    return str(value) if plain is None else jsonable(plain())
+
+
+def print_json(value: object) -> None:
+    """Print one JSON value, never wrapped or coloured."""
+    print_text(json.dumps(jsonable(value), indent=2, sort_keys=True, allow_nan=False))

@@ -1,0 +1,204 @@
+"""One call of an operator while it is lowered: its arguments by name, and what a converter emits for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import tvm
+from torch import Tensor, fx
+from tvm import relax
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.schema import bound
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.registry import dispatch
+from fastcar_compile.errors import InternalError
+
+Value = relax.Expr | tuple[relax.Expr, ...]
+"""What a converter returns: the operator's result, or its results."""
+
+Shape = tuple[int, ...]
+_RESHAPE = tvm.ir.Op.get("relax.reshape")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument: its value in Relax, and its type as fx knows it."""
+
+    value: relax.Expr
+    shape: Shape
+    dtype: str
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """M and K of the tensor as a matrix of M rows of its last axis."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every call of one imported function shares.
+
+    Attributes:
+        builder: the module that is built.
+        isa: the instruction set whose kernels are chosen.
+        values: what was emitted for each node so far.
+        literals: the function's own variables for the segment's literals.
+        stock: TVM's converter of a node.
+    """
+
+    builder: relax.BlockBuilder
+    isa: InstructionSet
+    values: Mapping[fx.Node, Any]
+    literals: Sequence[relax.Var]
+    stock: Callable[[fx.Node], relax.Expr]
+
+
+def tensor_type(value: Tensor) -> relax.TensorType:
+    """Return the Relax type of a fake tensor."""
+    return relax.TensorType(tuple(int(d) for d in value.shape), _dtype(value))
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+class Call:
+    """A call that a converter lowers.
+
+    Arguments are read by the names of the operator's schema, each with the type that the converter needs.
+    """
+
+    def __init__(self, node: fx.Node, context: Context) -> None:
+        self._node, self._context = node, context
+        self._builder = context.builder
+
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        return bound(self._node)
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the one result."""
+        return tuple(int(d) for d in self._node.meta["val"].shape)
+
+    @property
+    def dtype(self) -> str:
+        """TVM's name of the type of the one result."""
+        return _dtype(self._node.meta["val"])
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Fake tensors of several results."""
+        return list(self._node.meta["val"])
+
+    def tensor(self, name: str) -> Operand:
+        """Return a tensor argument.
+
+        Raises:
+            InternalError: the argument is no tensor.
+        """
+        operand = self.optional(name)
+        if operand is None:
+            raise InternalError(f"argument {name} of {self._node.name} is None, not a tensor")
+        return operand
+
+    def optional(self, name: str) -> Operand | None:
+        """Return a tensor argument that may be None."""
+        node = self._arguments[name]
+        return None if node is None else self._operand(node)
+
+    def tensors(self, name: str) -> list[Operand]:
+        """Return an argument that is a list of tensors."""
+        return [self._operand(node) for node in self._arguments[name]]
+
+    def values(self, *names: str) -> list[relax.Expr]:
+        """Return the Relax values of tensor arguments."""
+        return [self.tensor(name).value for name in names]
+
+    def integer(self, name: str) -> int:
+        """Return an integer argument, or a truth value as 0 or 1."""
+        return int(self._arguments[name])
+
+    def number(self, name: str) -> float:
+        """Return a float argument."""
+        return float(self._arguments[name])
+
+    def text(self, name: str) -> str:
+        """Return a text argument."""
+        return str(self._arguments[name])
+
+    def numbers(self, name: str) -> list[Any]:
+        """Return an argument that is a list of numbers."""
+        return list(self._arguments[name])
+
+    def literal(self, name: str) -> relax.Var:
+        """Return the function's variable for an argument that names the layer."""
+        return self._context.literals[self.integer(name)]
+
+    def stock(self) -> relax.Expr:
+        """Emit what TVM's own converter makes of the call."""
+        return self._context.stock(self._node)
+
+    def dispatch(self, kind: str, *options: Any) -> PrimFunc:
+        """Return the kernel of that kind for the instruction set that is lowered for."""
+        return dispatch(self._context.isa, kind, *options)
+
+    def emit(self, value: relax.Expr) -> relax.Var:
+        """Bind a value to a variable."""
+        return self._builder.emit(value)
+
+    def kernel(
+        self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None, dtype: str | None = None
+    ) -> relax.Var:
+        """Emit a kernel of one result, by default of the shape and dtype of the call's own."""
+        out = relax.TensorType(self.shape if shape is None else shape, self.dtype if dtype is None else dtype)
+        return self.emit(relax.call_tir(self._added(function), list(args), out))
+
+    def kernels(
+        self, function: PrimFunc, args: Sequence[relax.Expr], types: Sequence[tuple[Shape, str]]
+    ) -> list[relax.Var]:
+        """Emit a kernel of several results of these shapes and dtypes."""
+        outs = [relax.TensorType(shape, dtype) for shape, dtype in types]
+        both = self.emit(relax.call_tir(self._added(function), list(args), outs))
+        return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
+
+    def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
+        """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
+        out = relax.TensorType(self.shape, self.dtype)
+        return self.emit(relax.op.call_tir_inplace(self._added(function), list(args), [0], out))
+
+    def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
+        """Emit a call of a packed function that the runtime registers."""
+        val = self._node.meta["val"]
+        types = tensor_type(val) if isinstance(val, Tensor) else [tensor_type(v) for v in val]
+        return self.emit(relax.call_dps_packed(name, list(args), types))
+
+    def reshape(self, value: relax.Expr, shape: Shape) -> relax.Expr:
+        """Return the value in another shape. A reshape of a reshape is one: TVM would fuse two into a copy."""
+        while (before := self._reshaped(value)) is not None:
+            value = before
+        if tuple(int(d) for d in cast(Any, value.ty).shape) == shape:  # values are tensors: their type has a shape
+            return value
+        return self.emit(relax.op.reshape(value, shape))
+
+    def constant(self, value: np.ndarray) -> relax.Expr:
+        """Return an array as a constant of the module."""
+        return relax.const(value, str(value.dtype))
+
+    def _operand(self, node: fx.Node) -> Operand:
+        val = node.meta["val"]
+        return Operand(self._context.values[node], tuple(int(d) for d in val.shape), _dtype(val))
+
+    def _added(self, function: PrimFunc) -> tvm.ir.GlobalVar:
+        return self._builder.add_func(function, function.__name__)
+
+    def _reshaped(self, value: relax.Expr) -> relax.Expr | None:
+        """Return what the value is a reshape of; None where it is none."""
+        made = self._builder.lookup_binding(value) if isinstance(value, relax.Var) else None
+        return made.args[0] if isinstance(made, relax.Call) and made.op == _RESHAPE else None

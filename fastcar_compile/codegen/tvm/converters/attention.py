@@ -1,0 +1,45 @@
+"""Attention over the whole cache and over a window, and the temporal attention scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fastcar_compile.codegen.tvm.call import Call, Value
+from fastcar_compile.codegen.tvm.converters.registry import converts
+
+fastcar = torch.ops.fastcar
+
+
+@converts(fastcar.attention.default)
+def _attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    kind = "attention" if query.shape[2] == 1 else "attention_chunk"
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype)
+    return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
+
+
+@converts(fastcar.window_attention.default)
+def _window_attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
+    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
+    sink_query = call.optional("sink_query") or query
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
+
+
+@converts(fastcar.tas.default)
+def _tas(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    kernel = call.dispatch("tas", query.shape, keys.shape, call.integer("stride"), call.number("scale"), keys.dtype)
+    return call.kernel(kernel, call.values("query", "key_cache", "position"))
+
+
+@converts(fastcar.tas_heads.default)
+def _tas_heads(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    factors = np.zeros(query.shape[1], np.float32)
+    factors[call.numbers("heads")] = call.numbers("weights")
+    options = (call.integer("stride"), call.number("scale"), keys.dtype)
+    kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])

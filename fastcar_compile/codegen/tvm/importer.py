@@ -1,0 +1,94 @@
+"""Import of fx graphs: each becomes a Relax function, its operators the calls that the converters emit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import tvm
+from torch import fx
+from tvm import relax
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from fastcar_compile.codegen.tvm.call import Call, Context, tensor_type
+from fastcar_compile.codegen.tvm.converters import CONVERTERS
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.modules import get_attribute
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import output_nodes
+
+_COND = torch.ops.higher_order.cond
+
+
+class SegmentImporter(ExportedProgramImporter):
+    """Adds fx graphs to a module as functions.
+
+    A segment is an fx graph whose values are known, so it needs neither an ExportedProgram nor its re-tracing: of TVM's
+    importer this uses the converters of single operators, for those that have none here.
+
+    Args:
+        builder: the module.
+        isa: the instruction set whose kernels are chosen.
+    """
+
+    def __init__(self, builder: relax.BlockBuilder, isa: InstructionSet) -> None:
+        super().__init__()
+        self.block_builder, self._isa = builder, isa
+
+    def knows(self, target: Any) -> bool:
+        """Whether an operator can be imported."""
+        return target is _COND or target in CONVERTERS or target.__name__ in self.convert_map
+
+    def add_function(self, module: fx.GraphModule, name: str, literals: int) -> tvm.ir.GlobalVar:
+        """Add a graph of placeholders, operators and branches. Its branches become functions before it does.
+
+        Args:
+            module: the graph.
+            name: of the function.
+            literals: how many arguments it takes after its placeholders. Its branches take the same.
+
+        Raises:
+            CompileError: TVM cannot import an operator.
+        """
+        branches = {
+            node: self.add_function(_branch(module, node), f"{name}_{node.target}", literals)
+            for node in module.graph.find_nodes(op="get_attr")
+        }
+        placeholders = module.graph.find_nodes(op="placeholder")
+        arguments = [relax.Var(n.name, tensor_type(n.meta["val"])) for n in placeholders]
+        own = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(literals)]
+        self.env = {**branches, **dict(zip(placeholders, arguments, strict=True))}
+        with self.block_builder.function(name, [*arguments, *own]):
+            for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+                self.env[node] = self._emit(node, own)
+            results = [self.env[n] for n in output_nodes(module.graph)]
+            self.block_builder.emit_func_output(results[0] if len(results) == 1 else tuple(results))
+        return self.block_builder.get().get_global_var(name)
+
+    def _emit(self, node: fx.Node, literals: Sequence[relax.Var]) -> Any:
+        if node.target is _COND:
+            return self._emit_cond(node, literals)
+        converter = CONVERTERS.get(node.target)
+        try:
+            if converter is None:
+                return self._stock(node)
+            return converter(Call(node, Context(self.block_builder, self._isa, self.env, literals, self._stock)))
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise CompileError(f"TVM cannot import {node.target}: {error}", where=where(node)) from error
+
+    def _stock(self, node: fx.Node) -> relax.Expr:
+        return self.convert_map[node.target.__name__](node)
+
+    def _emit_cond(self, node: fx.Node, literals: Sequence[relax.Var]) -> relax.Var:
+        condition, true, false, operands = node.args
+        arguments = [*(self.env[n] for n in operands), *literals]
+        calls = (relax.Call(self.env[branch], arguments) for branch in (true, false))
+        return self.block_builder.emit(relax.If(self.env[condition], *calls))
+
+
+def _branch(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    branch = get_attribute(module, str(node.target))
+    assert isinstance(branch, fx.GraphModule)
+    return branch

@@ -1,0 +1,48 @@
+"""Where a node comes from: source line, module path, and the text of both for messages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from typing import Any
+
+from torch import fx
+
+ORIGIN_KEYS = ("nn_module_stack", "stack_trace", "source", "module")
+"""Metadata that says where a node comes from: torch.export writes the first two, a graph file the last two."""
+
+
+def source_of(node: fx.Node) -> str:
+    """Return `file:line` of the innermost frame outside torch, without machine-specific folders; "" if unknown."""
+    if node.meta.get("source"):
+        return str(node.meta["source"])
+    for line in reversed(str(node.meta.get("stack_trace") or "").splitlines()):
+        text = line.strip()
+        if text.startswith('File "'):
+            path, _, rest = text[6:].partition('", line ')
+            if "/torch/" in path:
+                continue
+            return f"{_importable(path)}:{rest.split(',')[0]}"
+    return ""
+
+
+def _importable(path: str) -> str:
+    """Return the path as `import` sees it, below the longest entry of sys.path; else its last two parts."""
+    roots = [entry for entry in sys.path if entry and path.startswith(entry.rstrip("/") + "/")]
+    if roots:
+        return path[len(max(roots, key=len).rstrip("/")) + 1 :]
+    return "/".join(PurePath(path).parts[-2:])
+
+
+def module_path_of(node: fx.Node) -> str:
+    """Return the dotted path of the innermost nn.Module that made this node; "" if unknown."""
+    if node.meta.get("module"):
+        return str(node.meta["module"])
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return list(stack.values())[-1][0] if stack else ""
+
+
+def where(node: fx.Node) -> str:
+    """Return module path, source line and node name, for error texts."""
+    parts = [p for p in (module_path_of(node), source_of(node), f"node {node.name}") if p]
+    return ", ".join(parts)

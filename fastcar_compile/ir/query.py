@@ -1,0 +1,184 @@
+"""Looking at graphs: operators, arguments, and what depends on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.modules import get_attribute
+
+aten = torch.ops.aten
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """Return the placeholder of this name.
+
+    Raises:
+        InternalError: there is none.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if node.target == name:
+            return node
+    raise InternalError(f"the graph has no placeholder {name}")
+
+
+def node_named(graph: fx.Graph, name: str) -> fx.Node:
+    """Return the node of this name.
+
+    Raises:
+        InternalError: there is none.
+    """
+    for node in graph.nodes:
+        if node.name == name:
+            return node
+    raise InternalError(f"the graph has no node {name}")
+
+
+def node_arg(node: fx.Node, index: int) -> fx.Node:
+    """Return the positional argument at `index`, which must be a node.
+
+    Raises:
+        InternalError: it is missing, or a constant.
+    """
+    argument = node.args[index] if index < len(node.args) else None
+    if not isinstance(argument, fx.Node):
+        raise InternalError(f"argument {index} of {node.name} is {argument!r}, not a node")
+    return argument
+
+
+def optional_arg(node: fx.Node, index: int) -> fx.Node | None:
+    """Return the positional argument at `index` where it is a node, else None."""
+    argument = node.args[index] if index < len(node.args) else None
+    return argument if isinstance(argument, fx.Node) else None
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """Return the fake tensor that the node yields."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        raise InternalError(f"{node.name} yields {type(value).__name__}, not a tensor")
+    return value
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of what the node yields."""
+    return tuple(int(d) for d in value_of(node).shape)
+
+
+def is_op(node: object, *packets: Any) -> bool:
+    """Return whether the node calls an overload of one of these operator packets."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and getattr(node.target, "overloadpacket", node.target) in packets
+    )
+
+
+def argument_names(node: fx.Node) -> list[str]:
+    """Return the names of an operator's parameters, in order; none for other nodes."""
+    schema = getattr(node.target, "_schema", None)
+    return [str(a.name) for a in schema.arguments] if schema and node.op == "call_function" else []
+
+
+_ACTIVATIONS: dict[Any, str] = {
+    aten.silu: "silu",
+    aten.gelu: "gelu",
+    aten.relu: "relu",
+    aten.sigmoid: "sigmoid",
+    aten.tanh: "tanh",
+}
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """Return the name of the elementwise nonlinearity that the node computes: "gelu" is by erf, "gelu_tanh" by tanh."""
+    if not is_op(node, *_ACTIVATIONS):
+        return None
+    name = _ACTIVATIONS[getattr(node.target, "overloadpacket", None)]
+    approximate = name == "gelu" and node.kwargs.get("approximate", "none") == "tanh"
+    return "gelu_tanh" if approximate else name
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return what the graph returns.
+
+    Raises:
+        InternalError: it returns something that is no node.
+    """
+    value = graph.output_node().args[0]
+    found = list(value) if isinstance(value, tuple | list) else [value]
+    nodes = [n for n in found if isinstance(n, fx.Node)]
+    if len(nodes) != len(found):
+        raise InternalError(f"the graph returns {found}, which are not all nodes")
+    return nodes
+
+
+def descendants(*nodes: fx.Node) -> set[fx.Node]:
+    """Return every node that depends on one of `nodes`, themselves included."""
+    found = set(nodes)
+    stack = [*nodes]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Return every node that one of `nodes` depends on, themselves included."""
+    return ancestors_until(nodes, set())
+
+
+def ancestors_until(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """Return the ancestors of `nodes`, themselves included, not looking past `stop`."""
+    found = set(nodes)
+    stack = [n for n in found if n not in stop]
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                if parent not in stop:
+                    stack.append(parent)
+    return found
+
+
+def in_order(graph: fx.Graph, nodes: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a set in graph order."""
+    return [n for n in graph.nodes if n in nodes]
+
+
+def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Return every node on a path from `first` to `last`, both included, in graph order.
+
+    It looks at no node before `first` that `first` does not lead to. So the cost of a layer does not grow with the
+    number of layers.
+    """
+    reached = {first}
+    for node in sorted(ancestors_until([last], {first})):
+        if any(a in reached for a in node.all_input_nodes):
+            reached.add(node)
+    return sorted(reached)
+
+
+def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
+    """Return the concrete value of a node when some nodes' values are given.
+
+    None: it depends on another input, or on a parameter whose value is not there (meta device).
+    """
+    values: dict[fx.Node, Any] = dict(known)
+    needed = ancestors_until([node], set(known))
+    for current in in_order(module.graph, needed - set(known)):
+        if current.op == "get_attr":
+            values[current] = get_attribute(module, str(current.target))
+            if isinstance(values[current], Tensor) and values[current].is_meta:
+                return None
+            continue
+        if current.op != "call_function" or not callable(current.target):
+            return None
+        args, kwargs = fx.node.map_arg((current.args, dict(current.kwargs)), lambda n: values[n])
+        values[current] = current.target(*args, **kwargs)
+    return values[node]

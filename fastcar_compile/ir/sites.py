@@ -1,0 +1,200 @@
+"""LayerSite: what is known about a layer's attention and MLP, derived from the graph by layer and role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of, replay_of, role_nodes
+from fastcar_compile.ir.modules import branches_of
+from fastcar_compile.ir.provenance import module_path_of, source_of
+from fastcar_compile.ir.query import activation_of, is_op, node_arg, optional_arg, shape_of
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
+QUANTISED_LINEARS = (fastcar.linear_w8a8, fastcar.linear_w4a8)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """The attention of a layer: its node, what it reads (node names) and its dimensions."""
+
+    node: str
+    query: str
+    key_cache: str
+    value_cache: str
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class MlpSite:
+    """The MLP of a layer: `input` -> linears -> `output` (node names) and its dimensions.
+
+    `linears`, `weights` and `biases` (None where there is no bias) are in the order gate, up, down or up, down;
+    `weights` are the names that the parameters had before quantisation.
+    """
+
+    input: str
+    output: str
+    linears: tuple[str, ...]
+    weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
+    activation: str
+    gated: bool
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class LayerSite:
+    """One decoder layer: entry -> attention -> residual -> MLP -> exit, where exit adds `residual` and `region_output`.
+
+    Before replay is inserted, `region_output` is the MLP's result. Afterwards it is the result of the `cond`, and the
+    nodes of `mlp` are those of the compute branch, but for an input that the gate reads too. `replay` is None where the
+    layer always computes.
+    """
+
+    layer: int
+    module_path: str
+    source: str
+    entry: str
+    residual: str
+    region_output: str
+    exit: str
+    attention: AttentionSite
+    mlp: MlpSite
+    replay: ReplayFacts | None = None
+
+    @property
+    def threshold(self) -> float | None:
+        """The replay threshold; None where the layer always computes."""
+        return None if self.replay is None else self.replay.threshold
+
+
+def layer_sites(module: fx.GraphModule) -> list[LayerSite]:
+    """Return the sites of all layers, in order; none before find-sites ran.
+
+    Raises:
+        InternalError: a layer lacks a node, such as the linears of an MLP that an accelerator computes.
+    """
+    found = role_nodes(module)
+    if not found:
+        return []
+    outer = branch_operands(module)
+    return [_Reader(layer, nodes, outer).site() for layer, nodes in found.items()]
+
+
+def branch_operands(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Return the placeholders of all `cond` branches -> the operands that they stand for."""
+    branches, found = branches_of(module), dict[fx.Node, fx.Node]()
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond):
+        _, *arms, operands = node.args
+        for arm in arms:
+            inner = branches[str(arm.target)].graph.find_nodes(op="placeholder")
+            found |= dict(zip(inner, operands, strict=True))
+    return found
+
+
+class _Reader:
+    """Reads the site of one layer off its nodes."""
+
+    def __init__(self, layer: int, nodes: dict[str, fx.Node], outer: dict[fx.Node, fx.Node]) -> None:
+        self.layer, self.nodes, self.outer = layer, nodes, outer
+
+    def site(self) -> LayerSite:
+        attention, residual, leave = self.node(Role.ATTENTION), self.node(Role.RESIDUAL), self.node(Role.EXIT)
+        (region_output,) = (n for n in leave.all_input_nodes if n is not residual)
+        linears = self.linears()
+        gate = self.nodes.get(Role.GATE)
+        return LayerSite(
+            layer=self.layer,
+            module_path=module_path_of(linears[0]).rpartition(".")[0],
+            source=source_of(linears[0]),
+            entry=entry_of(residual, attention).name,
+            residual=residual.name,
+            region_output=region_output.name,
+            exit=leave.name,
+            attention=attention_site(attention),
+            mlp=self.mlp(linears, hidden=shape_of(leave)[-1]),
+            replay=None if gate is None else replay_of(gate),
+        )
+
+    def node(self, role: Role) -> fx.Node:
+        if role not in self.nodes:
+            raise InternalError(f"layer {self.layer} has no node of role {role}")
+        return self.nodes[role]
+
+    def linears(self) -> list[fx.Node]:
+        gate = [self.nodes[Role.GATE_PROJ]] if Role.GATE_PROJ in self.nodes else []
+        return [*gate, self.node(Role.UP_PROJ), self.node(Role.DOWN_PROJ)]
+
+    def mlp(self, linears: list[fx.Node], hidden: int) -> MlpSite:
+        x = node_arg(linears[0], 0)
+        parameters = [self.parameters(n) for n in linears]
+        return MlpSite(
+            input=self.outer.get(x, x).name,
+            output=linears[-1].name,
+            linears=tuple(n.name for n in linears),
+            weights=tuple(weight for weight, _ in parameters),
+            biases=tuple(bias for _, bias in parameters),
+            activation=self.activation(linears),
+            gated=len(linears) == 3,
+            hidden=hidden,
+            intermediate=shape_of(node_arg(linears[-1], 0))[-1],
+        )
+
+    def parameters(self, linear: fx.Node) -> tuple[str, str | None]:
+        """Weight and bias of a linear."""
+        weight = node_arg(linear, 1)
+        bias = optional_arg(linear, 3 if is_op(linear, *QUANTISED_LINEARS) else 2)
+        return self.parameter(weight), None if bias is None else self.parameter(bias)
+
+    def parameter(self, node: fx.Node) -> str:
+        return parameter_of(self.outer.get(node, node))
+
+    def activation(self, linears: list[fx.Node]) -> str:
+        """The name, and whether the activation stands where an MLP kernel expects it."""
+        node = self.node(Role.ACTIVATION)
+        name = activation_of(node) or str(node_arg(node, 1).args[1])
+        inner = node_arg(linears[-1], 0)
+        factors = [node, linears[-2]] if len(linears) == 3 else [node]
+        found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
+        direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)
+        return name if direct else f"{name}, not directly between two linears"
+
+
+def attention_site(node: fx.Node) -> AttentionSite:
+    """Return what an attention node reads, and its dimensions."""
+    query, keys, values, scale = node_arg(node, 0), node_arg(node, 1), node_arg(node, 2), node.args[4]
+    if not isinstance(scale, float):
+        raise InternalError(f"the scale of {node.name} is {scale!r}, not a number")
+    _, heads, _, dim = shape_of(query)
+    return AttentionSite(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim)
+
+
+def entry_of(residual: fx.Node, attention: fx.Node) -> fx.Node:
+    """Return what the residual add joins to attention: the residual stream before the layer."""
+    layer = layer_of(residual)
+    for node in residual.all_input_nodes:
+        if layer_of(node) != layer or not _depends_on(node, attention, layer):
+            return node
+    raise InternalError(f"both operands of {residual.name} depend on {attention.name}")
+
+
+def _depends_on(node: fx.Node, target: fx.Node, layer: int | None) -> bool:
+    """Whether `node` depends on `target`, on a path inside of one layer."""
+    seen, stack = {node}, [node]
+    while stack:
+        current = stack.pop()
+        if current is target:
+            return True
+        fresh = [n for n in current.all_input_nodes if n not in seen and layer_of(n) == layer]
+        seen |= set(fresh)
+        stack += fresh
+    return False

@@ -1,0 +1,85 @@
+"""Readable listings of graphs and programs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.layers import layer_of, role_of
+from fastcar_compile.ir.modules import branches_of
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import module_path_of, source_of
+
+NAMESPACES = ("aten", "fastcar")
+SPECIAL_OPERATORS: dict[str, Any] = {
+    "operator.getitem": operator.getitem,
+    "cond": torch.ops.higher_order.cond,
+}
+
+
+def graph_to_text(module: fx.GraphModule) -> str:
+    """Return one line per node with shape, layer, role, source and the pass that made it; branches follow."""
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {node.args[0]}")
+            continue
+        notes = ", ".join(_notes(node))
+        expression = node.op if node.op == "placeholder" else _expression(node)
+        lines.append(f"{node.name}: {_type_text(node)} = {expression}" + (f"  # {notes}" if notes else ""))
+    for name, child in branches_of(module).items():
+        lines += ["", f"{name}:", *("    " + line for line in graph_to_text(child).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def program_to_text(program: DecoderProgram) -> str:
+    """Return the listing of the decode step, its outputs and state, and the listing of the prefill chunk."""
+    lines = [graph_to_text(program.graph_module), f"outputs: {', '.join(program.outputs)}"]
+    lines += [f"state {s.name}: {_dtype_text(s.dtype)}{list(s.shape)}" for s in program.state]
+    if program.prefill is not None:
+        lines += ["", "prefill:", *("    " + line for line in graph_to_text(program.prefill).splitlines())]
+        lines.append(f"    outputs: {', '.join(program.prefill_outputs)}")
+    return "\n".join(lines) + "\n"
+
+
+def target_name(target: Any) -> str:
+    """Return the name of an operator, as listings and graph files write it.
+
+    Raises:
+        InternalError: it is neither of ATen nor of this package.
+    """
+    for name, special in SPECIAL_OPERATORS.items():
+        if target is special:
+            return name
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
+        return str(target)
+    raise InternalError(f"operator {target} cannot be written to a graph file")
+
+
+def _notes(node: fx.Node) -> list[str]:
+    layer, role = layer_of(node), role_of(node)
+    place = [] if layer is None else [f"layer {layer}" + (f" {role}" if role else "")]
+    made = [f"made by {node.meta['made_by']}"] if "made_by" in node.meta else []
+    return place + made + [t for t in (module_path_of(node), source_of(node)) if t]
+
+
+def _expression(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"get_attr {node.target}"
+    arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
+    return f"{target_name(node.target)}({', '.join(arguments)})"
+
+
+def _type_text(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    if isinstance(val, Tensor):
+        return f"{_dtype_text(val.dtype)}{list(val.shape)}"
+    return type(val).__name__ if val is not None else "branch"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

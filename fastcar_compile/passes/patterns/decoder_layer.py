@@ -1,0 +1,163 @@
+"""One decoder layer, matched by the structure of the graph: attention, residual add, MLP, closing add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import Role, assign_layers, mark
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import activation_of, ancestors, ancestors_until, is_op, node_arg, value_of
+
+aten = torch.ops.aten
+_EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
+
+
+@dataclass(frozen=True)
+class LayerMatch:
+    """The nodes of one layer: what its first add joins to attention (`entry`), and the nodes that get a role."""
+
+    entry: fx.Node
+    attention: fx.Node
+    residual: fx.Node
+    linears: tuple[fx.Node, ...]
+    activation: fx.Node
+    exit: fx.Node
+
+    def roles(self) -> dict[Role, fx.Node]:
+        """Return role -> node."""
+        projections = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)[-len(self.linears) :]
+        return {
+            Role.ATTENTION: self.attention,
+            Role.RESIDUAL: self.residual,
+            Role.ACTIVATION: self.activation,
+            Role.EXIT: self.exit,
+            **dict(zip(projections, self.linears, strict=True)),
+        }
+
+
+def match_layers(graph: fx.Graph) -> list[LayerMatch]:
+    """Return the layers of a graph, in order.
+
+    Raises:
+        CompileError: every layer that cannot be matched, with what was found and what was expected.
+    """
+    order = list(graph.nodes)
+    starts = [i for i, n in enumerate(order) if is_op(n, torch.ops.fastcar.attention)]
+    if not starts:
+        hint = "the decoder must call scaled_dot_product_attention on a key cache written in the same step"
+        raise CompileError("no attention over a written cache was found", hint=hint)
+    matches: list[LayerMatch] = []
+    problems: list[CompileError] = []
+    for layer, (start, end) in enumerate(zip(starts, [*starts[1:], len(order)], strict=True)):
+        try:
+            matches.append(_Matcher(layer, order[start:end]).match())
+        except CompileError as error:
+            problems.append(error)
+    if problems:
+        raise CompileError.collect(problems)
+    return matches
+
+
+def mark_layers(graph: fx.Graph, matches: Sequence[LayerMatch]) -> None:
+    """Write layer and role of every node."""
+    assign_layers(graph, matches[0].entry, [m.exit for m in matches])
+    for layer, match in enumerate(matches):
+        for role, node in match.roles().items():
+            mark(node, layer, role)
+
+
+class _Matcher:
+    """Matches one layer. Its MLP stands between its attention and the next one, in any order of the nodes."""
+
+    def __init__(self, layer: int, window: Sequence[fx.Node]) -> None:
+        self.layer, self.window, self.attention = layer, window, window[0]
+
+    def match(self) -> LayerMatch:
+        residual, entry = self._residual_add()
+        exit_add, output = self._closing_add(residual)
+        region = self._region(residual, output)
+        linears = [n for n in region if is_op(n, aten.linear)]
+        self._check_shape(region, linears, output)
+        ordered = _by_role(linears) or linears
+        activation = next(n for n in region if activation_of(n))
+        return LayerMatch(entry, self.attention, residual, tuple(ordered), activation, exit_add)
+
+    def _reached_from(self, start: fx.Node) -> set[fx.Node]:
+        """The nodes of the window that depend on `start`, itself included."""
+        reached = {start}
+        for node in self.window:
+            if any(a in reached for a in node.all_input_nodes):
+                reached.add(node)
+        return reached
+
+    def _residual_add(self) -> tuple[fx.Node, fx.Node]:
+        """The add that joins attention to the residual stream, and the stream before it."""
+        reached = self._reached_from(self.attention)
+        for node in self.window:
+            if node not in reached or not is_op(node, aten.add):
+                continue
+            operands = [a for a in node.args if isinstance(a, fx.Node)]
+            outside = [a for a in operands if a not in reached]
+            if len(operands) != len(node.args) or len(outside) != 1:
+                continue
+            if value_of(outside[0]).dim() == 3 and outside[0].op != "get_attr":
+                return node, outside[0]
+        raise self._error(self.attention, "its output joins no residual add", "a residual add after attention")
+
+    def _closing_add(self, residual: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The add whose one operand is the residual and whose other is the MLP of it."""
+        reached = self._reached_from(residual)
+        for node in self.window:
+            others = [a for a in node.all_input_nodes if a is not residual and a in reached]
+            if is_op(node, aten.add) and residual in node.all_input_nodes and len(others) == 1:
+                return node, others[0]
+        users = ", ".join(str(n.target) for n in sorted(residual.users))
+        raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
+
+    def _region(self, residual: fx.Node, output: fx.Node) -> list[fx.Node]:
+        """The MLP: single entry, single exit."""
+        inside = self._reached_from(residual) & ancestors_until([output], {residual}) - {residual}
+        region = [n for n in self.window if n in inside]
+        for node in region:
+            escaping = [u for u in node.users if u not in inside]
+            if node is not output and escaping:
+                raise self._error(node, f"{node.name} inside the MLP is also used by {escaping[0].name}", "one exit")
+            outside = [a for a in node.all_input_nodes if a not in inside and a is not residual]
+            free = [a for a in outside if not _is_constant(a)]
+            if free:
+                raise self._error(node, f"{node.name} inside the MLP also reads {free[0].name}", "one entry")
+        return region
+
+    def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
+        found = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
+        activations = [n for n in region if activation_of(n)]
+        shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
+        if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
+            names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
+            raise self._error(output, f"between residual and closing add: {names}", _EXPECTED)
+
+    def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
+        what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
+        hint = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
+        return CompileError(what, where=where(node), hint=hint)
+
+
+def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
+    """[gate, up, down] or [up, down] when the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))), else None."""
+    *first, down = linears
+    inner = node_arg(down, 0)
+    factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
+    activated = [n for n in factors if activation_of(n)]
+    if len(activated) != 1 or len(factors) != len(first):
+        return None
+    roles = [node_arg(activated[0], 0), *(n for n in factors if n not in activated)]
+    return [*roles, down] if set(roles) == set(first) else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return all(n.op == "get_attr" for n in ancestors(node) if not n.all_input_nodes)

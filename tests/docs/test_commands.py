@@ -1,0 +1,75 @@
+"""Every command of README.md and the tutorial, run in order against the shipped example."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(sh|python)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = {
+    "README.md": ["on a fresh machine"],
+    "docs/tutorial/index.md": ["once", "about an hour", "hours"],
+}
+"""Titles of the blocks that a test cannot run. A new one is listed here, so that nobody hides a command by a title."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its title (empty: the block runs) and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(document: str) -> list[Block]:
+    """Return the fenced sh and python blocks of a document, in order."""
+    return [Block(*found) for found in BLOCK.findall((ROOT / document).read_text("utf-8"))]
+
+
+def script(document: str) -> str:
+    """Return a shell script of all blocks that run. A python block begins with the imports of those before it."""
+    lines, earlier = ["set -eu"], ""
+    for number, block in enumerate(b for b in blocks(document) if not b.title):
+        lines.append(f"echo '== block {number} of {document}' >&2")
+        if block.language == "sh":
+            lines.append(block.text)
+        else:
+            imports = "\n".join(line for line in earlier.splitlines() if re.match(r"(import|from) ", line))
+            lines.append(f"{sys.executable} - <<'END'\n{imports}\n{block.text}END\n")
+            earlier += block.text
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("document", sorted(NOT_RUN))
+def test_only_listed_blocks_are_not_run(document: str) -> None:
+    found = blocks(document)
+    assert [b.title for b in found if b.title] == NOT_RUN[document]
+    assert {b.language for b in found if not b.title} == {"sh", "python"}
+
+
+@pytest.mark.parametrize("document", sorted(NOT_RUN))
+def test_every_command_runs(
+    document: str, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
+) -> None:
+    require_tool("g++")
+    require_module("hls4ml")  # its headers, for the C simulation
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script(document)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

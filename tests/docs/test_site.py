@@ -1,0 +1,69 @@
+"""The documentation site builds without a warning, holds every public name, and loads nothing from other hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fastcar_compile
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.fixture
+def site(require_module: Callable[[str], None], tmp_path: Path) -> Path:
+    """Return the folder of the built site."""
+    for name in ("mkdocs", "material", "mkdocstrings_handlers"):
+        require_module(name)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return tmp_path / "site"
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    api = (site / "reference" / "python_api" / "index.html").read_text("utf-8")
+    assert [n for n in fastcar_compile.__all__ if f'id="fastcar_compile.{n}"' not in api] == []
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:[^\" >]+)", page.read_text("utf-8"))
+        assert loaded == [], page
+
+
+def test_links_of_the_files_beside_the_site_lead_somewhere() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text("utf-8")):
+            assert target.startswith("https://") or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_readme_is_short_and_its_figures_are_the_measured_ones() -> None:
+    assert len(README.splitlines()) <= 70
+    quality = (ROOT / "docs" / "measurements" / "quality.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (\w+), (as trained|fine-tuned \w+ \w+) \| `(\w+)`.* \| ([\d.]+ %) \| ([\d.]+x) \|$", README, re.M
+    )
+    assert len(rows) == 5
+    for decoder, how, gate, replay, loss in rows:
+        name = decoder if how == "as trained" else f"{decoder}/tuned"
+        goal = rf"^\| {name} \| `{gate}` \|.* {replay} \|.*\| {loss} \|"
+        assert re.search(goal, quality, re.MULTILINE), (name, gate, replay, loss)
+    speed = (ROOT / "docs" / "measurements" / "speed_table.md").read_text("utf-8")
+    names = {"float32": "float32", "bfloat16": "bfloat16", "int8": "w8a8", "int4": "w4a8"}
+    found = re.findall(r"^\| (\w+) \| ([\d.]+x) \| ([\d.]+x) \|$", README, re.MULTILINE)
+    assert [name for name, _, _ in found] == list(names)
+    for name, dense, replay in found:
+        assert f"- {names[name]}, dense: {dense} the fastest peer" in speed
+        assert re.search(rf"^- {names[name]}, context 512, replay 0.800: .*\({replay} within a round\)", speed, re.M)

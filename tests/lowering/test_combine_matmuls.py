@@ -1,0 +1,129 @@
+"""Linears of one input in one kernel: bit for bit those of the single kernels, and found in real decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import relax
+
+from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combined_linears
+from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.errors import InternalError
+
+from .kernel_runs import few
+from .programs import Case, lowered, program
+
+
+def _weights(kind: str, n: int, k: int, random: np.random.Generator) -> list[Any]:
+    if kind == "linear_w8a8":
+        return [random.integers(-128, 128, (n, k), np.int8), random.random(n, np.float32)]
+    if kind == "linear_w4a8":
+        groups = -(-k // 128)
+        packed = random.integers(0, 256, (n, 64 * groups), np.uint8)
+        return [packed, (random.random((n, groups)) + 0.1).astype(np.float16)]
+    w = random.standard_normal((n, k), np.float32)
+    return [w] if kind == "linear_float32" else [_bfloat16(w)]
+
+
+def _bfloat16(values: np.ndarray) -> Any:
+    cut = tvm.runtime.empty(values.shape, "bfloat16")
+    return cut.copyfrom((values.view(np.uint32) >> 16).astype(np.uint16).view(cut.numpy().dtype))
+
+
+def _rows(kind: str, active: list[bool], k: int, random: np.random.Generator) -> list[np.ndarray]:
+    kept = np.array(active)[:, None]
+    if LINEARS[kind].activations == 2:
+        return [random.integers(-127, 128, (len(active), k), np.int8) * kept, random.random(len(active), np.float32)]
+    return [random.standard_normal((len(active), k), np.float32) * kept]
+
+
+def _check(kind: str, active: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
+    """One module with the kernel of all, and the kernel of each."""
+    random, m = np.random.default_rng(seed), len(active)
+    isa = host_instruction_set() if best else PORTABLE
+    functions = {"all": combined_linears(kind, m, tuple(ns), k, isa)}
+    functions |= {f"one_{i}": LINEARS[kind].kernel(m, n, k, isa=isa) for i, n in enumerate(ns)}
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    library = tvm.compile(module, target=host_target())
+    rows = [tvm.runtime.tensor(a) for a in _rows(kind, active, k, random)]
+    weights = [[tvm.runtime.tensor(a) for a in _weights(kind, n, k, random)] for n in ns]
+    found, expected = ([tvm.runtime.tensor(np.full((m, n), np.nan, np.float32)) for n in ns] for _ in range(2))
+    library["all"](*rows, *(a for own in weights for a in own), *found)
+    for i, own in enumerate(weights):
+        library[f"one_{i}"](*rows, *own, expected[i])
+        np.testing.assert_array_equal(found[i].numpy(), expected[i].numpy())
+        assert np.isfinite(found[i].numpy()).all()
+
+
+@settings(few, max_examples=6)
+@given(
+    st.sampled_from(sorted(LINEARS)),
+    st.lists(st.booleans(), min_size=1, max_size=SMALL_BATCH),
+    st.lists(st.integers(1, 40), min_size=2, max_size=3),
+    st.integers(1, 300),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_any_shape_is_exact(kind: str, active: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
+    """Among them rows that are zero, which no kernel multiplies."""
+    _check(kind, active, ns, k, best, seed)
+
+
+@pytest.mark.parametrize("kind", ["linear_float32", "linear_bfloat16"])
+@pytest.mark.parametrize("active", [[True], [True, False, True]], ids=["one", "three"])
+def test_parallel_loops_are_exact(kind: str, active: list[bool]) -> None:
+    """Loops of different lengths in one, behind a linear that is too small for a loop of its own; the integer kinds are
+    in test_integer_kernels.py."""
+    ns = (40 // len(active), 257, 300)
+    _check(kind, active, list(ns), 1031, True, 0)
+    loops = [LINEARS[kind].kernel(len(active), n, 1031).script().count("T.parallel(") for n in ns]
+    assert loops == [0, 1, 1]
+    assert combined_linears(kind, len(active), ns, 1031).script().count("T.parallel(") == 1
+
+
+def test_a_kernel_with_two_parallel_loops_is_refused() -> None:
+    with pytest.raises(InternalError, match="2 parallel loops cannot be combined"):
+        combine([float_gemm(64, 512, 512), float_gemm(64, 512, 512)], 1)
+
+
+def _calls(module: Any) -> list[tuple[str, int]]:
+    """(kernel without its number, results) of every call of a linear kernel in the layer and its branches."""
+    calls = []
+    for variable, function in module.functions_items():
+        if not isinstance(function, relax.Function) or not variable.name_hint.startswith("segment_1"):
+            continue
+        for binding in (b for block in function.body.blocks for b in block.bindings):
+            value = binding.value
+            if isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir"):
+                name = module[value.args[0]].attrs.get("fastcar.kernel", "")
+                if str(name).startswith("linear"):
+                    kind = value.ty_args[0]
+                    calls.append((str(name), len(kind.fields) if isinstance(kind, relax.TupleType) else 1))
+    return sorted(calls)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(quant="w8a8"), Case(quant="w4a8", bias=True)], ids=str)
+def test_a_layer_has_one_call_for_q_k_v_and_one_for_gate_and_up(case: Case) -> None:
+    """And one for each of the other two linears; grouped-query, so that q is wider than k and v."""
+    kind = "linear_float32" if case.quant == "none" else f"linear_{case.quant}"
+    assert _calls(lowered(case).ir_module) == [(kind, 1)] * 2 + [("linears", 2), ("linears", 3)]
+
+
+def test_float_chunks_keep_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 rows: such a kernel has two parallel loops. Quantised chunks share theirs."""
+    monkeypatch.setattr("fastcar_compile.codegen.tvm.build.compile_module", lambda *_: None)
+    for quant, expected in (("none", {1}), ("w8a8", {1, 2, 3})):
+        source = program(Case(quant=quant))
+        assert source.prefill is not None
+        module = lower(source.prefill, source.prefill_outputs).ir_module
+        assert {results for _, results in _calls(module)} == expected

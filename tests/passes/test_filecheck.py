@@ -1,0 +1,120 @@
+"""What every pass is about: files of check lines, as MLIR and xDSL have them, matched against a graph before and after.
+
+A file says `DECODER:` (one of `DECODERS`), `AFTER:` (the passes that ran before; `analysis` is the analysis pipeline),
+`RUN:` (the pass), `BEFORE:` lines that the program must match before it, and `CHECK:` lines for the program after it.
+filecheck's directives (`CHECK-NEXT`, `CHECK-NOT`, `{{regular expression}}`, `[[NAME:…]]`) work in both.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from filecheck.matcher import Matcher
+from filecheck.options import Options
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program_json import graph_file_text, read_graph_file
+from fastcar_compile.ir.text import program_to_text
+from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+
+from .laws import without_sources
+from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, TinyBlock, TinyDecoder
+
+FILES = sorted((Path(__file__).parent / "filecheck").glob("*.txt"))
+
+
+class WrittenOut(TinyBlock):
+    """x * sigmoid(x) by hand."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.mlp.up(self.norm_2(h))
+        return h + self.mlp.down(x * torch.sigmoid(x))
+
+
+class Products(TinyBlock):
+    """Weights [K, N], as GPT-2 of transformers has them."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.w_up, self.b_up = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12))
+        self.w_down = nn.Parameter(torch.randn(12, WIDTH))
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
+        return h + torch.relu(up) @ self.w_down
+
+
+class Fused(TinyBlock):
+    """gate and up in one linear; the second half is the gate."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.gate_up = nn.Linear(WIDTH, 24, bias=False)
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
+        return h + self.mlp.down(up * F.silu(gate))
+
+
+DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
+    "tiny": (TinyBlock,),
+    "two-layers": (TinyBlock, TinyBlock),
+    "written-out": (WrittenOut,),
+    "products": (Products,),
+    "fused": (Fused,),
+}
+
+
+def directive(text: str, name: str) -> str:
+    """What stands behind `name:`; empty where the file does not say it."""
+    found = re.search(rf"^{name}: *(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def prepared(text: str) -> DecoderProgram:
+    """The program of a file before its pass."""
+    model = TinyDecoder(*DECODERS[directive(text, "DECODER")])
+    model.embed.weight.data = model.embed.weight.data.bfloat16().float()
+    program = capture(model, batch_size=BATCH, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=CHUNK)
+    analysis = pipeline_to_string(analysis_pipeline())
+    before = directive(text, "AFTER").replace("analysis", analysis)
+    return run_pipeline(program, pipeline_from_string(before, PASSES))
+
+
+def check(path: Path, prefix: str, program: DecoderProgram, folder: Path) -> None:
+    """Match a listing against the lines of one prefix."""
+    listing = folder / f"{prefix}.txt"
+    listing.write_text(without_sources(program_to_text(program)))
+    options = Options(match_filename=str(path), input_file=str(listing), check_prefixes=[prefix])
+    assert Matcher.from_opts(options).run() == 0, listing.read_text()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_check_lines(path: Path, tmp_path: Path) -> None:
+    """Before the pass, and after it ran over the graph file that the program was saved as."""
+    text = path.read_text()
+    program = prepared(text)
+    check(path, "BEFORE", program, tmp_path)
+    saved = tmp_path / "graph.json"
+    saved.write_text(graph_file_text(program))
+    # repeat-layers copies layers of a decoder whose weights are not there; the others may look at values.
+    weights = {} if directive(text, "RUN").startswith("repeat-layers") else dict(program.params)
+    loaded = read_graph_file(saved, weights, missing_on_meta=True)
+    run_pipeline(loaded, pipeline_from_string(directive(text, "RUN"), PASSES))
+    check(path, "CHECK", loaded, tmp_path)
+
+
+def test_every_pass_has_check_lines() -> None:
+    runs = [directive(path.read_text(), "RUN").partition("{")[0] for path in FILES]
+    assert set(runs) == set(PASSES)

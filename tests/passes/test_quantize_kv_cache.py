@@ -1,0 +1,65 @@
+"""quantize-kv-cache: types and row sizes of the caches, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
+from fastcar_compile.passes.sparse_attention import SparsifyAttention
+
+from .laws import check_truthful
+from .tiny import after
+
+fastcar = torch.ops.fastcar
+HEAD_DIM = 4
+
+
+@pytest.mark.parametrize(("dtype", "row_bytes"), [("float16", 2 * HEAD_DIM), ("int8", HEAD_DIM + 1)])
+def test_types_change_and_nothing_else(dtype: str, row_bytes: int) -> None:
+    before = after(*analysis_pipeline())
+    narrow = run_pipeline(copy.deepcopy(before), [QuantizeKvCache(dtype)])
+    assert narrow.log[-1] == f'quantize-kv-cache{{"dtype": "{dtype}"}}: modified'
+    for old, new in zip(before.graphs(), narrow.graphs(), strict=True):
+        for one, other in zip(old.graph.nodes, new.graph.nodes, strict=True):
+            assert (one.name, one.target, str(one.args)) == (other.name, other.target, str(other.args))
+        types = [str(getattr(n.meta.get("val"), "dtype", "")) for n in new.graph.nodes]
+        assert types.count(f"torch.{dtype}") == 2 * len(before.state)  # placeholder and write of every cache
+    wide = 4 * HEAD_DIM
+    assert [s.nbytes * wide for s in narrow.state] == [s.nbytes * row_bytes for s in before.state]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_it_says_what_it_did(dtype: str) -> None:
+    check_truthful(after(*analysis_pipeline()), QuantizeKvCache(dtype))
+    text = pipeline_to_string([QuantizeKvCache(dtype)])
+    assert pipeline_from_string(text, PASSES) == [QuantizeKvCache(dtype)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_order_of_window_and_type_does_not_matter(dtype: str) -> None:
+    window, narrow = SparsifyAttention(2, 6), QuantizeKvCache(dtype)
+    assert after(*analysis_pipeline(), window, narrow).state == after(*analysis_pipeline(), narrow, window).state
+
+
+def test_a_cache_that_something_else_reads_is_refused() -> None:
+    taken = after(*analysis_pipeline())
+    graph = taken.graph_module.graph
+    write = next(n for n in graph.nodes if n.target is fastcar.cache_write.default)
+    with graph.inserting_after(write):
+        node = graph.call_function(torch.ops.aten.neg.default, (write,))
+    node.meta["val"] = write.meta["val"]
+    with pytest.raises(CompileError, match=f"int8 caches: aten.neg.default reads {write.name} itself") as found:
+        QuantizeKvCache("int8").apply(taken)
+    assert found.value.hint == 'use kv="float32", or run quantize-kv-cache after normalize-state'
+
+
+def test_a_type_that_no_cache_has() -> None:
+    with pytest.raises(CompileError, match="no cache has the type 'int4'") as found:
+        after(*analysis_pipeline(), QuantizeKvCache("int4"))
+    assert found.value.hint == "use one of: float16, int8"
