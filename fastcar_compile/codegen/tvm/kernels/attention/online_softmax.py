@@ -70,23 +70,21 @@ def online_softmax(d: int, group: int, scale: float, dtype: str, isa: Instructio
     @inlined
     def finish(y, state, heads, parts):
         acc = T.alloc_buffer((d,), "float32")
-        m = T.alloc_buffer((1,), "float32")
-        l = T.alloc_buffer((1,), "float32")  # noqa: E741
-        decay = T.alloc_buffer((1,), "float32")
+        stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
         for g in range(group):
-            m[0] = T.float32(LOWEST)
+            stat[0] = T.float32(LOWEST)
             for p in range(parts):
-                m[0] = T.max(m[0], state.m[heads.slot + p * group + g])
-            l[0] = T.float32(0)
+                stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
+            stat[1] = T.float32(0)
             for c in T.vectorized(d):
                 acc[c] = T.float32(0)
             for p in range(parts):
-                decay[0] = exp_not_positive(state.m[heads.slot + p * group + g] - m[0])
-                l[0] += decay[0] * state.l[heads.slot + p * group + g]
+                stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
+                stat[1] += stat[2] * state.l[heads.slot + p * group + g]
                 for c in T.vectorized(d):
-                    acc[c] += decay[0] * state.acc[heads.slot + p * group + g, c]
+                    acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
             for c in T.unroll(d // run):
                 for v in T.vectorized(run):
-                    y[heads.b, heads.h * group + g, heads.i, c * run + v] = acc[place(c * run) + v] / l[0]
+                    y[heads.b, heads.h * group + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
 
     return OnlineSoftmax(rows.ahead, clear, rows.attend, finish)
