@@ -56,7 +56,7 @@ FASTCAR_SINK_WINDOW = {(4, 256): 354.5, (4, 16): 324.3}
 
 def predict(shape: DecoderShape, quant: str, board: str, context: int, **options: Any) -> Estimate:
     """Return one estimate without a check that the decoder fits the board's memory."""
-    return estimate(Workload(shape, quant, context, **options), load_target(board), check_memory=False)  # type: ignore[arg-type]
+    return estimate(Workload(shape, quant, context, **options), load_target(board), check_memory=False)
 
 
 def published() -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def published() -> list[dict[str, Any]]:
     for name, quant, board, figure, source in PUBLISHED:
         shape = load_shape(name)
         result = predict(shape, quant, board, 512)
-        ceiling = peak_bandwidth(load_target(board)) / shape.weight_bytes(quant)  # type: ignore[arg-type]
+        ceiling = peak_bandwidth(load_target(board)) / shape.weight_bytes(quant)
         rows.append(
             {
                 "decoder": name, "quant": quant, "board": board, "predicted": result.tokens_per_second,

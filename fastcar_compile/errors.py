@@ -14,6 +14,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class FastcarError(Exception):
@@ -90,3 +94,14 @@ class BackendError(UserError):
 
 class InternalError(FastcarError):
     """A defect of fastcar_compile: an invariant of the compiler does not hold."""
+
+
+def describe_validation(error: ValidationError) -> list[str]:
+    """Return one text per field that pydantic refused, as `field.path: reason`."""
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"]) or "(whole)"
+        message = item["msg"].removeprefix("Value error, ")
+        given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+        lines.append(f"{field}: {message}{given}")
+    return lines

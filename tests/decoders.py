@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 17,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -18,7 +20,7 @@ SIZES = {
 }
 
 
-def llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Grouped-query Llama, random weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
@@ -32,6 +34,9 @@ def headless_llama(seed: int = 0) -> LlamaModel:
 
 class PlainBlock(nn.Module):
     """LayerNorm, single-head attention and a GELU MLP with biases."""
+
+    key_cache: Tensor
+    value_cache: Tensor
 
     def __init__(self, width: int, rows: int, batch: int) -> None:
         super().__init__()

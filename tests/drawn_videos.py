@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from decoders import llama
@@ -11,12 +13,13 @@ FRAME, FRAMES, LAYERS, SYMBOLS = 8, 4, 2, 7
 LENGTH = FRAME * FRAMES
 
 
-def sharp_decoder(**changes: int) -> LlamaForCausalLM:
+def sharp_decoder(**changes: Any) -> LlamaForCausalLM:
     """Sharp enough that a wrong MLP output costs likelihood; symbols stay much the same from frame to frame."""
     model = llama(vocab_size=SYMBOLS, max_position_embeddings=LENGTH + 1, **changes)
     model.lm_head.weight.data *= 20
-    for layer in model.model.layers:
-        layer.mlp.down_proj.weight.data *= 8
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.down_proj.weight"):
+            weight.data *= 8
     model.config.tokens_per_frame = FRAME
     return model.requires_grad_(False)
 

@@ -107,4 +107,4 @@ def test_an_fpga_gets_no_kernels_and_says_so(tmp_path: Path) -> None:
 
 def test_no_estimate_for_an_engine_that_does_not_exist() -> None:
     with pytest.raises(InputError, match=r'quant = "bf16" \(the engine is int8: w8a8 or w4a8\)'):
-        estimate(Workload(load_shape("vila-u-7b"), "bf16", 1024), load_target("u280"))  # type: ignore[arg-type]
+        estimate(Workload(load_shape("vila-u-7b"), "bf16", 1024), load_target("u280"))

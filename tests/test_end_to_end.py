@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from decoders import PlainDecoder, headless_llama, llama
 
 import fastcar_compile as fc
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.runtime.tvm_runtime import fill
 
 FRAME, LENGTH = 8, 65
 BACKENDS = ("eager", "cpu", "onnxruntime")
@@ -93,10 +96,10 @@ def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact]
     session.prefill(ids[:, :1])
     for i in range(1, 1 + FRAME):
         session.step(ids[:, i])
-    backend = session._backend
+    backend = session._stepper
     for name, tensor in zip(backend._decode.names, backend._decode.arguments, strict=True):
         if ".mlp." in name:
-            tensor.copyfrom(torch.full(tuple(tensor.shape), torch.nan).numpy())
+            fill(tensor, np.full(tuple(tensor.shape), np.nan, np.float32))
     assert torch.isfinite(session.step(ids[:, 1 + FRAME])).all()
     session.set_threshold(float("inf"))
     assert not torch.isfinite(session.step(ids[:, 2 + FRAME])).all()
@@ -157,7 +160,7 @@ def test_headless_decoder(tmp_path: Path) -> None:
     embeddings = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(inputs_embeds=embeddings).last_hidden_state
-    model.set_input_embeddings(None)
+    model.set_input_embeddings(cast("torch.nn.Module", None))  # a headless decoder has none
     artifact = fc.compile(
         model, "cpu", tokens_per_frame=8, output=tmp_path / "a", replay=fc.ReplayConfig(threshold=1e9)
     )

@@ -72,7 +72,7 @@ def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any], texts: list[str]) -> None:
     with pytest.raises(fc.UserError) as error:
-        fc.compile(PlainDecoder(), "cpu", **{"tokens_per_frame": 8} | options, output=tmp_path / "a")
+        fc.compile(PlainDecoder(), "cpu", **{"tokens_per_frame": 8, **options}, output=tmp_path / "a")
     assert [t for t in texts if t not in str(error.value)] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +89,10 @@ class LastToken(PlainDecoder):
 
 
 class Third(PlainDecoder):
-    def forward(self, input_ids: Tensor, cache_position: Tensor, extra: Tensor) -> Tensor:
+    # a step of another form is what is tested
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, cache_position: Tensor, extra: Tensor
+    ) -> Tensor:
         return super().forward(input_ids, cache_position) + extra
 
 

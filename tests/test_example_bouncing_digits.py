@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,8 @@ def test_digits_are_ten_and_different(example: SimpleNamespace) -> None:
 
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=5, max_position_embeddings=32, **sizes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_cpu_and_hls_simulation_are_equal_and_others_close(
 ) -> None:
     check_tool("g++")
     check_module("hls4ml")
-    options = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": 2, "prefill_chunk": 1}
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": 2, "prefill_chunk": 1}
     replay = fc.ReplayConfig(threshold=0.0)
     artifact = fc.compile(model(), "zcu102", quant=quant, replay=replay, output=tmp_path / "built", **options)
     assert kind in (artifact.path / "hls" / "fastcar_mlp.cpp").read_text().splitlines()[0]

@@ -1,5 +1,8 @@
 """Read bandwidth of this process: a sum over a buffer much larger than the caches, on all threads."""
 
+# pyright: reportInvalidTypeForm=false
+# TVMScript annotates buffers with calls.
+
 from __future__ import annotations
 
 import time

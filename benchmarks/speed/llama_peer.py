@@ -1,5 +1,8 @@
 """llama.cpp through llama-cpp-python, with weights in a GGUF file."""
 
+# pyright: reportMissingImports=false
+# The extra "bench" installs the peers.
+
 from __future__ import annotations
 
 import ctypes

@@ -1,5 +1,8 @@
 """OpenVINO: a stateful model as optimum-intel makes it, with weights compressed by nncf."""
 
+# pyright: reportMissingImports=false
+# The extra "bench" installs the peers.
+
 from __future__ import annotations
 
 from pathlib import Path

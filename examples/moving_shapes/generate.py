@@ -26,7 +26,7 @@ def continue_videos(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
     torch.manual_seed(seed)
     tokens = model.generate(
-        prompt,  # pyright: ignore[reportArgumentType]
+        prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=(frames - start.shape[1]) * TOKENS_PER_FRAME,
         suppress_tokens=[BOS],

@@ -19,6 +19,7 @@ from fastcar_compile.cli.compile import compile_command
 from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
+from fastcar_compile.cli.opt import opt_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
 from fastcar_compile.cli.train_gate import train_gate_command
@@ -33,6 +34,7 @@ COMMANDS = {
     "calibrate": calibrate_command,
     "evaluate": evaluate_command,
     "inspect": inspect_command,
+    "opt": opt_command,
     "run": run_command,
     "verify": verify_command,
     "estimate": estimate_command,

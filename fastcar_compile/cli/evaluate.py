@@ -142,8 +142,9 @@ def read_module(path: Path) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM  # its members are typed in part
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+        return auto.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         hint = "give a folder that save_pretrained wrote"
         raise UserError(f"the decoder cannot be read: {error}", where=str(path), hint=hint) from error

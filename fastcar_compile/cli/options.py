@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastcar_compile.errors import UserError
 
@@ -147,9 +147,9 @@ def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
 
     try:
         if path.suffix == ".safetensors":
-            from safetensors.numpy import load_file
+            from safetensors import numpy as safetensors
 
-            return load_file(str(path))
+            return cast("Any", safetensors).load_file(path)  # its members are typed in part
         if path.suffix in (".npy", ".npz"):
             loaded: Any = np.load(path, allow_pickle=False)
             return {"tokens": loaded} if hasattr(loaded, "dtype") else dict(loaded.items())

@@ -6,18 +6,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fastcar_compile.errors import CompileError
-
-
-def describe_validation(error: ValidationError) -> list[str]:
-    """Return one text per field that pydantic refused, as `field.path: reason`."""
-    lines: list[str] = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"]) or "(whole)"
-        message = item["msg"].removeprefix("Value error, ")
-        given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
-        lines.append(f"{field}: {message}{given}")
-    return lines
+from fastcar_compile.errors import CompileError, describe_validation
 
 
 def _raise_compile_error(name: str, error: ValidationError) -> NoReturn:

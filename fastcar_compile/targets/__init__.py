@@ -8,8 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from fastcar_compile.config import describe_validation
-from fastcar_compile.errors import TargetError
+from fastcar_compile.errors import TargetError, describe_validation
 from fastcar_compile.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
 
 __all__ = ["Fabric", "Host", "Memory", "Power", "Target", "Utilisation", "available_targets", "load_target"]

@@ -87,7 +87,7 @@ def test_a_closed_layer_of_a_model_stays_closed(tmp_path: Path) -> None:
         ({"max_nll_increase": -1.0}, "max_nll_increase is -1.0"),
     ],
 )
-def test_bad_goals(options: dict[str, float], text: str) -> None:
+def test_bad_goals(options: dict[str, Any], text: str) -> None:
     with pytest.raises(fc.InputError, match=text):
         fc.calibrate(llama(), videos(), **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import Evaluator, program_of, rules_of
+from fastcar_compile.calibration.calibrate import program_of, rules_of
+from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.training.relaxed import RelaxedDecoder
+from fastcar_compile.training.scorers import TasScorer
 from fastcar_compile.training.train import Options, Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,9 +46,9 @@ def test_hard_decisions_are_those_of_the_evaluator(decoder: LlamaForCausalLM, so
     """Weighted heads, thresholds from the bias; the last frame is not whole where the prompt is longer than 1."""
     tokens = some[:4]
     one = training(decoder, tokens, "tas", prompt)
-    relaxed, scorers = one._decoder, list(one.scorers)
+    relaxed, scorers = one._decoder, [cast("TasScorer", scorer) for scorer in one.scorers]
     with torch.no_grad():
-        for scorer in one.scorers:
+        for scorer in scorers:
             scorer.bias += 0.007  # it begins at the score of some token
         logits, shares = relaxed.replayed(torch.from_numpy(tokens[:, :-1]), scorers)
     heads = [dict(enumerate(scorer.weights()["heads"].tolist())) for scorer in scorers]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import fastcar_compile
+from fastcar_compile.cli.commands import COMMANDS
+from fastcar_compile.cli.common import ExitCode
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -67,3 +69,10 @@ def test_the_readme_is_short_and_its_figures_are_the_measured_ones() -> None:
     for name, dense, replay in found:
         assert f"- {names[name]}, dense: {dense} the fastest peer" in speed
         assert re.search(rf"^- {names[name]}, context 512, replay 0.800: .*\({replay} within a round\)", speed, re.M)
+
+
+def test_commands_and_exit_codes_are_those_of_the_program() -> None:
+    text = (ROOT / "docs" / "reference" / "command_line.md").read_text("utf-8")
+    commands, codes, _ = text.split("\n## ", 2)
+    assert set(COMMANDS) <= set(re.findall(r"^\| `fastcar ([\w-]+)", commands, re.MULTILINE))
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", codes, re.MULTILINE)] == [c.value for c in ExitCode]

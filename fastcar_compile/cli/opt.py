@@ -1,0 +1,139 @@
+"""`fastcar opt`: run passes over a saved graph, as mlir-opt and xdsl-opt do."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.output import Column, print_json, print_table, print_text
+from fastcar_compile.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastcar_compile.ir.pass_manager import Pass
+    from fastcar_compile.ir.program import DecoderProgram
+
+SMALL = 1 << 20
+"""Bytes: passes look at the values of constants (rotary tables), never at those of large weights."""
+
+
+class Graph(StrEnum):
+    """A graph of an artifact."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
+@command
+def opt_command(
+    path: Annotated[
+        Path | None, typer.Argument(help="Graph file (.json), or folder of an artifact.", show_default=False)
+    ] = None,
+    graph: Annotated[Graph, typer.Option(help="Of an artifact: before or after the rewrite.")] = Graph.BEFORE,
+    passes: Annotated[
+        str, typer.Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the result: *.json as a graph file, else the listing.")
+    ] = None,
+    verify_each: Annotated[
+        bool, typer.Option(help="Verify the program after every pass, not after the last only.")
+    ] = True,
+    print_after_all: Annotated[bool, typer.Option(help="Print the listing after every pass, on stderr.")] = False,
+    list_passes: Annotated[bool, typer.Option(help="List the passes, their options and types, and stop.")] = False,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Run passes over a saved graph, and print or write the result."""
+    if list_passes:
+        _list_passes(as_json)
+        return ExitCode.OK
+    if path is None:
+        raise UserError("no graph is given", hint="give a graph file or an artifact's folder, or --list-passes")
+    with stages(as_json, "opt") as show:
+        show("reading the graph")
+        program = read_program(path, graph)
+        show("running the passes")
+        run_passes(program, passes, verify_each=verify_each, print_after_all=print_after_all)
+    _emit(program, output, as_json)
+    return ExitCode.OK
+
+
+def read_program(path: Path, graph: Graph = Graph.BEFORE) -> DecoderProgram:
+    """Return the program of a graph file, or of one of an artifact's. Large weights have no values.
+
+    Raises:
+        UserError: there is no such file, or it is malformed.
+    """
+    from fastcar_compile.ir.program_json import read_graph_file
+
+    file = path / "graph" / f"{graph}.json" if path.is_dir() else path
+    return read_graph_file(file, _constants(file.parent.parent / "weights"), missing_on_meta=True)
+
+
+def run_passes(program: DecoderProgram, text: str, *, verify_each: bool = True, print_after_all: bool = False) -> None:
+    """Run the passes of a pipeline text over the program, in place.
+
+    Raises:
+        CompileError: the text is malformed, or a pass cannot be applied.
+    """
+    from fastcar_compile.ir.pass_manager import pipeline_from_string, run_pipeline
+    from fastcar_compile.ir.text import program_to_text
+    from fastcar_compile.passes.pipeline import PASSES
+
+    def listing(item: Pass) -> None:
+        sys.stderr.write(f"==== after {item.to_spec()} ====\n{program_to_text(program)}")
+
+    after_each = listing if print_after_all else None
+    run_pipeline(program, pipeline_from_string(text, PASSES), verify_each=verify_each, after_each=after_each)
+
+
+def _constants(folder: Path) -> dict[str, Tensor]:
+    """Return the small tensors of an artifact's weight files; none where there is no such folder."""
+    import safetensors
+    import torch
+
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                shape = torch.Size(tensors.get_slice(name).get_shape())
+                if shape.numel() * 4 <= SMALL:
+                    found[name] = tensors.get_tensor(name)
+    return found
+
+
+def _emit(program: DecoderProgram, output: Path | None, as_json: bool) -> None:
+    from fastcar_compile.ir.program_json import graph_file_text, program_to_json
+    from fastcar_compile.ir.text import program_to_text
+
+    if output is not None:
+        text = graph_file_text(program) if output.suffix == ".json" else program_to_text(program)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the result cannot be written: {error.strerror}", where=str(output)) from error
+    if as_json:
+        print_json(program_to_json(program) if output is None else {"written": output})
+    elif output is None:
+        print_text(program_to_text(program).rstrip("\n"))
+
+
+def _list_passes(as_json: bool) -> None:
+    from fastcar_compile.ir.pass_manager import option_types
+    from fastcar_compile.passes.pipeline import PASSES
+
+    summaries = {name: (kind.__doc__ or "").splitlines()[0] for name, kind in PASSES.items()}
+    if as_json:
+        listed = [{"name": n, "summary": summaries[n], "options": option_types(k)} for n, k in PASSES.items()]
+        print_json({"passes": listed})
+        return
+    options = {n: ", ".join(f"{o}: {t}" for o, t in option_types(k).items()) for n, k in PASSES.items()}
+    print_table(
+        (Column("pass"), Column("options"), Column("what it does")), ([n, options[n], summaries[n]] for n in PASSES)
+    )

@@ -1,0 +1,139 @@
+"""What the program does whatever the command: help, version, completion, exit codes, pipes, terminals and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+import fastcar_compile as fc
+from fastcar_compile.cli.commands import COMMANDS
+from fastcar_compile.cli.common import ExitCode
+
+PROGRAM = [sys.executable, "-m", "fastcar_compile"]
+
+
+def test_version(fastcar: Callable[..., Result]) -> None:
+    result = fastcar("--version")
+    assert (result.exit_code, result.stdout) == (0, f"fastcar {fc.__version__}\n")
+
+
+def test_help_lists_commands_and_exit_codes(fastcar: Callable[..., Result]) -> None:
+    text = fastcar("--help").stdout
+    assert fastcar("-h").stdout == text
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+    for code in ExitCode:
+        assert f"  {code.value:3}  {code.meaning}\n" in text
+    assert "..." not in text.split("Commands:")[1], "a summary is cut off"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: str) -> None:
+    result = fastcar(name, "-h")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: fastcar {name} ")
+    assert "  --json " in result.stdout
+    assert "Print one JSON value on stdout" in result.stdout
+
+
+def test_no_command_shows_help(fastcar: Callable[..., Result]) -> None:
+    result = fastcar()
+    assert result.exit_code == ExitCode.USER_ERROR
+    assert result.stdout == fastcar("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "hint"),
+    [
+        (("targets", "--speed"), "no such option: --speed", "see `fastcar targets --help`"),
+        (("inspect",), "missing argument 'artifact'", "see `fastcar inspect --help`"),
+        (("compiel",), "no such command 'compiel'", "see `fastcar --help`"),
+        (("run", "x", "--num-tokens", "0"), "invalid value for '--num-tokens'", "see `fastcar run --help`"),
+    ],
+)
+def test_a_wrong_call_is_a_user_error(
+    fastcar: Callable[..., Result], words: tuple[str, ...], text: str, hint: str
+) -> None:
+    result = fastcar(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {text}")
+    assert result.stderr.endswith(f"\n  hint:  {hint}\n")
+    as_json = fastcar(*words, "--json")
+    error = json.loads(as_json.stdout)["error"]
+    assert (as_json.exit_code, as_json.stderr) == (2, "")
+    assert (error["type"], error["hint"], error["exit_code"]) == ("UserError", hint, 2)
+    assert error["message"].startswith(text)
+
+
+def test_completion_names_the_targets() -> None:
+    words = {"COMP_WORDS": "fastcar targets zcu10", "COMP_CWORD": "2", "_FASTCAR_COMPLETE": "complete_bash"}
+    done = subprocess.run(PROGRAM, env=os.environ | words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["zcu102", "zcu104", "zcu104-sodimm"]
+
+
+def test_a_pipe_gets_no_colour_box_or_fold() -> None:
+    done = subprocess.run([*PROGRAM, "targets"], env=os.environ | {"COLUMNS": "40"}, capture_output=True, check=True)
+    text = done.stdout.decode("ascii")
+    assert (done.stderr, "\x1b" in text) == (b"", False)
+    lines = text.splitlines()
+    assert len(lines) == 1 + len(fc.available_targets())
+    assert lines[0].split() == ["target", "part", "host", "LUT", "DSP", "BRAM36", "URAM", "GB/s", "MHz"]
+
+
+def terminal(words: list[str], columns: int, **environment: str) -> list[str]:
+    """The lines that a command prints on a terminal of this width, escape sequences included."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*PROGRAM, *words], stdout=child, stderr=child, env=os.environ | {"COLUMNS": str(columns)} | environment
+    )
+    os.close(child)
+    data = b""
+    while chunk := _read(parent):
+        data += chunk
+    assert process.wait() == 0
+    os.close(parent)
+    return data.decode().splitlines()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # Linux reports the end of a terminal as an error
+        return b""
+
+
+def test_a_terminal_gets_its_width_and_colour() -> None:
+    environment = {"TERM": "xterm-256color", "NO_COLOR": ""}
+    lines = terminal(["targets", "zcu102"], 80, **environment)
+    assert any("\x1b[1mbudget" in line for line in lines)
+    plain = terminal(["targets"], 80, **environment | {"NO_COLOR": "1"})
+    assert len(plain) == 1 + len(fc.available_targets()), "no cell is folded at 80 columns"
+    assert max(map(len, plain[1:])) <= 80
+    assert not any("\x1b[3" in line for line in plain), "NO_COLOR: no colour"
+
+
+def test_interrupt_while_importing(tmp_path: Path) -> None:
+    """A `typer` that never ends importing stands for the first second of any command."""
+    (tmp_path / "typer.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [*PROGRAM, "targets"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(600):
+        if (tmp_path / "begun").exists():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
