@@ -1,25 +1,64 @@
-"""fastcar_compile: an ahead-of-time compiler for autoregressive video decoders (FastCar, arXiv 2505.14709)."""
+"""fastcar_compile: an ahead-of-time compiler for autoregressive video decoders (FastCar, arXiv 2505.14709).
 
-from fastcar_compile.calibration import Thresholds, calibrate
-from fastcar_compile.compiled import Artifact, load
-from fastcar_compile.compiler import compile
-from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
-from fastcar_compile.errors import (
-    ArtifactError,
-    BackendError,
-    CompileError,
-    FastcarError,
-    InputError,
-    InternalError,
-    TargetError,
-    UserError,
-)
-from fastcar_compile.runtime.session import Session
-from fastcar_compile.targets import Target, available_targets, load_target
-from fastcar_compile.training.train import TrainedGate, train_gate
-from fastcar_compile.training.tune import TunedDecoder, tune_decoder
+Importing this package loads nothing else. Each name loads what it needs when it is first used; opening an artifact and
+decoding on cpu need neither torch nor the compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastcar_compile.artifact.thresholds import Thresholds as Thresholds
+    from fastcar_compile.calibration.calibrate import calibrate as calibrate
+    from fastcar_compile.compiled import Artifact as Artifact
+    from fastcar_compile.compiled import load as load
+    from fastcar_compile.compiler import compile as compile
+    from fastcar_compile.config import CompileConfig as CompileConfig
+    from fastcar_compile.config import ReplayConfig as ReplayConfig
+    from fastcar_compile.config import SparseAttention as SparseAttention
+    from fastcar_compile.errors import ArtifactError as ArtifactError
+    from fastcar_compile.errors import BackendError as BackendError
+    from fastcar_compile.errors import CompileError as CompileError
+    from fastcar_compile.errors import FastcarError as FastcarError
+    from fastcar_compile.errors import InputError as InputError
+    from fastcar_compile.errors import InternalError as InternalError
+    from fastcar_compile.errors import TargetError as TargetError
+    from fastcar_compile.errors import UserError as UserError
+    from fastcar_compile.runtime.session import Session as Session
+    from fastcar_compile.targets import Target as Target
+    from fastcar_compile.targets import available_targets as available_targets
+    from fastcar_compile.targets import load_target as load_target
+    from fastcar_compile.training.train import TrainedGate as TrainedGate
+    from fastcar_compile.training.train import train_gate as train_gate
+    from fastcar_compile.training.tune import TunedDecoder as TunedDecoder
+    from fastcar_compile.training.tune import tune_decoder as tune_decoder
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "artifact.thresholds": ("Thresholds",),
+    "calibration.calibrate": ("calibrate",),
+    "compiled": ("Artifact", "load"),
+    "compiler": ("compile",),
+    "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "errors": (
+        "ArtifactError",
+        "BackendError",
+        "CompileError",
+        "FastcarError",
+        "InputError",
+        "InternalError",
+        "TargetError",
+        "UserError",
+    ),
+    "runtime.session": ("Session",),
+    "targets": ("Target", "available_targets", "load_target"),
+    "training.train": ("TrainedGate", "train_gate"),
+    "training.tune": ("TunedDecoder", "tune_decoder"),
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Artifact",
@@ -47,3 +86,16 @@ __all__ = [
     "train_gate",
     "tune_decoder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name when the name is first used (PEP 562)."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

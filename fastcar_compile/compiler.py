@@ -6,12 +6,13 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.emit import emit_artifact
+from fastcar_compile.codegen.emit import Build, emit_artifact
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
 from fastcar_compile.compiled import Artifact
@@ -28,10 +29,11 @@ from fastcar_compile.targets import Target, load_target
 
 DEFAULT_TOKENS_PER_FRAME = 256
 Progress = Callable[[str], None]
+Model = nn.Module | ExportedProgram | Checkpoint
 
 
 def compile(
-    model: nn.Module | ExportedProgram | Checkpoint | str | Path,
+    model: Model | str | Path,
     target: str | Path | Target = "zcu102",
     *,
     tokens_per_frame: int | None = None,
@@ -86,8 +88,18 @@ def compile(
     if isinstance(model, str | Path):
         say("checking the model folder")
         model = Checkpoint(Path(model))
-    config = _configure(model, board, tokens_per_frame, max_seq_len, batch_size, quant, replay, prefill_chunk, offload)
-    config = CompileConfig(**{**dict(config), "sparse_attention": sparse_attention, "kv": kv})
+    options: dict[str, Any] = {
+        **_sizes(model, tokens_per_frame, max_seq_len),
+        "batch_size": batch_size,
+        "quant": quant or ("w8a8" if board.kind == "fpga" else "none"),
+        "replay": replay,
+        "prefill_chunk": prefill_chunk,
+        "offload": offload,
+        "sparse_attention": sparse_attention,
+        "kv": kv,
+    }
+    _check_target(board, offload)
+    config = CompileConfig(target=board.name, **options)
     say("capturing the decode step")
     program = capture(
         model,
@@ -104,21 +116,16 @@ def compile(
     rewrite = rewrite_pipeline(config, len(program.sites))
     run_pipeline(program, rewrite)
     pipeline = pipeline_to_string([*passes, *rewrite])
-    path = emit_artifact(program, original, config, board, pipeline, Path(output), say, variants)
+    path = emit_artifact(program, original, Build(config, board, variants, pipeline, Path(output), say))
     return Artifact(path, original=None if program.lazy else original.graph_module)
 
 
-def _configure(
-    model: object,
-    board: Target,
-    tokens_per_frame: int | None,
-    max_seq_len: int | None,
-    batch_size: int,
-    quant: str | None,
-    replay: ReplayConfig | None,
-    prefill_chunk: int,
-    offload: str,
-) -> CompileConfig:
+def _sizes(model: Model, tokens_per_frame: int | None, max_seq_len: int | None) -> dict[str, int]:
+    """Return the caller's sizes, or those that the model states.
+
+    Raises:
+        CompileError: the model is none, or nobody says max_seq_len.
+    """
     if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
         hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
@@ -131,25 +138,17 @@ def _configure(
     frame = tokens_per_frame or facts.tokens_per_frame
     if frame is None:
         frame = DEFAULT_TOKENS_PER_FRAME
-        text = (
-            f"the model's config gives no tokens_per_frame; {frame} is assumed. Give it as compile(tokens_per_frame=…)"
-        )
+        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)"
         warnings.warn(text, UserWarning, stacklevel=3)
+    return {"tokens_per_frame": frame, "max_seq_len": length}
+
+
+def _check_target(board: Target, offload: str) -> None:
     if offload == "linears" and board.kind != "fpga":
         raise CompileError(
             f"offload='linears' needs an accelerator, and target {board.name} has none",
             hint="choose an FPGA target, or leave offload out",
         )
-    return CompileConfig(
-        target=board.name,
-        tokens_per_frame=frame,
-        max_seq_len=length,
-        batch_size=batch_size,
-        quant=quant or ("w8a8" if board.kind == "fpga" else "none"),  # type: ignore[arg-type]
-        replay=replay,
-        prefill_chunk=prefill_chunk,
-        offload=offload,  # type: ignore[arg-type]
-    )
 
 
 def _repetition(model: object) -> list[Pass]:

@@ -8,21 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.artifact import tensor_files
-from fastcar_compile.codegen.onnx import export
+from fastcar_compile.artifact import layout, tensor_files
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.tensors import ParameterSource, to_numpy, to_torch
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights, Parameters
 from fastcar_compile.ops.quant import quantize_weight
@@ -232,13 +234,13 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
     """Bit for bit, also with the weights in several files and the ONNX model reading those."""
     whole = artifact(loaded(folder), tmp_path / "whole", quant)
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr("fastcar_compile.codegen.emit.EXTERNAL_DATA_FROM", 0)
+    monkeypatch.setattr("fastcar_compile.codegen.onnx.emit.EXTERNAL_DATA_FROM", 0)
     lazy = artifact(folder, tmp_path / "lazy", quant)
     files = set(lazy.manifest.files)
-    assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", export.ONNX_EXTERNAL} <= files
-    assert export.ONNX_INLINE not in files
-    assert lazy.manifest.files[export.ONNX_EXTERNAL].size < 200_000
-    assert 'repeat-layers{"count": 4, "path": "model.layers"}' in lazy.manifest.sections["pipeline"]
+    assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
+    assert layout.ONNX_INLINE not in files
+    assert lazy.manifest.files[layout.ONNX_EXTERNAL].size < 200_000
+    assert 'repeat-layers{"count": 4, "path": "model.layers"}' in lazy.manifest.pipeline.passes
     ids = torch.randint(0, 17, (1, 40), generator=torch.Generator().manual_seed(0))
     for backend in ("cpu", "onnxruntime"):
         sessions = [a.session(backend, record=True) for a in (whole, lazy)]
@@ -250,15 +252,8 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
         assert 0 < sessions[0].stats.replay_ratio < 1
 
 
-class Source(dict):
-    """Tensors in memory, as the writer wants them."""
-
-    def spec(self, name: str) -> torch.Tensor:
-        return self[name].to("meta")
-
-
 def test_streamed_files_are_safetensors_on_cache_lines(tmp_path: Path) -> None:
-    source = Source(
+    tensors = dict(
         odd=torch.arange(3, dtype=torch.int8),
         half=torch.ones(2, 5, dtype=torch.float16),
         whole=torch.randn(8, 16),
@@ -266,28 +261,33 @@ def test_streamed_files_are_safetensors_on_cache_lines(tmp_path: Path) -> None:
         empty=torch.empty(0, 4),
         scalar=torch.tensor(7),
         flags=torch.tensor([True, False]),
+        brain=torch.randn(5, dtype=torch.bfloat16),
     )
+    source = ParameterSource(Parameters(tensors))
     for name in ("a", "b"):
         places = tensor_files.write_streamed(tmp_path, f"{name}.safetensors", source, source)
     data = (tmp_path / "a.safetensors").read_bytes()
     assert data == (tmp_path / "b.safetensors").read_bytes()
     found = safetensors.torch.load(data)
-    assert found.keys() == source.keys()
-    for name, tensor in source.items():
+    assert found.keys() == tensors.keys()
+    read = tensor_files.load_tensors(tmp_path / "a.safetensors")
+    for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor)
         place = places[name]
-        assert data[place.offset : place.offset + place.length] == tensor.numpy().tobytes()
+        assert data[place.offset : place.offset + place.length] == to_numpy(tensor).tobytes()
+        assert torch.equal(to_torch(read[name]), tensor)
     assert [n for n in ("whole", "line") if places[n].offset % tensor_files.ALIGNMENT] == []
 
 
 def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source({f"t{i}": torch.zeros(10, dtype=torch.uint8) for i in range(5)} | {"big": torch.zeros(99)})
-    assert tensor_files.plan_shards(source, "w/m") == {"w/m.safetensors": [*source]}
+    arrays: dict[str, Any] = {f"t{i}": np.zeros(10, np.uint8) for i in range(5)}
+    source = tensor_files.Arrays(arrays | {"big": np.zeros(99, np.float32)})
+    assert tensor_files.plan_shards(source) == {"weights/model.safetensors": [*source]}
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 25)
-    planned = tensor_files.plan_shards(source, "w/m")
+    planned = tensor_files.plan_shards(source)
     assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
-    files = [*planned, "w/model.safetensors", "w/m-1.safetensors", "w/accelerator.safetensors"]
-    assert tensor_files.weight_files(files, "w/m") == list(planned)
+    files = [*planned, "weights/models.safetensors", "weights/model-1.safetensors", "weights/accelerator.safetensors"]
+    assert layout.weight_files(files) == list(planned)
 
 
 class Stored:
@@ -338,12 +338,14 @@ from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.artifact.tensor_files import write_streamed
+from fastcar_compile.ir.tensors import ParameterSource
 
 place = Path(sys.argv[1])
 program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)
 run_pipeline(program, [*analysis_pipeline(), RepeatLayers("model.layers", 16), QuantizeW8A8()])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-write_streamed(place, "out.safetensors", program.params, program.params)
+source = ParameterSource(program.params)
+write_streamed(place, "out.safetensors", source, source)
 print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

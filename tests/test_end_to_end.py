@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from decoders import PlainDecoder, headless_llama, llama
 
 import fastcar_compile as fc
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.runtime.tvm_runtime import fill
 
 FRAME, LENGTH = 8, 65
 BACKENDS = ("eager", "cpu", "onnxruntime")
@@ -94,10 +96,10 @@ def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact]
     session.prefill(ids[:, :1])
     for i in range(1, 1 + FRAME):
         session.step(ids[:, i])
-    backend = session._backend
+    backend = session._stepper
     for name, tensor in zip(backend._decode.names, backend._decode.arguments, strict=True):
         if ".mlp." in name:
-            tensor.copyfrom(torch.full(tuple(tensor.shape), torch.nan).numpy())
+            fill(tensor, np.full(tuple(tensor.shape), np.nan, np.float32))
     assert torch.isfinite(session.step(ids[:, 1 + FRAME])).all()
     session.set_threshold(float("inf"))
     assert not torch.isfinite(session.step(ids[:, 2 + FRAME])).all()

@@ -11,9 +11,11 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.cli.inspect import host_lines
-from fastcar_compile.codegen.tvm.isa import cpu_flags, host_instruction_set, instruction_set
-from fastcar_compile.runtime import backends
+from fastcar_compile.codegen.tvm.isa import host_instruction_set, instruction_set
+from fastcar_compile.runtime.backends import cpu
+from fastcar_compile.runtime.cpu_flags import cpu_flags
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +36,16 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 
 def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
-    variants = artifact.manifest.sections["host"]["variants"]
+    variants = artifact.manifest.host.variants
     best = host_instruction_set().name
-    assert [v["instruction_set"] for v in variants] == [best, "sse4"]
-    assert variants[1]["flags"] == sorted(instruction_set("sse4").flags)
+    assert [v.instruction_set for v in variants] == [best, "sse4"]
+    assert variants[1].flags == tuple(sorted(instruction_set("sse4").flags))
     for variant in variants:
-        folder = f"host/x86_64-linux-gnu/{variant['instruction_set']}"
-        assert {p["library"] for p in variant["programs"].values()} == {
+        folder = f"host/x86_64-linux-gnu/{variant.instruction_set}"
+        assert {p.library for p in variant.programs.named().values()} == {
             f"{folder}/{n}.so" for n in ("decode", "prefill")
         }
-    assert host_lines(artifact.manifest.sections["host"]) == [
+    assert host_lines(artifact.manifest.host) == [
         f"{best} (x86_64-linux-gnu)",
         "sse4 (x86_64-linux-gnu)",
     ]
@@ -54,23 +56,23 @@ def test_a_session_picks_the_best_that_the_cpu_runs(artifact: fc.Artifact, monke
     prompt = torch.tensor([[1, 2, 3, 4, 5]])
     expected = artifact.session("cpu").generate(prompt, 16)
     chosen: list[str] = []
-    pick = backends.programs_for
+    pick = cpu.programs_for
 
-    def spy(*arguments: object) -> dict[str, object]:
+    def spy(*arguments: object) -> ProgramsPart:
         programs = pick(*arguments)  # type: ignore[arg-type]
-        chosen.append(programs["decode"]["library"])
+        chosen.append(programs.decode.library)
         return programs
 
-    monkeypatch.setattr(backends, "programs_for", spy)
+    monkeypatch.setattr(cpu, "programs_for", spy)
     artifact.session("cpu")
-    monkeypatch.setattr(backends, "cpu_flags", lambda: instruction_set("sse4").flags)
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: instruction_set("sse4").flags)
     assert torch.equal(torch.as_tensor(artifact.session("cpu").generate(prompt, 16)), torch.as_tensor(expected))
     names = [Path(library).parent.name for library in chosen]
     assert names == [host_instruction_set().name, "sse4"]
 
 
 def test_a_cpu_that_runs_none_of_them(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "cpu_flags", frozenset)
+    monkeypatch.setattr(cpu, "cpu_flags", frozenset)
     best, triple = host_instruction_set().name, "x86_64-linux-gnu"
     text = f"no library for this CPU ({triple}), only for {best} ({triple}), sse4 ({triple})"
     with pytest.raises(fc.BackendError, match=re.escape(text)):
@@ -78,7 +80,7 @@ def test_a_cpu_that_runs_none_of_them(artifact: fc.Artifact, monkeypatch: pytest
 
 
 def test_kernels_of_both_variants_differ(artifact: fc.Artifact) -> None:
-    libraries = [v["programs"]["decode"]["library"] for v in artifact.manifest.sections["host"]["variants"]]
+    libraries = [v.programs.decode.library for v in artifact.manifest.host.variants]
     assert len({artifact.manifest.files[library].sha256 for library in libraries}) == 2
     assert cpu_flags() >= host_instruction_set().flags
 

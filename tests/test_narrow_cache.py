@@ -53,12 +53,12 @@ def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
 
 def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
     caches = [s for s in artifact.state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
-    assert {s.dtype for s in caches} == {torch.int8}
-    assert {s.dtype for s in artifact.state if s not in caches} == {torch.float32, torch.int32}
-    assert artifact.manifest.sections["pipeline"].endswith('quantize-kv-cache{"dtype": "int8"}')
-    assert artifact.manifest.sections["config"]["kv"] == "int8"
+    assert {s.dtype for s in caches} == {"int8"}
+    assert {s.dtype for s in artifact.state if s not in caches} == {"float32", "int32"}
+    assert artifact.manifest.pipeline.passes.endswith('quantize-kv-cache{"dtype": "int8"}')
+    assert artifact.manifest.options.kv == "int8"
     rows, each = caches[0].shape[2], BATCH * 2 * (16 + 1)
-    assert f"key_cache_0: torch.int8 [2, 2, {rows}, 17], {rows * each / 2**20:.3f} MiB" in artifact.explain(layer=0)
+    assert f"key_cache_0: int8 [2, 2, {rows}, 17], {rows * each / 2**20:.3f} MiB" in artifact.explain(layer=0)
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["state_bytes"]["key_cache"] == rows * each
 

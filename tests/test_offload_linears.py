@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.store import load_tensors
+from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.errors import CompileError
 from fastcar_compile.runtime.session import Session
 
@@ -61,13 +61,13 @@ def decode(session: Session, ids: Tensor) -> Tensor:
 def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
     cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     counts = dict.fromkeys(CALLS, 0)
-    run = hls._backend._library.linear
+    run = hls._stepper._library.linear
 
     def counted(x: np.ndarray, stage: object, weights: np.ndarray) -> np.ndarray:
-        counts[next(n for n, w in hls._backend._weights.items() if w is weights)] += 1
+        counts[next(n for n, w in hls._stepper._weights.items() if w is weights)] += 1
         return run(x, stage, weights)
 
-    hls._backend._library.linear = counted
+    hls._stepper._library.linear = counted
     expected, actual = decode(cpu, example.ids), decode(hls, example.ids)
     assert torch.equal(actual, expected)
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
@@ -77,16 +77,16 @@ def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: S
 
 def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     artifact = example.artifact
-    section = artifact.manifest.sections["accelerator"]
-    assert artifact.manifest.sections["config"]["offload"] == section["offload"] == "linears"
-    assert [c["name"] for c in section["linears"]] == CALLS
-    streams = load_tensors(artifact.path / section["weights"], "numpy")
+    section = artifact.manifest.accelerator
+    assert artifact.manifest.options.offload == section.offload == "linears"
+    assert [c.name for c in section.linears] == CALLS
+    streams = load_tensors(artifact.path / section.weights)
     sizes = {name: len(stream) for name, stream in streams.items()}
-    assert sizes == section["design"]["linear_stream_bytes"] | {
-        f"layer_{i}": section["design"]["stream_bytes"] for i in range(LAYERS)
+    assert sizes == section.design.linear_stream_bytes | {
+        f"layer_{i}": section.design.stream_bytes for i in range(LAYERS)
     }
     report = json.loads((artifact.path / "report.json").read_text())
-    assert report["accelerator"]["linears"] == section["linears"]
+    assert report["accelerator"]["linears"] == [c.model_dump(mode="json") for c in section.linears]
     html = (artifact.path / "report.html").read_text()
     assert "<td>128 → 128 + 128 + 128</td>" in html
     text = artifact.explain()
@@ -107,7 +107,7 @@ def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
     replay = fc.ReplayConfig(threshold=0.0)
     options = {"tokens_per_frame": 8, "quant": "w4a8", "replay": replay, "prefill_chunk": 1, "offload": "linears"}
     artifact = fc.compile(PlainDecoder(batch=2), "zcu102", batch_size=2, output=tmp_path / "a", **options)
-    assert {s["bits"] for s in artifact.manifest.sections["accelerator"]["design"]["linears"].values()} == {4}
+    assert {s.bits for s in artifact.manifest.accelerator.design.linears.values()} == {4}
     ids = torch.randint(0, 11, (2, 33), generator=torch.Generator().manual_seed(4))
     cpu, hls = (artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     assert torch.equal(decode(cpu, ids), decode(hls, ids))

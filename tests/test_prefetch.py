@@ -63,12 +63,12 @@ def decode(session: Session, tokens: Tensor, steps: int = LENGTH - 2) -> Tensor:
 
 
 def library_of(session: Session) -> Any:
-    return session._backend._library  # type: ignore[attr-defined]
+    return session._stepper._library  # type: ignore[attr-defined]
 
 
 def watched(session: Session) -> list[Event]:
     """What the session does with the buffer from now on: ("fill", layer) and ("take", layer)."""
-    library, weights, events = library_of(session), session._backend._weights, []  # type: ignore[attr-defined]
+    library, weights, events = library_of(session), session._stepper._weights, []  # type: ignore[attr-defined]
     layers = [weights[f"layer_{i}"] for i in range(LAYERS)]
     mlp, prefetch = library.mlp, library.prefetch
 
@@ -107,11 +107,12 @@ def poison(session: Session) -> None:
 
 
 def test_table_design_and_library_have_one_size(artifact: fc.Artifact) -> None:
-    section = artifact.manifest.sections["accelerator"]
-    design = mlp_of(design_from_json(section["design"]))
+    section = artifact.manifest.accelerator
+    assert section is not None
+    design = mlp_of(design_from_json(section.design.model_dump(exclude_none=True)))
     assert design.prefetch_words in (128, 256, 512)
     assert table_of(artifact).prefetch == (design.prefetch_bytes,) * LAYERS
-    assert section["controller"]["prefetch_bytes"] == design.prefetch_bytes
+    assert section.controller.prefetch_bytes == design.prefetch_bytes
     assert library_of(artifact.session("hls-csim")).prefetch_bytes == design.prefetch_bytes
 
 
@@ -175,7 +176,7 @@ def test_a_buffer_that_does_not_hold_what_the_controller_counts_on_is_told(
     artifact: fc.Artifact, tokens: Tensor
 ) -> None:
     hls = artifact.session("hls-csim")
-    backend: Any = hls._backend
+    backend: Any = hls._stepper
     backend._gate.prefetched = lambda layer: 64
     x = np.zeros((2, 64), np.float32)
     size = backend._library.prefetch_bytes

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from manifests import sections
 
-from fastcar_compile.artifact.store import (
-    SCHEMA_VERSION,
-    ArtifactWriter,
-    Manifest,
-    load_tensors,
-    name_problem,
-    read_manifest,
-    save_tensors,
-    verify_files,
-)
+from fastcar_compile.artifact.files import name_problem
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
+from fastcar_compile.artifact.reader import read_manifest, verify_files
+from fastcar_compile.artifact.sections import PipelineSection, Section
+from fastcar_compile.artifact.tensor_files import load_tensors, save_tensors
+from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InternalError
 
-TENSORS = {"b": torch.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
+TENSORS = {"b": np.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
 
 
 def build(path: Path, text: str = "hello\n") -> Path:
-    """A small artifact with three files and one section."""
+    """A small artifact with three files."""
     with ArtifactWriter(path) as writer:
         writer.write_text("graph/after.txt", text)
-        writer.write_tensors("weights/model.safetensors", TENSORS)
+        save_tensors(writer.file("weights/model.safetensors"), TENSORS)
         writer.write_bytes("drs/table.bin", bytes(range(16)))
-        writer.section("config", {"target": "zcu102", "tokens_per_frame": 256})
+        writer.finish(sections())
     return path
 
 
@@ -53,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
     verify_files(path, manifest, progress=seen.append)
     assert seen == sorted(manifest.files) == ["drs/table.bin", "graph/after.txt", "weights/model.safetensors"]
     assert manifest.schema_version == SCHEMA_VERSION
-    assert manifest.sections == {"config": {"target": "zcu102", "tokens_per_frame": 256}}
+    assert (manifest.options, manifest.layers) == (sections().options, sections().layers)
     assert manifest.files["drs/table.bin"].size == 16
     assert {"fastcar_compile", "torch", "tvm", "onnx", "python"} <= manifest.producer.keys()
 
@@ -67,18 +62,24 @@ def test_same_inputs_same_bytes_in_any_folder(tmp_path: Path) -> None:
 def test_tensors_keep_values_and_type(tmp_path: Path) -> None:
     path = build(tmp_path / "out") / "weights/model.safetensors"
     loaded = load_tensors(path)
-    assert torch.equal(loaded["b"], TENSORS["b"])
-    as_numpy = load_tensors(path, "numpy")
-    assert as_numpy["a"].dtype == np.float32
-    assert as_numpy["b"].shape == (2, 3)
+    assert {name: array.dtype for name, array in loaded.items()} == {n: a.dtype for n, a in TENSORS.items()}
+    for name, array in TENSORS.items():
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path: Path) -> None:
+    path = build(tmp_path / "out") / "weights/model.safetensors"
+    before = path.read_bytes()
+    load_tensors(path)["a"][...] = 7
+    assert path.read_bytes() == before
 
 
 def test_tensors_that_share_memory_or_are_views(tmp_path: Path) -> None:
-    base = torch.arange(12.0).reshape(3, 4)
+    base = np.arange(12.0).reshape(3, 4)
     save_tensors(tmp_path / "t.safetensors", {"base": base, "same": base, "view": base.T})
     loaded = load_tensors(tmp_path / "t.safetensors")
-    assert torch.equal(loaded["view"], base.T)
-    assert torch.equal(loaded["same"], base)
+    np.testing.assert_array_equal(loaded["view"], base.T)
+    np.testing.assert_array_equal(loaded["same"], base)
 
 
 def test_broken_tensor_file(tmp_path: Path) -> None:
@@ -87,6 +88,11 @@ def test_broken_tensor_file(tmp_path: Path) -> None:
         load_tensors(tmp_path / "t.safetensors")
     with pytest.raises(ArtifactError, match="the tensor file cannot be read"):
         load_tensors(tmp_path / "none.safetensors")
+    (tmp_path / "short.safetensors").write_bytes(
+        (build(tmp_path / "o") / "weights/model.safetensors").read_bytes()[:-1]
+    )
+    with pytest.raises(ArtifactError, match=r"bytes \d+ to \d+ do not hold"):
+        load_tensors(tmp_path / "short.safetensors")
 
 
 def test_replaces_an_artifact(tmp_path: Path) -> None:
@@ -168,16 +174,31 @@ def test_a_failed_rename_restores_the_old_artifact(tmp_path: Path, monkeypatch: 
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("value", "text"), [(math.inf, "Out of range float"), (Path("/x"), "not JSON serializable")])
-def test_section_must_be_json(tmp_path: Path, value: Any, text: str) -> None:
-    with pytest.raises(InternalError, match=text), ArtifactWriter(tmp_path / "out") as writer:
-        writer.section("config", {"x": value})
+def test_an_artifact_without_sections_is_a_defect(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="the artifact has no sections"), ArtifactWriter(tmp_path / "out") as writer:
+        writer.write_text("a", "x")
     assert os.listdir(tmp_path) == []
+
+
+class Note(Section):
+    """A section of another package."""
+
+    text: str
+
+
+def test_a_section_of_another_package(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "out") as writer:
+        writer.finish(sections(extensions={"note": Note(text="a").model_dump(mode="json")}))
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.extension("note", Note) == Note(text="a")
+    assert manifest.extension("other", Note) is None
+    with pytest.raises(ArtifactError, match="section note has bad fields: passes: Field required"):
+        manifest.extension("note", PipelineSection)
 
 
 def test_absolute_path_in_a_section_is_a_defect(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match="absolute path"), ArtifactWriter(tmp_path / "out") as writer:
-        writer.section("config", {"where": str(tmp_path / "out")})
+        writer.finish(sections(pipeline=PipelineSection(passes=str(tmp_path / "out"), log=())))
     assert os.listdir(tmp_path) == []
 
 
@@ -189,8 +210,13 @@ def test_writer_refuses_bad_names(tmp_path: Path, name: str) -> None:
 
 
 def test_writer_refuses_links_in_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(InternalError, match="is a link"), ArtifactWriter(tmp_path / "out") as writer:
-        (writer.root / "link").symlink_to("/etc/passwd")
+    def write_a_link() -> None:
+        with ArtifactWriter(tmp_path / "out") as writer:
+            (writer.root / "link").symlink_to("/etc/passwd")
+            writer.finish(sections())
+
+    with pytest.raises(InternalError, match="is a link"):
+        write_a_link()
     assert os.listdir(tmp_path) == []
 
 
@@ -250,7 +276,7 @@ def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
 def test_schema_version(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
     edit_manifest(path, schema_version=99)
-    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 2"):
+    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 3"):
         read_manifest(path)
 
 
@@ -265,14 +291,21 @@ def test_manifest_problems(tmp_path: Path) -> None:
         read_manifest(path)
     assert "files.a.sha256: String should match pattern" in str(caught.value)
     assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
-    (path / "manifest.json").write_text('{"schema_version": 2,')
+    (path / "manifest.json").write_text('{"schema_version": 3,')
     with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
         read_manifest(path)
 
 
 def test_manifest_model_refuses_unknown_fields() -> None:
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        Manifest.model_validate({"schema_version": 2, "producer": {}, "sections": {}, "files": {}, "more": 1})
+        Manifest.model_validate({**dict(sections()), "producer": {}, "files": {}, "more": 1})
+
+
+def test_a_section_of_another_version(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    edit_manifest(path, pipeline={"version": 9, "passes": "", "log": []})
+    with pytest.raises(ArtifactError, match="pipeline: version 9; this fastcar_compile reads version 1"):
+        read_manifest(path)
 
 
 def test_name_problem_accepts_plain_names() -> None:

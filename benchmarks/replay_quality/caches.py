@@ -6,7 +6,8 @@ import numpy as np
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import Evaluator, program_of, rules_of
+from fastcar_compile.calibration.calibrate import program_of, rules_of
+from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.quantize_kv_cache import TYPES, QuantizeKvCache
 

@@ -7,6 +7,7 @@ MatMulNBits (4 or 8 bits in blocks, accuracy_level 4: int8 arithmetic).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,9 @@ def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) ->
     norms.append(_float(weights, "model.norm.weight"))
     first = w.constant("norm.0", norms[0])
     x = w.node("SimplifiedLayerNormalization", [hidden, first], ["x.0"], epsilon=NORM_EPSILON)
+    decoder = _Decoder(w, weights, sizes, linear)
     for i in range(sizes.layers):
-        x, hidden = _layer(w, weights, sizes, linear, i, (x, hidden, cos, sin), norms[i + 1])
+        x, hidden = _layer(decoder, i, (x, hidden, cos, sin), norms[i + 1])
     linear(w, x, "head", _float(weights, "lm_head.weight"))
     cache = [1, sizes.heads, sizes.cache_length, sizes.head_dim]
     inputs = [helper.make_tensor_value_info("token", TensorProto.INT64, [1, 1])]
@@ -140,17 +142,18 @@ def _float(weights: Weights, *names: str) -> np.ndarray:
     return np.concatenate([weights[n].float().numpy() for n in names])
 
 
-def _layer(
-    w: GraphWriter,
-    weights: Weights,
-    sizes: Sizes,
-    linear: Linear,
-    i: int,
-    values: tuple[str, str, str, str],
-    next_norm: np.ndarray,
-) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Decoder:
+    writer: GraphWriter
+    weights: Weights
+    sizes: Sizes
+    linear: Linear
+
+
+def _layer(decoder: _Decoder, i: int, values: tuple[str, str, str, str], next_norm: np.ndarray) -> tuple[str, str]:
     """Add one layer: (normed input, residual, cos, sin) -> (normed input of the next layer, residual)."""
     x, residual, cos, sin = values
+    w, weights, sizes, linear = decoder.writer, decoder.weights, decoder.sizes, decoder.linear
 
     def read(*names: str) -> np.ndarray:
         return _float(weights, *(f"model.layers.{i}.{n}.weight" for n in names))

@@ -1,0 +1,1 @@
+"""Artifacts on disk: layout, typed manifest, writer, reader, thresholds, explanation and report. No torch."""

@@ -3,77 +3,81 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from fastcar_compile.artifact.explain import kv_bytes
-from fastcar_compile.artifact.store import ArtifactWriter
+from fastcar_compile.artifact.layout import REPORT_HTML, REPORT_JSON
+from fastcar_compile.artifact.manifest import Sections
+from fastcar_compile.artifact.sections import StateRole
+from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import weight_bytes
-from fastcar_compile.ir.program import DecoderProgram, StateRole
 
 
-def write_report(writer: ArtifactWriter, program: DecoderProgram, sections: Mapping[str, Any]) -> None:
-    """Sizes, memory, MLP share and the replay ceiling of an artifact; JSON first, HTML from it."""
-    report = build_report(program, sections)
-    writer.write_text("report.json", json.dumps(report, sort_keys=True, indent=2) + "\n")
-    environment = Environment(
-        loader=PackageLoader("fastcar_compile.artifact"), autoescape=select_autoescape(), trim_blocks=True
-    )
-    writer.write_text("report.html", environment.get_template("report.html.j2").render(report=report) + "\n")
+def write_report(writer: ArtifactWriter, sections: Sections) -> None:
+    """Write sizes, memory, MLP share and the replay ceiling of an artifact: JSON first, HTML from it."""
+    report = build_report(sections)
+    writer.write_text(REPORT_JSON, json.dumps(report, sort_keys=True, indent=2) + "\n")
+    loader = PackageLoader("fastcar_compile.artifact")
+    environment = Environment(loader=loader, autoescape=select_autoescape(), trim_blocks=True)
+    writer.write_text(REPORT_HTML, environment.get_template("report.html.j2").render(report=report) + "\n")
 
 
-def build_report(program: DecoderProgram, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as JSON."""
-    config = program.config
+def build_report(sections: Sections) -> dict[str, Any]:
+    """Return the report as JSON."""
+    config, data = sections.decoder.config, sections.model_dump(mode="json")
     forwards = config.max_seq_len - 2
-    state = {str(r): sum(s.nbytes for s in program.state if s.role == r) for r in StateRole}
-    share = mlp_weight_share(program)
+    state = {str(r): sum(s.nbytes for s in sections.decoder.state if s.role == r) for r in StateRole}
+    share = mlp_weight_share(sections)
     ceiling = max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
     return {
-        "decoder": sections["decoder"],
-        "target": sections["target"]["name"],
-        "quant": sections["config"]["quant"],
-        "pipeline": sections["pipeline"],
-        "sites": sections["sites"],
-        "weight_bytes": program.params.nbytes(),
+        "decoder": data["decoder"]["config"],
+        "target": sections.target.name,
+        "quant": sections.options.quant,
+        "pipeline": sections.pipeline.passes,
+        "layers": data["layers"]["layers"],
+        "weight_bytes": sections.decoder.weight_bytes,
         "state_bytes": {k: v for k, v in state.items() if v},
-        "gate": _gate(program, sections["config"]["replay"]),
-        "sparse_attention": _sparse(program),
+        "gate": _gate(sections),
+        "sparse_attention": _sparse(sections),
         "mlp_share_of_block_weights": share,
         "max_replay_ratio": ceiling,
         "ceiling_speedup_at_max_replay": 1 / (1 - share * ceiling),
-        "accelerator": sections["accelerator"],
+        "accelerator": data["accelerator"],
     }
 
 
-def _gate(program: DecoderProgram, replay: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The gate's definition, what it caches beside the MLP outputs and its weights; None for a dense decoder."""
-    if replay is None:
+def _gate(sections: Sections) -> dict[str, Any] | None:
+    """Return the gate's definition, what it caches beside the MLP outputs and its weights; None: a dense decoder."""
+    options = sections.options.replay
+    if options is None:
         return None
-    gate = gate_named(replay["gate"])
-    learned = [(s.mlp.hidden, s.replay.gate_units) for s in program.sites if s.replay and s.replay.gate_units]
-    extra = sum(s.nbytes for s in program.state if s.role == StateRole.GATE_CACHE)
+    gate = gate_named(options.gate)
+    learned = [
+        (layer.replay.gate_units, layer.mlp.hidden)
+        for layer in sections.layers.layers
+        if layer.replay is not None and layer.replay.gate_units is not None
+    ]
     return {
         "name": gate.name,
         "replays_where": f"score {gate.comparison.value} threshold",
-        "cache_bytes": extra,
-        "weights": replay.get("gate_weights"),
-        "weight_bytes": sum(weight_bytes(units, hidden) for hidden, units in learned),
-        "units": [units for _, units in learned],
-        "max_chain": replay["max_chain"],
-        "refresh_every": replay["refresh_every"],
+        "cache_bytes": sum(s.nbytes for s in sections.decoder.state if s.role == StateRole.GATE_CACHE),
+        "weights": None if options.gate_weights is None else options.gate_weights.name,
+        "weight_bytes": sum(weight_bytes(units, hidden) for units, hidden in learned),
+        "units": [units for units, _ in learned],
+        "max_chain": options.max_chain,
+        "refresh_every": options.refresh_every,
     }
 
 
-def _sparse(program: DecoderProgram) -> dict[str, Any] | None:
-    """What attention sees, and the bytes of its caches; None where it is to all positions."""
-    ring = program.config.ring
+def _sparse(sections: Sections) -> dict[str, Any] | None:
+    """Return what attention sees, and the bytes of its caches; None where attention is to all positions."""
+    ring = sections.decoder.config.ring
     if ring is None:
         return None
-    kept, full = kv_bytes(program.config, program.state)
+    kept, full = kv_bytes(sections)
     return {
         "sinks": ring.sinks,
         "window": ring.window,
@@ -84,10 +88,10 @@ def _sparse(program: DecoderProgram) -> dict[str, Any] | None:
     }
 
 
-def mlp_weight_share(program: DecoderProgram) -> float:
-    """Share of the MLPs in the weights of all blocks (docs/explanation/replay.md counts LLaMA-2-7B like this)."""
-    mlps, attentions = zip(*((s.mlp, s.attention) for s in program.sites), strict=True)
-    mlp = sum(m.hidden * m.intermediate * (3 if m.gated else 2) for m in mlps)
-    heads = sum((a.num_heads + a.num_kv_heads) * a.head_dim for a in attentions)
-    attention = 2 * program.config.hidden_size * heads
+def mlp_weight_share(sections: Sections) -> float:
+    """Return the share of the MLPs in the weights of all blocks (docs/explanation/replay.md counts LLaMA-2-7B so)."""
+    layers = sections.layers.layers
+    mlp = sum(s.mlp.hidden * s.mlp.intermediate * (3 if s.mlp.gated else 2) for s in layers)
+    heads = [(s.mlp.hidden, s.attention) for s in layers]
+    attention = sum(2 * hidden * (a.num_heads + a.num_kv_heads) * a.head_dim for hidden, a in heads)
     return mlp / (mlp + attention)

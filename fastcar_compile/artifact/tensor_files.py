@@ -1,4 +1,4 @@
-"""safetensors files written one tensor at a time, and weights spread over several of them."""
+"""safetensors files: read as memory maps, written one tensor at a time. Tensors are numpy arrays here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Protocol
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fastcar_compile.errors import InternalError
+from fastcar_compile.artifact.layout import weight_file
+from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.formats.dtypes import BY_SAFETENSORS, DTYPES, DType, dtype_of
+
+Array = NDArray[Any]
 
 SHARD_BYTES = 1 << 30
 """Weights above this go to several files of about this size."""
@@ -24,29 +29,36 @@ CHUNK = 2 << 20
 ALIGNMENT = 64
 """Bytes: a cache line, and what TVM wants of a tensor that it uses in place."""
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Element type and shape of a tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.itemsize * prod(self.shape)
+
+    @classmethod
+    def of(cls, array: Array) -> TensorSpec:
+        """Return the spec of an array."""
+        return cls(dtype_of(array), array.shape)
 
 
 class TensorSource(Protocol):
-    """Tensors by name, whose shapes and dtypes are known before they are made."""
+    """Tensors by name, whose specs are known before their values are made."""
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def __getitem__(self, name: str, /) -> Tensor: ...
+    def spec(self, name: str, /) -> TensorSpec:
+        """Return element type and shape."""
+        ...
 
-    def spec(self, name: str) -> Tensor:
-        """Shape and dtype of a tensor; its values may be missing."""
+    def array(self, name: str, /) -> Array:
+        """Return the values; they are made now."""
         ...
 
 
@@ -59,53 +71,44 @@ class Placement:
     length: int
 
 
-def plan_shards(source: TensorSource, stem: str, *, one_file: bool = False) -> dict[str, list[str]]:
-    """File name -> tensor names, in the source's order: `stem.safetensors`, or `stem-00001.safetensors` and so on."""
+def plan_shards(source: TensorSource, *, one_file: bool = False) -> dict[str, list[str]]:
+    """Return weight file -> tensor names, in the source's order; several files from `SHARD_BYTES` on."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in source:
-        size = _size(source.spec(name))
+        size = source.spec(name).nbytes
         if shards[-1] and filled + size > SHARD_BYTES and not one_file:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
     if len(shards) == 1:
-        return {f"{stem}.safetensors": shards[0]}
-    return {f"{stem}-{i:05d}.safetensors": names for i, names in enumerate(shards, 1)}
-
-
-def weight_files(files: Iterable[str], stem: str) -> list[str]:
-    """Those of an artifact's files that `plan_shards` named, in order."""
-    wanted = PurePosixPath(stem)
-    return sorted(f for f in files if PurePosixPath(f).match(f"{wanted}.safetensors") or _is_shard(f, wanted))
-
-
-def _is_shard(file: str, stem: PurePosixPath) -> bool:
-    return PurePosixPath(file).match(f"{stem}-[0-9][0-9][0-9][0-9][0-9].safetensors")
+        return {weight_file(): shards[0]}
+    return {weight_file(i): names for i, names in enumerate(shards, 1)}
 
 
 def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-    """Write one safetensors file, holding one tensor at a time.
+    """Write one safetensors file, holding one tensor at a time; return where each tensor is.
 
-    Tensors of whole cache lines come first, so that those start on one in the file; a memory map of it can be used in
-    place.
+    Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
+    be used in place.
 
     Args:
-        root: folder of the artifact. file: name in it. names: what to write. source: asked for each tensor once, in the
-            order of `names`.
-
-    Returns:
-        Where each tensor is.
+        root: folder of the artifact. file: name in it.
+        names: what to write. source: asked for each tensor once, in the order of `names`.
     """
     names = list(names)
-    layout = sorted(names, key=lambda n: _rank(source.spec(n)))
-    header, places, at = {}, {}, 0
-    for name in layout:
-        spec = source.spec(name)
-        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + _size(spec)]}
-        places[name] = at
-        at += _size(spec)
+    specs = {name: source.spec(name) for name in names}
+    places, at = dict[str, int](), 0
+    header: dict[str, Any] = {}
+    for name in sorted(names, key=lambda n: _rank(specs[n])):
+        spec, places[name] = specs[name], at
+        at += spec.nbytes
+        header[name] = {
+            "dtype": spec.dtype.safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [places[name], at],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     start = 8 + len(text)
@@ -113,8 +116,8 @@ def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSo
         chunks = _Chunks(stream, start + at)
         chunks.write(0, memoryview(len(text).to_bytes(8, "little") + text))
         for name in names:
-            chunks.write(start + places[name], _bytes(name, source[name], source.spec(name)))
-    return {n: Placement(file, start + places[n], _size(source.spec(n))) for n in names}
+            chunks.write(start + places[name], _bytes(name, source.array(name), specs[name]))
+    return {n: Placement(file, start + places[n], specs[n].nbytes) for n in names}
 
 
 class _Chunks:
@@ -133,7 +136,7 @@ class _Chunks:
         stream.truncate(size)
 
     def write(self, at: int, data: memoryview) -> None:
-        """Puts bytes at an offset; a chunk goes to the file when it is full."""
+        """Put bytes at an offset; a chunk goes to the file when it is full."""
         while data:
             inside = at % CHUNK
             whole = len(data) // CHUNK * CHUNK if inside == 0 else 0
@@ -143,7 +146,7 @@ class _Chunks:
             at, data = at + taken, data[taken:]
 
     def _keep(self, start: int, inside: int, data: memoryview) -> int:
-        """Copies what belongs to the chunk at `start`; how many bytes that were."""
+        """Copy what belongs to the chunk at `start`; return how many bytes that were."""
         length = min(CHUNK, self._size - start)
         chunk, filled = self._open.pop(start, None) or (bytearray(length), 0)
         taken = min(len(data), length - inside)
@@ -160,64 +163,101 @@ class _Chunks:
             data = data[self._stream.write(data) :]
 
 
-def _rank(spec: Tensor) -> tuple[bool, int]:
-    return _size(spec) % ALIGNMENT != 0, -spec.dtype.itemsize
+def _rank(spec: TensorSpec) -> tuple[bool, int]:
+    return spec.nbytes % ALIGNMENT != 0, -spec.dtype.itemsize
 
 
-def _size(spec: Tensor) -> int:
-    return spec.numel() * spec.dtype.itemsize
+def _bytes(name: str, array: Array, spec: TensorSpec) -> memoryview:
+    found = TensorSpec.of(array)
+    if found != spec:
+        texts = [f"{s.dtype.name} {list(s.shape)}" for s in (found, spec)]
+        raise InternalError(f"{name} is {texts[0]}, not {texts[1]}")
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _bytes(name: str, value: Tensor, spec: Tensor) -> memoryview:
-    if value.shape != spec.shape or value.dtype != spec.dtype:
-        raise InternalError(f"{name} is {value.dtype} {list(value.shape)}, not {spec.dtype} {list(spec.shape)}")
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8))
+class Arrays:
+    """Arrays in memory, as a source."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = dict(arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return element type and shape."""
+        return TensorSpec.of(self._arrays[name])
+
+    def array(self, name: str) -> Array:
+        """Return the array."""
+        return self._arrays[name]
 
 
-@dataclass(frozen=True)
-class WrittenTensors:
-    """Tensors that were written to files, as a source of weights: nothing is made a second time.
-
-    Attributes:
-        root: folder of the files. places: where each tensor is. specs: shape and dtype of each.
-    """
-
-    root: Path
-    places: Mapping[str, Placement]
-    specs: TensorSource
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor as it was written, or its rows [begin, end) along the first axis."""
-        place, spec = self.places[name], self.specs.spec(name)
-        data = torch.from_numpy(np.fromfile(self.root / place.file, np.uint8, place.length, offset=place.offset))
-        whole = data.view(spec.dtype).reshape(spec.shape)
-        return whole if rows is None else whole[slice(*rows)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.specs.spec(name).shape)
-
-
-class LazyTensors(Mapping[str, Tensor]):
+class LazyStreams:
     """Byte streams that are made when they are asked for.
 
     Args:
-        streams: name -> (bytes, what makes the uint8 tensor of that length), in order.
+        streams: name -> (bytes, what makes the uint8 array of that length), in order.
     """
 
-    def __init__(self, streams: Mapping[str, tuple[int, Callable[[], Tensor]]]) -> None:
+    def __init__(self, streams: Mapping[str, tuple[int, Callable[[], Array]]]) -> None:
         self._streams = dict(streams)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._streams[name][1]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._streams)
 
-    def __len__(self) -> int:
-        return len(self._streams)
+    def spec(self, name: str) -> TensorSpec:
+        """Return element type and shape."""
+        return TensorSpec(DTYPES["uint8"], (self._streams[name][0],))
 
-    def spec(self, name: str) -> Tensor:
-        """Shape and dtype."""
-        return torch.empty(self._streams[name][0], dtype=torch.uint8, device="meta")
+    def array(self, name: str) -> Array:
+        """Return the bytes; they are made now."""
+        return self._streams[name][1]()
+
+
+def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to one safetensors file; same arrays, same bytes."""
+    file = Path(path)
+    write_streamed(file.parent, file.name, sorted(arrays), Arrays(arrays))
+
+
+class _Entry(BaseModel):
+    """What the header of a safetensors file says of one tensor."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
+
+
+def load_tensors(path: str | Path) -> dict[str, Array]:
+    """Return all tensors of a safetensors file, as arrays over one private memory map of it.
+
+    A page is read when it is first touched. Writing to an array changes the array only.
+
+    Raises:
+        ArtifactError: missing, or not a valid safetensors file.
+    """
+    file = Path(path)
+    try:
+        data = np.memmap(file, np.uint8, "c")
+        end = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:end].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
+    except ValidationError as error:
+        raise ArtifactError("the tensor file cannot be read: its header is malformed", where=str(file)) from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(file)) from error
+
+
+def _view(data: Array, entry: _Entry) -> Array:
+    begin, end = entry.data_offsets
+    spec = TensorSpec(BY_SAFETENSORS[entry.dtype], entry.shape)
+    if not 0 <= begin <= end <= data.size or end - begin != spec.nbytes:
+        raise ValueError(f"bytes {begin} to {end} do not hold {spec.dtype.name} {list(spec.shape)}")
+    return np.asarray(data[begin:end]).view(spec.dtype.numpy).reshape(spec.shape)

@@ -38,25 +38,12 @@ class Thresholds(BaseModel):
     inputs: str
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-safe; infinite thresholds are strings."""
+        """Return a JSON-safe dict; infinite thresholds are strings."""
         return self.model_dump(mode="json")
 
     def save(self, path: str | Path) -> None:
         """Write the file; same thresholds, same bytes."""
         Path(path).write_text(json.dumps(self.to_json(), sort_keys=True, indent=1) + "\n", "utf-8")
-
-    @classmethod
-    def from_json(cls, data: Any, where: str) -> Self:
-        """The inverse of `to_json`.
-
-        Raises:
-            ArtifactError: malformed.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            text = "; ".join(describe_validation(error))
-            raise ArtifactError(f"the thresholds are malformed: {text}", where=where) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -69,10 +56,14 @@ class Thresholds(BaseModel):
             data = json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ArtifactError(f"the thresholds cannot be read: {error}", where=str(path)) from error
-        return cls.from_json(data, str(path))
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            text = "; ".join(describe_validation(error))
+            raise ArtifactError(f"the thresholds are malformed: {text}", where=str(path)) from error
 
     def check(self, gates: Sequence[str | None], where: str) -> None:
-        """Raises ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""
+        """Raise ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""
         compiled = sorted({g for g in gates if g is not None})
         if len(gates) != len(self.values) or compiled not in ([], [self.gate]):
             what = f"thresholds of gate {self.gate} for {len(self.values)} layers do not fit "

@@ -20,7 +20,7 @@ from fastcar_compile.calibration.layers import Attend, Stages
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate, GateValues
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ops.replay import decide
+from fastcar_compile.ops.replay import ReplayRule, decide
 from fastcar_compile.ops.window import row_of
 
 
@@ -286,12 +286,9 @@ class _LayerReplay:
         now = x.reshape(rows, -1, x.shape[-1])[:, :count].transpose(0, 1)
         fresh = output.reshape(rows, -1, output.shape[-1])[:, :count].transpose(0, 1)
         score = self._score(query[:, :, :count], key_cache, steps, now, self.inputs[slots]).reshape(count, rows)
-        rules = self.rules
-        limits = (-1 if rules.max_chain is None else rules.max_chain, rules.couple_cfg, rules.refresh_every or 0)
-        at_most = self.gate.comparison is Comparison.AT_MOST
         chain = self.chain[slots]
         tau = torch.tensor(self.threshold, dtype=torch.float32)
-        replay = decide(score, tau, steps[:, None], chain, frame, *limits, at_most)
+        replay = decide(score, tau, steps[:, None], chain, self._rule())
         y = torch.where(replay[..., None], self.outputs[slots], fresh)
         self.outputs[slots] = y
         self.inputs[slots] = torch.where(replay[..., None], self.inputs[slots], now)
@@ -302,6 +299,11 @@ class _LayerReplay:
         result = output.clone()
         result.view(rows, -1, output.shape[-1])[:, :count] = y.transpose(0, 1)
         return result
+
+    def _rule(self) -> ReplayRule:
+        rules, at_most = self.rules, self.gate.comparison is Comparison.AT_MOST
+        longest = -1 if rules.max_chain is None else rules.max_chain
+        return ReplayRule(self.config.tokens_per_frame, longest, rules.couple_cfg, rules.refresh_every or 0, at_most)
 
     def _score(self, query: Tensor, key_cache: Tensor, steps: Tensor, now: Tensor, cached: Tensor) -> Tensor:
         """Return the gate's scores [tokens * B]: the tokens of a chunk become rows of the gate's own operator."""

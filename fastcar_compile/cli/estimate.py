@@ -95,25 +95,25 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     from fastcar_compile.estimate.system import Workload
     from fastcar_compile.formats import kv_type
     from fastcar_compile.formats.quant import ACCELERATED
-    from fastcar_compile.targets import Target, load_target
+    from fastcar_compile.targets import load_target
 
-    sections = fc.load(str(path)).manifest.sections
-    config, accelerator = sections["config"], sections["accelerator"]
-    own = Target.model_validate(sections["target"])
-    board = own if target is None else load_target(target)
-    design = design_from_json(accelerator["design"]) if accelerator is not None and board == own else None
-    ring, kept = sections["decoder"].get("ring"), kv_type(config.get("kv", "float32"))
+    manifest = fc.load(str(path)).manifest
+    options, accelerator, layers = manifest.options, manifest.accelerator, manifest.layers.layers
+    board = manifest.target if target is None else load_target(target)
+    same = accelerator is not None and board == manifest.target
+    design = design_from_json(accelerator.design.model_dump(exclude_none=True)) if same else None
+    ring, kept = manifest.decoder.config.ring, kv_type(options.kv)
     work = Workload(
-        shape_of_sections(sections),
-        config["quant"] if config["quant"] in ACCELERATED else SHAPE_QUANT,
-        max(1, config["max_seq_len"] // 2),
-        batch=config["batch_size"],
-        offload=config.get("offload", "mlp"),
+        shape_of_sections(manifest.decoder.config, layers),
+        options.quant if options.quant in ACCELERATED else SHAPE_QUANT,
+        max(1, options.max_seq_len // 2),
+        batch=options.batch_size,
+        offload=options.offload,
         kv_bits=kept.bits,
         kv_block=kept.block,
-        sink_window=None if ring is None else (ring["sinks"], ring["window"]),
-        kv_rows=None if ring is None else ring["sinks"] + ring["rows"],
-        gate=GateModel.of_sections(config, sections["sites"]),
+        sink_window=None if ring is None else (ring.sinks, ring.window),
+        kv_rows=None if ring is None else ring.capacity,
+        gate=GateModel.of_sections(options.replay, layers),
     )
     return work, board, design
 

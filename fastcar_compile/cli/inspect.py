@@ -13,7 +13,6 @@ from fastcar_compile.cli.options import require_one
 from fastcar_compile.cli.output import (
     Column,
     count_text,
-    jsonable,
     print_fields,
     print_json,
     print_table,
@@ -25,6 +24,7 @@ from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
+    from fastcar_compile.artifact.sections import HostSection, LayerPart
 
 
 @command
@@ -49,7 +49,7 @@ def inspect_command(
         show("checking the files")
         loaded = fc.load(str(artifact))
     if sites:
-        _show_sites(loaded.sites, as_json)
+        _show_sites(loaded.manifest.layers.layers, as_json)
     elif before or after:
         graph = loaded.original_graph if before else loaded.graph
         _show_text("graph", graph_text(graph), as_json)
@@ -72,8 +72,8 @@ def _show_text(name: str, text: str, as_json: bool) -> None:
         print_text(text)
 
 
-def _show_sites(sites: Iterable[object], as_json: bool) -> None:
-    rows: list[dict[str, Any]] = [jsonable(site) for site in sites]
+def _show_sites(sites: Iterable[LayerPart], as_json: bool) -> None:
+    rows = [site.model_dump(mode="json") for site in sites]
     if as_json:
         print_json({"sites": rows})
         return
@@ -83,13 +83,12 @@ def _show_sites(sites: Iterable[object], as_json: bool) -> None:
     print_table(columns, ([str(row.get(name, "-")) for name in names] for row in rows))
 
 
-def host_lines(host: Mapping[str, Any]) -> list[str]:
-    """Return one line for each CPU that the artifact has libraries for; `host` is the manifest's section."""
-    lines = [f"{v['instruction_set']} ({v['triple']})" for v in host.get("variants", [])]
-    board = host.get("board")
-    if board is not None:
-        kind = "the board's" if board["linked"] else "the board's, object files"
-        lines.append(f"{board['cpu']} ({board['triple']}), {kind}")
+def host_lines(host: HostSection) -> list[str]:
+    """Return one line for each CPU that the artifact has libraries for."""
+    lines = [f"{v.instruction_set} ({v.triple})" for v in host.variants]
+    if (board := host.board) is not None:
+        kind = "the board's" if board.linked else "the board's, object files"
+        lines.append(f"{board.cpu} ({board.triple}), {kind}")
     return lines
 
 
@@ -97,13 +96,13 @@ def _show_summary(loaded: Artifact, as_json: bool) -> None:
     manifest = loaded.manifest
     size = sum(entry.size for entry in manifest.files.values())
     if as_json:
-        fields = {"path": loaded.path, "bytes": size, "layers": len(loaded.sites)}
+        fields = {"path": loaded.path, "bytes": size, "num_layers": len(manifest.layers.layers)}
         print_json(fields | manifest.model_dump(mode="json"))
         return
-    counts = f"{count_text(len(loaded.sites), 'layer')}, {count_text(len(manifest.files), 'file')}"
+    counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
     print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
-    fields = config_fields(manifest.sections["config"])
-    libraries = host_lines(manifest.sections.get("host", {}))
+    fields = config_fields(manifest.options.to_json())
+    libraries = host_lines(manifest.host)
     if libraries:
         fields["libraries"] = "; ".join(libraries)
     fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))

@@ -12,7 +12,6 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_tokens, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.cli.sizes import decoder_sizes
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def run_command(
     with stages(as_json, "run") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
-        ids = to_rows(ids, decoder_sizes(loaded.manifest).batch_size)
+        ids = to_rows(ids, loaded.config.batch_size)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}
         session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)

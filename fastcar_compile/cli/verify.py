@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,6 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
-from fastcar_compile.cli.sizes import Sizes, decoder_sizes
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fastcar_compile import Artifact
+    from fastcar_compile.artifact.manifest import Sections
+    from fastcar_compile.artifact.sections import DecoderConfig
 
 REFERENCE = "eager"
 
@@ -72,9 +73,9 @@ def verify_command(
     with stages(as_json, "verify") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
-        names = names or default_backends(loaded.manifest.sections)
-        tolerance = default_tolerance(loaded.manifest.sections) if tolerance is None else tolerance
-        sizes = decoder_sizes(loaded.manifest)
+        names = names or default_backends(loaded.manifest)
+        tolerance = default_tolerance(loaded.manifest) if tolerance is None else tolerance
+        sizes = loaded.config
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)
         traces = {name: _trace(loaded, name, limits, inputs, show) for name in [REFERENCE, *names]}
     reference = traces[REFERENCE]
@@ -88,16 +89,16 @@ def verify_command(
     return ExitCode.OK if all(result.ok for result in results) else ExitCode.MISMATCH
 
 
-def default_backends(sections: Mapping[str, Any]) -> list[str]:
+def default_backends(manifest: Sections) -> list[str]:
     """Return every backend of the artifact but the reference; `hls-csim` where it has accelerator kernels."""
-    return ["cpu", "onnxruntime", *(["hls-csim"] if sections.get("accelerator") else [])]
+    return ["cpu", "onnxruntime", *(["hls-csim"] if manifest.accelerator else [])]
 
 
-def default_tolerance(sections: Mapping[str, Any]) -> float:
+def default_tolerance(manifest: Sections) -> float:
     """Return the largest difference of logits that the quantisation format explains."""
     from fastcar_compile.formats import quant_format
 
-    return quant_format(sections.get("config", {}).get("quant", "none")).tolerance
+    return quant_format(manifest.options.quant).tolerance
 
 
 def _names(text: str) -> list[str]:
@@ -107,7 +108,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def steps_for(sizes: Sizes, tokens: int | None) -> int:
+def steps_for(sizes: DecoderConfig, tokens: int | None) -> int:
     """Return the decode steps to run: as asked, else two frames, or what the cache holds after a prompt of one token.
 
     Raises:
@@ -125,7 +126,7 @@ def steps_for(sizes: Sizes, tokens: int | None) -> int:
     return tokens
 
 
-def random_inputs(sizes: Sizes, steps: int, seed: int) -> NDArray[Any]:
+def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
     """Return seeded inputs, the prompt's one token first: int64 [B, 1 + steps], headless float32 [B, 1 + steps, H].
 
     Raises:

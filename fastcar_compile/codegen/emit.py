@@ -1,91 +1,111 @@
-"""Write an artifact: graphs, weights, host libraries, ONNX, HLS project, DRS table and report."""
+"""Write an artifact: graphs, weights, then what every emitter adds, then the report."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from fastcar_compile.artifact import layout
+from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.report import write_report
-from fastcar_compile.artifact.store import ArtifactWriter
-from fastcar_compile.artifact.tensor_files import Placement, WrittenTensors, plan_shards
-from fastcar_compile.codegen.hls.board.host_program import SOURCES, host_sources
-from fastcar_compile.codegen.hls.emit_accelerator import emit_accelerator
-from fastcar_compile.codegen.onnx.export import EXTERNAL_DATA_FROM, ONNX_EXTERNAL, ONNX_INLINE, export_onnx
-from fastcar_compile.codegen.tvm.emit import emit_host
+from fastcar_compile.artifact.sections import (
+    AcceleratorSection,
+    HostSection,
+    OnnxSection,
+    PipelineSection,
+    Section,
+)
+from fastcar_compile.artifact.tensor_files import Placement, plan_shards
+from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.codegen.base import EMITTERS, EmitContext, Emitter, Progress
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import graph_file_text, program_sections
+from fastcar_compile.ir.program_json import decoder_section, graph_file_text, layers_section
+from fastcar_compile.ir.tensors import ParameterSource, WrittenTensors
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights
 from fastcar_compile.targets import Target
 
-Progress = Callable[[str], None]
-WEIGHTS = "weights/model"
-"""Stem of the weight files."""
+
+@dataclass(frozen=True)
+class Build:
+    """One artifact to write.
+
+    Args:
+        options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
+        passes: the pipeline that ran, as text. output: folder. say: reports a stage.
+    """
+
+    options: CompileConfig
+    target: Target
+    variants: Sequence[InstructionSet]
+    passes: str
+    output: Path
+    say: Progress
 
 
-def emit_artifact(
-    program: DecoderProgram,
-    original: DecoderProgram,
-    config: CompileConfig,
-    board: Target,
-    pipeline: str,
-    output: Path,
-    say: Progress,
-    variants: Sequence[InstructionSet],
-) -> Path:
-    """Write everything below `output`, atomically; returns its path."""
-    with ArtifactWriter(output) as writer:
+def emit_artifact(program: DecoderProgram, original: DecoderProgram, build: Build) -> Path:
+    """Write everything below `build.output`, atomically; return its path."""
+    with ArtifactWriter(build.output) as writer:
         _emit_graphs(writer, program, original)
-        say("writing the weights")
-        places = _emit_weights(writer, program, one_file=board.kind == "fpga")
+        build.say("writing the weights")
+        places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
         if program.lazy is not None:
-            # Whoever reads weights from here on takes them from the files: they are quantised once.
-            written = WrittenTensors(writer.root, places, program.params)
+            # Later readers of weights take them from the files: they are quantised once.
+            params = ParameterSource(program.params)
+            written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
             program = dataclasses.replace(program, lazy=LazyWeights(written))
-        say("exporting to ONNX")
-        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
-        model = ONNX_EXTERNAL if external else ONNX_INLINE
-        export_onnx(program, writer.file(model), places if external else None)
-        accelerator = None
-        if board.kind == "fpga":
-            say("writing the HLS project and the DRS table")
-            accelerator = emit_accelerator(writer, program, config, board)
-        say("lowering with TVM")
-        host = emit_host(
-            writer, program, board, variants=variants, accelerator=accelerator is not None, offload=config.offload
-        )
-        if host["board"] is not None:
-            for name, text in host_sources(program, host["board"], accelerator).items():
-                writer.write_text(f"{SOURCES}/{name}", text)
-        sections = program_sections(program) | {
-            "config": config.to_json(),
-            "target": board.model_dump(mode="json"),
-            "pipeline": pipeline,
-            "log": program.log,
-            "host": host,
-            "accelerator": accelerator,
-        }
-        for name, value in sections.items():
-            writer.section(name, value)
-        write_report(writer, program, sections)
-        say("checking and placing the files")
+        context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
+        sections = _sections(program, build, _run_emitters(program, context))
+        write_report(writer, sections)
+        writer.finish(sections)
+        build.say("checking and placing the files")
     return writer.path
 
 
+def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Section]:
+    """Run every emitter in the registry's order; return their sections by the emitter's name."""
+    found: dict[str, Section] = {}
+    for name in EMITTERS.names():
+        emitter: Emitter = EMITTERS.load(name)()
+        section = emitter.emit(program, dataclasses.replace(context, sections=found))
+        if section is not None:
+            found = {**found, name: section}
+    return found
+
+
+def _sections(program: DecoderProgram, build: Build, emitted: Mapping[str, Section]) -> Sections:
+    host, accelerator, onnx = emitted.get("tvm"), emitted.get("hls"), emitted.get("onnx")
+    if not isinstance(host, HostSection) or not isinstance(accelerator, AcceleratorSection | None):
+        raise InternalError("an emitter returned a section of another type")
+    return Sections(
+        options=build.options,
+        target=build.target,
+        decoder=decoder_section(program),
+        layers=layers_section(program),
+        pipeline=PipelineSection(passes=build.passes, log=tuple(program.log)),
+        host=host,
+        accelerator=accelerator,
+        onnx=onnx if isinstance(onnx, OnnxSection) else None,
+        extensions={n: s.model_dump(mode="json") for n, s in emitted.items() if n not in EMITTERS.built_in},
+    )
+
+
 def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
-    """The weight files, or one file, as the host program of a board reads it; returns where each parameter is."""
+    """Write the weight files, or one file, as the host program of a board reads it; return where each parameter is."""
     places: dict[str, Placement] = {}
-    params = program.params
-    for file, names in plan_shards(params, WEIGHTS, one_file=one_file).items():
+    params = ParameterSource(program.params)
+    for file, names in plan_shards(params, one_file=one_file).items():
         places |= writer.write_streamed(file, names, params)
     return places
 
 
 def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram) -> None:
-    writer.write_text("graph/before.txt", graph_to_text(original.graph_module))
-    writer.write_text("graph/after.txt", graph_to_text(program.graph_module))
-    writer.write_text("graph/before.json", graph_file_text(original))
-    writer.write_text("graph/after.json", graph_file_text(program))
+    writer.write_text(layout.TEXT_BEFORE, graph_to_text(original.graph_module))
+    writer.write_text(layout.TEXT_AFTER, graph_to_text(program.graph_module))
+    writer.write_text(layout.GRAPH_BEFORE, graph_file_text(original))
+    writer.write_text(layout.GRAPH_AFTER, graph_file_text(program))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastcar_compile.artifact.sections import LayerPart
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.gates import GATES, decided_on_accelerator
@@ -47,15 +49,13 @@ class GateModel:
         return cls(name, own, not decided_on_accelerator(name, None, None))
 
     @classmethod
-    def of_sections(cls, config: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> GateModel:
-        """That of an artifact, from its manifest's sections; the most units of any layer."""
-        gated = [site for site in sites if site["replay"]]
-        replay = config["replay"]
+    def of_sections(cls, replay: ReplayConfig | None, layers: Sequence[LayerPart]) -> GateModel:
+        """Return the gate of an artifact, with the most units of any layer."""
+        gated = [layer.replay for layer in layers if layer.replay is not None]
         if replay is None or not gated:
             return cls()
-        rules = (gated[0]["replay"]["gate"], gated[0]["replay"]["heads"], replay["refresh_every"])
-        units = max(site["replay"]["gate_units"] or 0 for site in gated)
-        return cls(replay["gate"], units, not decided_on_accelerator(*rules))
+        units = max(part.gate_units or 0 for part in gated)
+        return cls(replay.gate, units, not decided_on_accelerator(gated[0].gate, gated[0].heads, replay.refresh_every))
 
     @property
     def caches_input(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fastcar_compile.artifact.sections import DecoderConfig, LayerPart
 from fastcar_compile.errors import UserError
 from fastcar_compile.formats import quant_format
 
@@ -89,7 +90,7 @@ class DecoderShape(BaseModel):
         return self.layers * rows * positions * 2 * self.kv_heads * (self.head_dim * bits // 8 + exponents)
 
     def mlp_cache_bytes(self, rows: int) -> int:
-        """Return the bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row."""
+        """Bytes of the MLP cache: one float32 row per layer, slot of the frame and batch row."""
         return self.layers * self.tokens_per_frame * rows * self.hidden * 4
 
 
@@ -114,40 +115,41 @@ def load_shape(name: str) -> DecoderShape:
     return DecoderShape(name=name, **table[name])
 
 
-def shape_of_sections(sections: Mapping[str, Any]) -> DecoderShape:
-    """The shape of a compiled decoder, from its manifest's sections `decoder` and `sites`.
+def shape_of_sections(config: DecoderConfig, layers: Sequence[LayerPart]) -> DecoderShape:
+    """Return the shape of a compiled decoder.
 
     Raises:
         UserError: the layers differ in size; the model has one size for all.
     """
-    decoder, sites = sections["decoder"], sections["sites"]
-    keys = ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "gated", "activation")
-    sites = [{"layer": s["layer"], **s["mlp"], **s["attention"]} for s in sites]
-    _require_equal(sites, keys)
-    site = sites[0]
-    stride = decoder["tokens_per_frame"]
+    _require_equal(layers)
+    mlp, attention, stride = layers[0].mlp, layers[0].attention, config.tokens_per_frame
     return DecoderShape(
         name="artifact",
-        layers=len(sites),
-        hidden=site["hidden"],
-        intermediate=site["intermediate"],
-        heads=site["num_heads"],
-        kv_heads=site["num_kv_heads"],
-        head_dim=site["head_dim"],
-        vocab=decoder["vocab_size"] or 0,
-        gated=site["gated"],
-        activation=site["activation"],
+        layers=len(layers),
+        hidden=mlp.hidden,
+        intermediate=mlp.intermediate,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        vocab=config.vocab_size or 0,
+        gated=mlp.gated,
+        activation=mlp.activation,
         tokens_per_frame=stride,
-        frames=max(1, decoder["max_seq_len"] // stride),
+        frames=max(1, config.max_seq_len // stride),
         source="manifest.json",
     )
 
 
-def _require_equal(sites: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    for site in sites[1:]:
-        differing = [key for key in keys if site[key] != sites[0][key]]
+def _require_equal(layers: Sequence[LayerPart]) -> None:
+    def sizes(layer: LayerPart) -> dict[str, Any]:
+        heads = layer.attention.model_dump(include={"num_heads", "num_kv_heads", "head_dim"})
+        return layer.mlp.model_dump(include={"hidden", "intermediate", "gated", "activation"}) | heads
+
+    first = sizes(layers[0])
+    for layer in layers[1:]:
+        differing = [key for key, value in sizes(layer).items() if value != first[key]]
         if differing:
             raise UserError(
-                f"layer {site['layer']} differs from layer 0 in {', '.join(differing)}",
+                f"layer {layer.layer} differs from layer 0 in {', '.join(differing)}",
                 hint="the hardware model covers decoders whose layers have one size",
             )

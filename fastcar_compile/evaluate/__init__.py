@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastcar_compile.calibration import program_key, program_of, search_of
+from fastcar_compile.calibration.calibrate import program_key, program_of, search_of
 from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError

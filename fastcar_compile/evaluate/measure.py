@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastcar_compile.calibration import Evaluator, Rules, rules_of
-from fastcar_compile.calibration.evaluator import Details
+from fastcar_compile.calibration.calibrate import rules_of
+from fastcar_compile.calibration.evaluator import Details, Evaluator, Rules
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate.cases import Case

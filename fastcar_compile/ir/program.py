@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.sections.decoder import DecoderConfig as DecoderConfig
+from fastcar_compile.artifact.sections.decoder import Ring as Ring
+from fastcar_compile.artifact.sections.decoder import StateRole as StateRole
 from fastcar_compile.ir.modules import placeholder_names, tensor_attributes
 from fastcar_compile.ir.query import value_of
 from fastcar_compile.ir.sites import LayerSite, layer_sites
 from fastcar_compile.ir.weights import LazyWeights, Parameters
-
-
-class StateRole(StrEnum):
-    """What a state tensor is for."""
-
-    KEY_CACHE = "key_cache"
-    VALUE_CACHE = "value_cache"
-    MLP_CACHE = "mlp_cache"
-    GATE_CACHE = "gate_cache"
-    CHAIN_COUNT = "chain_count"
 
 
 @dataclass(frozen=True)
@@ -43,56 +35,6 @@ class StateSpec:
     def zeros(self) -> Tensor:
         """Return the state at reset."""
         return torch.zeros(self.shape, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/explanation/sparse_attention.md), in tokens.
-
-    A query at position p sees keys 0 .. sinks - 1 and p - window + 1 .. p. Position p >= sinks is at row
-    sinks + (p - sinks) mod rows. `positions`: "absolute", or "cache", where the sinks are met as if the positions
-    between them and the window did not exist.
-    """
-
-    sinks: int
-    window: int
-    rows: int
-    positions: str = "absolute"
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a key or value cache."""
-        return self.sinks + self.rows
-
-    @property
-    def attended(self) -> int:
-        """Keys that one query sees at most."""
-        return self.sinks + self.window
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and options that fix the graph.
-
-    batch_size rows B, max_seq_len S and tokens_per_frame F in tokens, hidden_size H, vocab_size V (None: headless),
-    prefill_chunk tokens of one prefill call (0: no prefill graph), takes_embeddings: input is float32 [B, T, H].
-    ring: sparse attention; None: attention to all positions, whose caches hold S rows.
-    """
-
-    batch_size: int
-    max_seq_len: int
-    tokens_per_frame: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int | None
-    takes_embeddings: bool
-    prefill_chunk: int
-    ring: Ring | None = None
-
-    @property
-    def input_name(self) -> str:
-        """Name of the token or embedding placeholder."""
-        return "inputs_embeds" if self.takes_embeddings else "tokens"
 
 
 @dataclass

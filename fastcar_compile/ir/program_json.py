@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from fastcar_compile.artifact.layout import GRAPH_AFTER
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import DecoderSection, LayerPart, LayersSection, State
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.ir.graph_json import Json, graph_from_json, graph_to_json
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, StateRole, StateSpec
-from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.ir.tensors import dtype_name, to_torch, torch_dtype
 
-_SITES = TypeAdapter(list[LayerSite])
 _CONFIG = TypeAdapter(DecoderConfig)
 
 
 def state_to_json(state: Iterable[StateSpec]) -> list[Json]:
     """Return names, shapes, dtypes and roles."""
     return [
-        {"name": s.name, "shape": list(s.shape), "dtype": _dtype_name(s.dtype), "role": str(s.role), "layer": s.layer}
+        {"name": s.name, "shape": list(s.shape), "dtype": dtype_name(s.dtype), "role": str(s.role), "layer": s.layer}
         for s in state
     ]
 
@@ -38,23 +38,45 @@ def state_from_json(data: list[Json]) -> list[StateSpec]:
     """
     try:
         return [
-            StateSpec(d["name"], tuple(d["shape"]), getattr(torch, d["dtype"]), StateRole(d["role"]), d["layer"])
+            StateSpec(d["name"], tuple(d["shape"]), torch_dtype(d["dtype"]), StateRole(d["role"]), d["layer"])
             for d in data
         ]
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise ArtifactError(f"the state section is malformed: {error}") from error
 
 
-def program_sections(program: DecoderProgram) -> Json:
-    """Return what a manifest says of the program; infinities are strings."""
-    return {
-        "decoder": dataclasses.asdict(program.config),
-        "state": state_to_json(program.state),
-        "inputs": program.inputs,
-        "outputs": program.outputs,
-        "prefill_outputs": program.prefill_outputs,
-        "sites": [_plain_site(s) for s in program.sites],
-    }
+def decoder_section(program: DecoderProgram) -> DecoderSection:
+    """Return sizes, state, inputs and outputs of a program, for a manifest."""
+    return DecoderSection(
+        config=program.config,
+        state=tuple(
+            State(name=s.name, shape=s.shape, dtype=dtype_name(s.dtype), role=s.role, layer=s.layer)
+            for s in program.state
+        ),
+        inputs=tuple(program.inputs),
+        outputs=tuple(program.outputs),
+        prefill_outputs=tuple(program.prefill_outputs),
+        weight_bytes=program.params.nbytes(),
+    )
+
+
+def layers_section(program: DecoderProgram) -> LayersSection:
+    """Return where every layer is and what replay was inserted, for a manifest."""
+    return LayersSection(layers=tuple(LayerPart.model_validate(dataclasses.asdict(s)) for s in program.sites))
+
+
+def read_params(artifact: StoredArtifact) -> dict[str, Tensor]:
+    """Return every parameter of an artifact's rewritten graph, over memory maps of the weight files."""
+    return {name: to_torch(array) for name, array in artifact.arrays().items()}
+
+
+def read_program(artifact: StoredArtifact) -> DecoderProgram:
+    """Return the rewritten program of an artifact.
+
+    Raises:
+        ArtifactError: the graph cannot be read.
+    """
+    return program_from_json(artifact.json(GRAPH_AFTER), read_params(artifact))
 
 
 def config_from_json(data: Mapping[str, Any]) -> DecoderConfig:
@@ -67,18 +89,6 @@ def config_from_json(data: Mapping[str, Any]) -> DecoderConfig:
         return _CONFIG.validate_python(dict(data))
     except ValidationError as error:
         raise ArtifactError(f"the decoder section is malformed: {error}") from error
-
-
-def sites_from_json(data: list[Json]) -> list[LayerSite]:
-    """Return the layer sites.
-
-    Raises:
-        ArtifactError: the data is malformed.
-    """
-    try:
-        return _SITES.validate_python(data)
-    except ValidationError as error:
-        raise ArtifactError(f"the manifest's sites section is malformed: {error}") from error
 
 
 def program_to_json(program: DecoderProgram) -> Json:
@@ -140,15 +150,3 @@ def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta
 def graph_file_text(program: DecoderProgram) -> str:
     """Return the text of a graph file. People have the listing; with an indent Python's slow encoder would write it."""
     return json.dumps(program_to_json(program), sort_keys=True) + "\n"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _plain_site(site: LayerSite) -> Json:
-    data = dataclasses.asdict(site)
-    replay = data["replay"]
-    if replay is not None and math.isinf(replay["threshold"]):
-        replay["threshold"] = str(replay["threshold"])
-    return data

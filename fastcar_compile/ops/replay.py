@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 
-def decide(
-    score: Tensor,
-    threshold: Tensor,
-    step: Tensor,
-    chain: Tensor,
-    stride: int,
-    max_chain: int,
-    couple_cfg: bool,
-    refresh_every: int,
-    at_most: bool,
-) -> Tensor:
+@dataclass(frozen=True)
+class ReplayRule:
+    """The constants of a decision, as `gate` takes them."""
+
+    stride: int
+    max_chain: int
+    couple_cfg: bool
+    refresh_every: int
+    at_most: bool
+
+
+def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: ReplayRule) -> Tensor:
     """Return the decisions of `gate` for scores [..., B]; `step` and `chain` broadcast against them."""
-    replay = (score <= threshold) if at_most else (score >= threshold)
-    replay = replay & (step >= stride)
-    if refresh_every > 0:
-        replay = replay & (step // stride % refresh_every != 0)
-    if max_chain >= 0:
-        replay = replay & (chain < max_chain)
-    if couple_cfg:
+    replay = (score <= threshold) if rule.at_most else (score >= threshold)
+    replay = replay & (step >= rule.stride)
+    if rule.refresh_every > 0:
+        replay = replay & (step // rule.stride % rule.refresh_every != 0)
+    if rule.max_chain >= 0:
+        replay = replay & (chain < rule.max_chain)
+    if rule.couple_cfg:
         first, second = replay.chunk(2, -1)
         replay = torch.cat([first & second] * 2, -1)
     return replay
@@ -60,7 +63,8 @@ def gate(
         bool [B], True where the row replays.
     """
     slot = chain[int(step) % chain.shape[0]]
-    return decide(score, threshold, step, slot, stride, max_chain, couple_cfg, refresh_every, at_most)
+    rule = ReplayRule(stride, max_chain, couple_cfg, refresh_every, at_most)
+    return decide(score, threshold, step, slot, rule)
 
 
 @gate.register_fake

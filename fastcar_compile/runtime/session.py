@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from rich.progress import track
-from torch import Tensor
 
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import DecoderConfig
+from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError
-from fastcar_compile.ir.program import DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Backend
+from fastcar_compile.gates import gate_class
+from fastcar_compile.runtime.arrays import like, to_numpy
+from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
+from fastcar_compile.runtime.sampling import Sampler, greedy
 from fastcar_compile.runtime.stats import Stats
 
-Sampler = Callable[[Tensor], Tensor]
-"""logits float32 [B, V] -> token ids int64 [B]."""
 
+def open_session(
+    artifact: StoredArtifact, backend: str = "cpu", *, record: bool = False, threads: int | None = None
+) -> Session:
+    """Return a session with the compiled thresholds.
 
-def greedy(logits: Tensor) -> Tensor:
-    """The most probable token of every row."""
-    return logits.argmax(-1)
+    Args:
+        backend: one of `BACKENDS`. record: keep every replay decision. threads: CPU threads; None: all usable cores.
+
+    Raises:
+        BackendError: unknown backend, or one that cannot run here.
+    """
+    open_stepper: OpenStepper = BACKENDS.load(backend)
+    layers = artifact.manifest.layers
+    gates = {gate for gate in layers.gates if gate is not None}
+    return Session(
+        open_stepper(artifact, BackendOptions(threads)),
+        artifact.manifest.decoder.config,
+        layers.thresholds,
+        record=record,
+        gate=gates.pop() if gates else None,
+    )
 
 
 class Session:
     """One video at a time, on one backend. Sessions share weights, never state.
+
+    Inputs are numpy arrays, torch tensors, or anything that speaks DLPack. Torch tensors in give torch tensors out;
+    everything else gives numpy arrays.
 
     Attributes:
         stats: replay statistics since the last reset.
@@ -34,21 +54,22 @@ class Session:
 
     def __init__(
         self,
-        backend: Backend,
+        stepper: Stepper,
         config: DecoderConfig,
         thresholds: Sequence[float | None],
         *,
         record: bool = False,
-        never: float = np.inf,
+        gate: str | None = None,
     ) -> None:
-        self._backend, self._config, self._record, self._never = backend, config, record, never
+        self._stepper, self._config, self._record, self._gate = stepper, config, record, gate
+        self._never = np.inf if gate is None else gate_class(gate).comparison.never
         self._can_replay = [t is not None for t in thresholds]
         self.thresholds = self._filled(thresholds)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: caches, chains, position and statistics. Thresholds stay."""
-        self._backend.reset()
+        """Clear everything: caches, chains, position and statistics. Thresholds stay."""
+        self._stepper.reset()
         self._position = self._step = 0
         config = self._config
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, self._record)
@@ -61,15 +82,19 @@ class Session:
     def _filled(self, thresholds: Sequence[float | None]) -> Array:
         return np.array([self._never if t is None else t for t in thresholds], np.float32)
 
-    def set_threshold(self, threshold: float | Sequence[float | None] | None) -> None:
-        """One threshold for every layer that may replay, or one per layer. None: never, with any gate.
+    def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
+        """Set one threshold for every layer that may replay, one per layer, or calibrated ones, from the next step on.
 
-        Takes effect at the next step.
+        None: never, with any gate.
 
         Raises:
             InputError: wrong length, NaN, or a threshold for a layer that was compiled without replay.
+            ArtifactError: calibrated thresholds of another gate or number of layers.
         """
         layers = len(self.thresholds)
+        if isinstance(threshold, Thresholds):
+            threshold.check([self._gate if can else None for can in self._can_replay], "set_threshold")
+            threshold = threshold.values
         if threshold is None or isinstance(threshold, int | float):
             value = None if threshold is None else float(threshold)
             threshold = [value if can else None for can in self._can_replay]
@@ -85,7 +110,7 @@ class Session:
                 raise InputError(f"layer {layer} was compiled without replay", hint=hint)
         self.thresholds = self._filled(threshold)
 
-    def prefill(self, inputs: Any) -> Tensor:
+    def prefill(self, inputs: Any) -> Any:
         """Read a prompt. Prefill never replays.
 
         Args:
@@ -102,17 +127,17 @@ class Session:
         array = self._checked(inputs, steps=None)
         length = array.shape[1]
         self._require_room(length, "the prompt has")
-        chunk = self._backend.prefill_chunk or length
+        chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
             part = array[:, start : start + chunk]
             short = chunk - part.shape[1]
             padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
-            logits = self._backend.prefill(padded, start)[:, part.shape[1] - 1]
+            logits = self._stepper.prefill(padded, start)[:, part.shape[1] - 1]
         self._position = length
-        return torch.from_numpy(np.array(logits))
+        return like(inputs, np.array(logits))
 
-    def step(self, inputs: Any) -> Tensor:
+    def step(self, inputs: Any) -> Any:
         """One decode forward.
 
         Args:
@@ -126,17 +151,18 @@ class Session:
         """
         array = self._checked(inputs, steps=1)
         self._require_room(1, f"after {self._position} tokens the step adds")
-        result = self._backend.decode(array, self._position, self._step, self.thresholds)
+        result = self._stepper.decode(array, self._position, self._step, self.thresholds)
         self._position += 1
         self._step += 1
         self.stats.add(result.decisions)
-        return torch.from_numpy(np.array(result.logits[:, 0]))
+        return like(inputs, np.array(result.logits[:, 0]))
 
-    def generate(self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False) -> Tensor:
+    def generate(self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False) -> Any:
         """Reset, read the prompt, sample one token from it and decode the others: num_tokens - 1 decode forwards.
 
         Args:
-            prompt: int64 [B, P]. num_tokens: tokens to generate. sample: None is greedy.
+            prompt: int64 [B, P]. num_tokens: tokens to generate.
+            sample: given logits of the prompt's kind, numpy or torch; None is greedy.
 
         Returns:
             int64 [B, num_tokens].
@@ -157,11 +183,10 @@ class Session:
             )
         self.reset()
         sample = sample or greedy
-        tokens = [sample(self.prefill(ids)).to(torch.int64)]
-        steps = range(num_tokens - 1)
-        for _ in track(steps, "decoding") if progress else steps:
-            tokens.append(sample(self.step(tokens[-1])).to(torch.int64))
-        return torch.stack(tokens, 1)
+        tokens = [_sampled(sample, like(prompt, self.prefill(ids)))]
+        for _ in _steps(num_tokens - 1, progress):
+            tokens.append(_sampled(sample, like(prompt, self.step(tokens[-1]))))
+        return like(prompt, np.stack(tokens, 1))
 
     def _require_room(self, count: int, who: str) -> None:
         capacity = self._config.max_seq_len
@@ -172,7 +197,7 @@ class Session:
     def _checked(self, inputs: Any, steps: int | None) -> Array:
         """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
         config = self._config
-        array = inputs.detach().cpu().numpy() if isinstance(inputs, Tensor) else np.asarray(inputs)
+        array = to_numpy(inputs)
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
         if array.dtype != dtype:
             raise InputError(
@@ -197,3 +222,17 @@ class Session:
             raise InputError(
                 f"token {bad} is outside the vocabulary of {vocab_size}", hint=f"use ids 0 .. {vocab_size - 1}"
             )
+
+
+def _sampled(sample: Sampler, logits: Any) -> Array:
+    """Return the token ids that a sampler picks, int64 [B]."""
+    return to_numpy(sample(logits)).astype(np.int64)
+
+
+def _steps(count: int, progress: bool) -> Any:
+    """Return `count` turns, with a progress bar on request."""
+    if not progress:
+        return range(count)
+    from rich.progress import track
+
+    return track(range(count), "decoding")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastcar_compile.calibration import program_key
+from fastcar_compile.calibration.calibrate import program_key
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer

@@ -94,7 +94,7 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
         assert built.returncode == 0, built.stderr
         return library
 
-    return lambda a: build(a.path / "hls", json.dumps(a.manifest.sections["accelerator"]["kernels"]))
+    return lambda a: build(a.path / "hls", json.dumps([k.model_dump() for k in a.manifest.accelerator.kernels]))
 
 
 def argument_names(kernels: list[dict[str, Any]]) -> str:

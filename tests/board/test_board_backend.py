@@ -17,10 +17,11 @@ import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.codegen.hls.board.kernels import Argument, Kernel
 from fastcar_compile.codegen.hls.interface import KernelPort
-from fastcar_compile.codegen.tvm.isa import cpu_flags, instruction_set
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends import programs_for
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
+from fastcar_compile.runtime.backends.cpu import programs_for
+from fastcar_compile.runtime.backends.hls_csim import accelerator_of
+from fastcar_compile.runtime.cpu_flags import cpu_flags
 
 Faulty = Callable[..., FakeXrt]
 
@@ -32,9 +33,9 @@ def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.Monke
     def install(artifact: fc.Artifact, fault: str = "") -> FakeXrt:
         library = ctypes.CDLL(str(fake_library(artifact)))
         kernels = {}
-        for data in artifact.manifest.sections["accelerator"]["kernels"]:
-            kinds = ["scalar" if a["kind"] == "scalar" else "memory" for a in data["arguments"]]
-            kernels[data["name"]] = (kinds, getattr(library, data["name"]))
+        for kernel in accelerator_of(artifact).kernels:
+            kinds = ["scalar" if a.kind == "scalar" else "memory" for a in kernel.arguments]
+            kernels[kernel.name] = (kinds, getattr(library, kernel.name))
         fake = FakeXrt(kernels, fault)
         monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
         monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
@@ -72,7 +73,7 @@ def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> 
 def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
     fake = pyxrt(engine_artifact)
     decisions = assert_same_logits(engine_artifact)
-    linears = len(engine_artifact.manifest.sections["accelerator"]["linears"])
+    linears = len(accelerator_of(engine_artifact).linears)
     assert linears == 3  # q, k and v; o; the head
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
     assert starts(fake) == {"fastcar_drs": decisions.shape[0], "fastcar_engine": launched}
@@ -81,12 +82,12 @@ def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, p
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
     fake = pyxrt(artifact)
     session = artifact.session("board")
-    accelerator = artifact.manifest.sections["accelerator"]
-    compute, controller = (Kernel.from_json(k) for k in accelerator["kernels"])
+    accelerator = accelerator_of(artifact)
+    compute, controller = (Kernel.from_json(k.model_dump()) for k in accelerator.kernels)
     assert fake.calls[0] == ("xclbin", str(artifact.path / "drs" / "table.bin"))
     assert fake.calls[1:4] == [("device", 0), ("kernel", compute.name), ("kernel", controller.name)]
     loaded = [c[1:] for c in fake.calls if c[0] == "bo"]
-    section = accelerator["design"]["stream_bytes"] // len(compute.weights())
+    section = accelerator.design.stream_bytes // len(compute.weights())
     groups = [100 * len(compute.name) + compute.index(name) for name in compute.weights()]
     assert loaded == [(section, group) for group in groups] * 2
     fake.calls.clear()
@@ -178,7 +179,7 @@ def test_arguments_know_their_bytes() -> None:
 
 def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> None:
     pyxrt(artifact)
-    _, controller = (Kernel.from_json(k) for k in artifact.manifest.sections["accelerator"]["kernels"])
+    _, controller = (Kernel.from_json(k.model_dump()) for k in accelerator_of(artifact).kernels)
     unit = ComputeUnit(Device([controller]), controller)
     with pytest.raises(
         InternalError, match=r"fastcar_drs: arguments that were never filled: table, query, .*, capacity"
@@ -191,21 +192,19 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
-    host = artifact.manifest.sections["host"]
-    variant = host["variants"][0]
-    here, triple = cpu_flags(), variant["triple"]
-    assert programs_for(host, triple, here) == variant["programs"]
-    weaker = host | {"variants": [variant | {"flags": ["later"]}, variant | {"programs": {}}]}
-    assert programs_for(weaker, triple, here) == {}
+    host = artifact.manifest.host
+    variant, board = host.variants[0], host.board
+    assert board is not None
+    here, triple = cpu_flags(), variant.triple
+    assert programs_for(host, triple, here) == variant.programs
+    better = variant.model_copy(update={"flags": ("later",), "programs": board.programs})
+    assert programs_for(host.model_copy(update={"variants": (better, variant)}), triple, here) == variant.programs
     arm = "aarch64-linux-gnu"
-    assert programs_for(host, arm, frozenset())["decode"]["library"] == "host/aarch64-linux-gnu/decode.so"
-    name = variant["instruction_set"]
-    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  hint:  use another"
+    assert programs_for(host, arm, frozenset()).decode.library == "host/aarch64-linux-gnu/decode.so"
+    name = variant.instruction_set
+    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  hint:  compile it"
     with pytest.raises(BackendError, match=re.escape(text)):
         programs_for(host, triple, frozenset())
-    old = frozenset(instruction_set("sse4").flags)
-    with pytest.raises(BackendError, match=r"compile it with host_cpus naming one of: sse4$"):
-        programs_for(host, "x86_64-linux-gnu", old)
-    unlinked = host | {"board": host["board"] | {"linked": False}}
+    unlinked = host.model_copy(update={"board": board.model_copy(update={"linked": False})})
     with pytest.raises(BackendError, match=r"the libraries for aarch64-linux-gnu are object files, not linked"):
         programs_for(unlinked, arm, frozenset())

@@ -58,8 +58,8 @@ def build(artifact: fc.Artifact, native: Machine, fake_library: Fake, folder: Pa
     copy = folder / "artifact"
     shutil.copytree(artifact.path, copy)
     header = copy / "host" / "src" / "fastcar_program.hpp"
-    variant = artifact.manifest.sections["host"]["variants"][0]
-    folder_here = f"host/{variant['triple']}/{variant['instruction_set']}/"
+    variant = artifact.manifest.host.variants[0]
+    folder_here = f"host/{variant.triple}/{variant.instruction_set}/"
     header.write_text(header.read_text().replace("host/aarch64-linux-gnu/", folder_here))
     done = native.build(copy, folder, "board", CXXFLAGS="-O0")
     assert done.returncode == 0, done.stderr
@@ -104,9 +104,10 @@ def test_tokens_are_equal_with_linears_offloaded(
 def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> None:
     done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9, fault=fault)
     assert done.returncode == 2
-    accelerator = built.artifact.manifest.sections["accelerator"]
-    ports = sum(a["name"].startswith("weights_") for a in accelerator["kernels"][0]["arguments"])
-    section = accelerator["design"]["stream_bytes"] // ports
+    accelerator = built.artifact.manifest.accelerator
+    assert accelerator is not None
+    ports = sum(a.name.startswith("weights_") for a in accelerator.kernels[0].arguments)
+    section = accelerator.design.stream_bytes // ports
     assert text.format(xclbin=built.xclbin, section=section) in done.stderr
     assert done.stdout == ""
 

@@ -7,14 +7,15 @@ import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tvm
+from manifests import sections
 from tvm import relax
 
-from fastcar_compile.artifact.store import ArtifactWriter
+from fastcar_compile.artifact.sections import BoardPart, HostSection
+from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.tvm.build import LoweredModule
 from fastcar_compile.codegen.tvm.emit import cross_compiler, emit_board
 from fastcar_compile.codegen.tvm.isa import host_instruction_set
@@ -32,9 +33,11 @@ def lowered() -> LoweredModule:
     return LoweredModule(None, ("x",), (), ("y",), 0, module).retarget(host_instruction_set())
 
 
-def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> dict[str, Any]:
+def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> BoardPart:
     with ArtifactWriter(folder) as writer:
-        return emit_board(writer, {"decode": lowered}, load_target(target), machine)
+        board = emit_board(writer, {"decode": lowered}, load_target(target), machine)
+        writer.finish(sections(host=HostSection(variants=(), board=board)))
+        return board
 
 
 def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +61,8 @@ def test_without_the_cross_compiler_object_files_are_written(
     )
     with pytest.warns(UserWarning, match=text):
         section = emit(lowered, tmp_path / "a", "zcu102")
-    assert (section["linked"], section["compiler"]) == (False, "aarch64-linux-gnu-g++")
-    assert section["programs"]["decode"]["library"] == "host/aarch64-linux-gnu/decode.tar"
+    assert (section.linked, section.compiler) == (False, "aarch64-linux-gnu-g++")
+    assert section.programs.decode.library == "host/aarch64-linux-gnu/decode.tar"
     with pytest.warns(UserWarning, match="not on PATH"):
         emit(lowered, tmp_path / "b", "zcu102")
     name = "host/aarch64-linux-gnu/decode.tar"
@@ -75,8 +78,8 @@ def test_without_the_cross_compiler_object_files_are_written(
 
 def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: LoweredModule, tmp_path: Path) -> None:
     section = emit(lowered, tmp_path / "a", "u280")
-    assert (section["compiler"], section["linked"]) == ("g++", True)
-    library = section["programs"]["decode"]["library"]
+    assert (section.compiler, section.linked) == ("g++", True)
+    library = section.programs.decode.library
     assert library == "host/x86_64-linux-gnu-x86-64-v3/decode.so"
     machine = relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "a" / library)), tvm.cpu())
     (doubled,) = machine["run"](tvm.runtime.tensor(np.float32([1, 2, 3, 4])))

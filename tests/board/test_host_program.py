@@ -32,17 +32,16 @@ def elf_machine(path: Path) -> int:
 
 
 def test_the_artifact_has_libraries_for_the_board(artifact: fc.Artifact) -> None:
-    board = artifact.manifest.sections["host"]["board"]
-    assert (board["triple"], board["cpu"], board["linked"]) == ("aarch64-linux-gnu", "cortex-a53", True)
-    assert board["compiler"] == "aarch64-linux-gnu-g++"
-    here = artifact.manifest.sections["host"]["variants"][0]["programs"]
-    assert sorted(board["programs"]) == ["decode", "offload", "prefill"]
-    for name, spec in board["programs"].items():
-        assert spec["library"] == f"host/aarch64-linux-gnu/{name}.so"
-        assert elf_machine(artifact.path / spec["library"]) == EM_AARCH64
-        assert {k: v for k, v in spec.items() if k != "library"} == {
-            k: v for k, v in here[name].items() if k != "library"
-        }
+    board = artifact.manifest.host.board
+    assert board is not None
+    assert (board.triple, board.cpu, board.linked) == ("aarch64-linux-gnu", "cortex-a53", True)
+    assert board.compiler == "aarch64-linux-gnu-g++"
+    here = artifact.manifest.host.variants[0].programs.named()
+    assert sorted(board.programs.named()) == ["decode", "offload", "prefill"]
+    for name, spec in board.programs.named().items():
+        assert spec.library == f"host/aarch64-linux-gnu/{name}.so"
+        assert elf_machine(artifact.path / spec.library) == EM_AARCH64
+        assert spec == here[name].model_copy(update={"library": spec.library})
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 50), (CHUNK + 5, 40)], ids=["one token", "longer than a chunk"])

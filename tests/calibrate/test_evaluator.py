@@ -11,8 +11,8 @@ from decoders import llama
 from gates.networks import networks
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import Evaluator, rules_of
-from fastcar_compile.calibration.evaluator import _groups
+from fastcar_compile.calibration.calibrate import rules_of
+from fastcar_compile.calibration.evaluator import Evaluator, _groups
 from fastcar_compile.calibration.heads import choose_heads
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
@@ -21,7 +21,7 @@ from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
@@ -53,7 +53,7 @@ def by_session(
 ) -> tuple[float, list[float], np.ndarray]:
     """NLL from the second frame on, replayed share of t >= F per layer and all decisions [L, N, t], token by token;
     three videos in two rows, or four whose halves are pairs."""
-    backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    backend = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
     losses, replayed, decisions = [], [], []
     groups = ([0, 2], [1, 3]) if coupled else ([0, 1], [2, 2])
     for rows in groups:

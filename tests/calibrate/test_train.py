@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import Evaluator, program_of, rules_of
+from fastcar_compile.calibration.calibrate import program_of, rules_of
+from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.training.relaxed import RelaxedDecoder

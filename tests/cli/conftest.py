@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import sections
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 import fastcar_compile
-from fastcar_compile.artifact.store import FileEntry, Manifest
+from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.cli import app
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError
@@ -94,10 +97,13 @@ class FakeArtifact:
     @property
     def manifest(self) -> Manifest:
         sizes: dict[str, Any] = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME}
-        config = CompileConfig(target="zcu102", replay=ReplayConfig(threshold=[2, None, math.inf]), **sizes).to_json()
+        config = CompileConfig(target="zcu102", replay=ReplayConfig(threshold=[2, None, math.inf]), **sizes)
         files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
-        sections = {"config": config, "decoder": sizes | {"vocab_size": VOCAB, "takes_embeddings": False}}
-        return Manifest(schema_version=2, producer={"torch": "2.13.0"}, sections=sections, files=files)
+        return Manifest(producer={"torch": "2.13.0"}, files=files, **dict(sections(options=config)))
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.manifest.decoder.config
 
     @property
     def sites(self) -> list[FakeSite]:

@@ -15,11 +15,9 @@ import torch
 from typer.testing import Result
 
 import fastcar_compile
-from fastcar_compile.artifact.store import Manifest
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.cli.output import jsonable
-from fastcar_compile.cli.sizes import decoder_sizes
-from fastcar_compile.errors import ArtifactError, InternalError, UserError
+from fastcar_compile.errors import InternalError, UserError
 
 from .conftest import FakeArtifact
 
@@ -112,9 +110,3 @@ def test_jsonable() -> None:
     }
     expected = {"1": [0, 1], "t": [1.0], "p": "a", "i": "inf", "n": 0.5, "s": [True, None]}
     assert jsonable(value) == expected
-
-
-def test_sizes_must_be_in_the_manifest() -> None:
-    manifest = Manifest(schema_version=2, producer={}, sections={"decoder": {"batch_size": 1}}, files={})
-    with pytest.raises(ArtifactError, match="the manifest does not state max_seq_len, tokens_per_frame"):
-        decoder_sizes(manifest)

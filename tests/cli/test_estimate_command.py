@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import check_module
+from manifests import layer_part
 from typer.testing import Result
 
+from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
+from fastcar_compile.artifact.sections.accelerator import DesignPart
 from fastcar_compile.codegen.hls.design import choose_design
 from fastcar_compile.codegen.hls.spec import MlpSpec
 from fastcar_compile.estimate.explore import budget_of
+from fastcar_compile.gates import GateWeights
 from fastcar_compile.targets import load_target
 
 from .conftest import FakeArtifact
@@ -27,19 +33,16 @@ def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The fake artifact with the manifest's sections that the estimate reads."""
     import fastcar_compile
 
-    site = {
-        "mlp": {"hidden": 128, "intermediate": 352, "gated": True, "activation": "silu"},
-        "attention": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32},
-        "replay": {"threshold": 0.5, "gate": "learned", "heads": None, "gate_units": 4},
+    weights = GateWeights("ab" * 32)
+    design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(load_target("zcu102")))
+    replay = fastcar_compile.ReplayConfig(gate="learned", gate_weights=weights)
+    gate = ReplayPart(gate="learned", threshold=0.5, gate_units=4)
+    changes = {
+        "options": fake.manifest.options.model_copy(update={"quant": "w8a8", "replay": replay}),
+        "layers": LayersSection(layers=tuple(layer_part(layer, gate) for layer in range(3))),
+        "accelerator": AcceleratorSection.model_construct(design=DesignPart.model_validate(design.to_json())),
     }
-    manifest = fake.manifest
-    board = load_target("zcu102")
-    design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(board))
-    manifest.sections["sites"] = [site | {"layer": layer} for layer in range(3)]
-    manifest.sections["config"] |= {"quant": "w8a8", "replay": {"gate": "learned", "refresh_every": None}}
-    manifest.sections["target"] = board.model_dump(mode="json")
-    manifest.sections["accelerator"] = {"design": design.to_json()}
-    opened = type("Opened", (), {"manifest": manifest})
+    opened = SimpleNamespace(manifest=fake.manifest.model_copy(update=changes))
     monkeypatch.setattr(fastcar_compile, "load", lambda path: opened)
     return fake.path
 
@@ -76,17 +79,23 @@ def test_an_artifact_uses_the_design_that_was_emitted(fastcar: Fastcar, compiled
     assert other["exploration"]["tried"] > 1
 
 
+def keep(artifact: Any, kv: str) -> None:
+    """Let keys and values be of this type."""
+    options = artifact.manifest.options.model_copy(update={"kv": kv})
+    artifact.manifest = artifact.manifest.model_copy(update={"options": options})
+
+
 def test_the_keys_and_values_of_an_artifact_have_its_type(fastcar: Fastcar, compiled: Path) -> None:
     import fastcar_compile
 
     full = json.loads(fastcar("estimate", compiled, "--json").stdout)
     artifact = fastcar_compile.load(compiled)
-    artifact.manifest.sections["config"]["kv"] = "float16"
+    keep(artifact, "float16")
     half = json.loads(fastcar("estimate", compiled, "--json").stdout)
     assert full["memory"]["kv_cache"] == 2 * half["memory"]["kv_cache"] > 0
-    artifact.manifest.sections["config"]["kv"] = "int8"
+    keep(artifact, "int8")
     quarter = json.loads(fastcar("estimate", compiled, "--json").stdout)
-    dim = artifact.manifest.sections["sites"][0]["attention"]["head_dim"]
+    dim = artifact.manifest.layers.layers[0].attention.head_dim
     exponents = -(-dim // 32)
     assert quarter["memory"]["kv_cache"] * 4 * dim == full["memory"]["kv_cache"] * (dim + exponents)
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import Result
 
-from fastcar_compile.artifact.store import save_tensors
+from fastcar_compile.artifact.tensor_files import save_tensors
 
 from .conftest import VOCAB, FakeArtifact
 
@@ -68,7 +67,7 @@ def test_prompt_file_and_output(fastcar: Callable[..., Result], tmp_path: Path, 
     if path.suffix == ".npy":
         np.save(path, ids)
     else:
-        save_tensors(path, {"tokens": ids, "other": torch.zeros(1)})
+        save_tensors(path, {"tokens": ids, "other": np.zeros(1)})
     out = tmp_path / "out.npy"
     result = fastcar("run", "x", "--prompt-file", path, "--num-tokens", "2", "--output", out)
     assert f"output     {out}" in result.stdout

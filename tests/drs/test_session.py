@@ -24,7 +24,7 @@ from fastcar_compile.ops.attention import score_factor
 from fastcar_compile.ops.offload_gate import bound_gate_unit
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.runtime.backends.controller import GateController
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.eager import EagerStepper
 
 FORWARDS = 3 * FRAME
 CASES = [
@@ -54,8 +54,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def eager(source: DecoderProgram) -> EagerBackend:
-    return EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+def eager(source: DecoderProgram) -> EagerStepper:
+    return EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
 
 
 def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:

@@ -19,13 +19,14 @@ def test_an_artifact_is_estimated_with_its_own_design(tmp_path: Path, offload: s
     artifact = fc.compile(
         model, target="zcu102", tokens_per_frame=8, batch_size=2, offload=offload, output=tmp_path / "a"
     )
-    section = artifact.manifest.sections["accelerator"]
-    assert section["exploration"]["tried"] > 5
+    section = artifact.manifest.accelerator
+    assert section is not None
+    assert section.exploration.tried > 5
     result = CliRunner().invoke(app, ["estimate", str(artifact.path), "--replay", "0.5", "--json"])
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["offload"] == offload
-    assert report["design"] == json.loads(json.dumps(section["design"]))
+    assert report["design"] == section.design.model_dump(mode="json", exclude_none=True)
     assert {s["name"] for s in report["time_line"]} >= {"gate_up", "qkv", "attention"}
     on_host = {s["name"] for s in report["time_line"] if s["unit"] == "host"}
     assert ("qkv" in on_host) == (offload == "mlp")

@@ -11,6 +11,7 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.config import CompileConfig
@@ -18,11 +19,13 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES, Comparison
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.ir.tensors import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.base import Backend
-from fastcar_compile.runtime.backends.cpu import CpuBackend
-from fastcar_compile.runtime.backends.eager import EagerBackend
-from fastcar_compile.runtime.backends.ort import OrtBackend
+from fastcar_compile.runtime.backends.base import Stepper
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.backends.ort import OrtStepper
 
 from .networks import networks
 
@@ -57,22 +60,23 @@ def program(name: str) -> DecoderProgram:
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 
 
-def backends(name: str, folder: Path) -> dict[str, Backend]:
+def backends(name: str, folder: Path) -> dict[str, Stepper]:
     """The same program three times; the constant gates only in eager, as test_scores.py has their operator."""
     source = program(name)
-    eager = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    eager = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
     if name in ("always", "never"):
         return {"eager": eager}
     lowered = lower(source.graph_module, source.outputs)
     lowered.export(folder / "decode.so")
-    programs = {"decode": {"library": "decode.so", **lowered.arguments()}}
-    cpu = CpuBackend(folder, programs, dict(source.params), source.state, source.config, threads=1)
+    libraries = Libraries(folder, ProgramsPart(decode=lowered.program("decode.so")))
+    section = decoder_section(source)
+    cpu = CpuStepper(libraries, section, {n: to_numpy(t) for n, t in source.params.items()}, threads=1)
     export_onnx(source, folder / "decoder.onnx")
-    return {"eager": eager, "cpu": cpu, "ort": OrtBackend(folder / "decoder.onnx", source.state, source.config, 1)}
+    return {"eager": eager, "cpu": cpu, "ort": OrtStepper(folder / "decoder.onnx", section, 1)}
 
 
 @pytest.fixture(scope="module", params=sorted(OPTIONS))
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Backend]]:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Stepper]]:
     return request.param, backends(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -81,14 +85,14 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 3, (LENGTH, ROWS, 1))
 
 
-def decode(backend: Backend, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def decode(backend: Stepper, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Decisions and scores [T, L, B], logits [T, B, V] of the whole video."""
     backend.reset()
     results = [backend.decode(ids, t, t, thresholds) for t, ids in enumerate(tokens())]
     return tuple(np.stack([getattr(r, name) for r in results]) for name in ("decisions", "scores", "logits"))  # type: ignore[return-value]
 
 
-def between_scores(name: str, backend: Backend) -> np.ndarray:
+def between_scores(name: str, backend: Stepper) -> np.ndarray:
     """Thresholds in the widest gap between the middle scores, so that rounding decides nothing."""
     if name in ("always", "never"):
         return np.zeros(LAYERS, np.float32)
@@ -101,7 +105,7 @@ def between_scores(name: str, backend: Backend) -> np.ndarray:
     return thresholds
 
 
-def test_backends_decide_alike(built: tuple[str, dict[str, Backend]]) -> None:
+def test_backends_decide_alike(built: tuple[str, dict[str, Stepper]]) -> None:
     name, opened = built
     thresholds = between_scores(name, opened["eager"])
     decisions, scores, logits = decode(opened["eager"], thresholds)
@@ -116,7 +120,7 @@ def test_backends_decide_alike(built: tuple[str, dict[str, Backend]]) -> None:
         np.testing.assert_allclose(equal, logits, atol=1e-4, err_msg=other)
 
 
-def test_the_thresholds_never_and_always(built: tuple[str, dict[str, Backend]]) -> None:
+def test_the_thresholds_never_and_always(built: tuple[str, dict[str, Stepper]]) -> None:
     """The comparison's own infinities close and open every gate but `never`, within first frame, chain and refresh."""
     name, opened = built
     comparison, options = GATES[name].comparison, OPTIONS[name]
@@ -142,7 +146,7 @@ def expected_when_open(visits: list[int], options: dict[str, Any]) -> bool:
 def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
     """Read from the graph's own branches: x goes in, and stays cached exactly while the row replays."""
     source = program("input_delta")
-    backend = EagerBackend(source.graph_module, source.outputs, None, [], source.state, 0)
+    backend = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
     thresholds = between_scores("input_delta", backend)
     seen: list[torch.Tensor] = []
     for name, branch in source.graph_module.named_children():

@@ -27,7 +27,7 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
 
 from .networks import networks
@@ -99,7 +99,7 @@ def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np
 def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Path) -> None:
     """In a fresh process too: the weights are among the artifact's own, and the file that they came from is not asked
     for again."""
-    thresholds = middle(EagerBackend(artifact.graph, artifact.program.outputs, None, [], artifact.state, 0))
+    thresholds = middle(EagerStepper(artifact.graph, artifact.program.outputs, None, [], artifact.program.state, 0))
     logits, decisions = decoded(artifact.session("cpu", record=True, threads=1), thresholds)
     assert 0 < decisions[FRAME:].mean() < 1
     names = {"thresholds": thresholds, "tokens": tokens()}
@@ -123,9 +123,9 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     assert "gate learned: a trained network, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2" in text
     assert "positions back" not in text, "it compares no query with an earlier key"
     assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 0.001 MiB" in text
-    assert "gate_cache_0: torch.float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
+    assert "gate_cache_0: float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
     assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
-    assert artifact.manifest.sections["config"]["replay"]["gate_weights"] == LEARNED["gate_weights"].name
+    assert artifact.manifest.options.replay.gate_weights == LEARNED["gate_weights"]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
 
 
-def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerBackend, EagerBackend]:
+def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerStepper, EagerStepper]:
     """The graph of the board's host and the whole decode step, w8a8, both in eager PyTorch."""
     backends = []
     for host in (True, False):
@@ -163,11 +163,11 @@ def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerBackend, E
             replay=fc.ReplayConfig(gate=name, **OPTIONS[name]),
         )
         run_pipeline(program, [*rewrite_pipeline(config, LAYERS), *(offload_pipeline() if host else [])])
-        backends.append(EagerBackend(program.graph_module, program.outputs, None, [], program.state, 0))
+        backends.append(EagerStepper(program.graph_module, program.outputs, None, [], program.state, 0))
     return backends[0], backends[1]
 
 
-def middle(backend: EagerBackend) -> np.ndarray:
+def middle(backend: EagerStepper) -> np.ndarray:
     """Per layer a threshold in the widest gap between the middle scores of the dense decoder."""
     backend.reset()
     closed = np.full(LAYERS, -np.inf, np.float32)
@@ -186,7 +186,7 @@ def test_simulation_computes_the_rows_that_the_host_s_gate_leaves(
 ) -> None:
     """The layers' MLPs in the simulation of the artifact, the rest of each gate's own host graph in eager PyTorch."""
     assert set(OPTIONS) == {n for n in GATES if n not in ("always", "never")}
-    simulated = artifact.session("hls-csim")._backend
+    simulated = artifact.session("hls-csim")._stepper
     assert isinstance(simulated, HlsCsimBackend)
     host, whole = host_and_whole(analysed, name)
     thresholds = np.full(LAYERS, 0.5, np.float32) if name == "random" else middle(whole)

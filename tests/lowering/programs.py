@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.tvm.build import LoweredModule, lower
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.ir.tensors import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.cpu import CpuBackend
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.eager import EagerStepper
 
 LAYERS, FRAME, LENGTH, VOCAB = 3, 8, 65, 17
 
@@ -75,31 +77,33 @@ def lowered(case: Case) -> LoweredModule:
     return lower(source.graph_module, source.outputs)
 
 
-def export(case: Case, folder: Path) -> dict[str, Any]:
-    """Write decode.so and prefill.so; returns the manifest's `host.programs`."""
+def export(case: Case, folder: Path) -> Libraries:
+    """Write decode.so and prefill.so."""
     source = program(case)
     assert source.prefill is not None
     prefill = lower(source.prefill, source.prefill_outputs)
-    section = {}
+    found = {}
     for name, module in (("decode", lowered(case)), ("prefill", prefill)):
         module.export(folder / f"{name}.so")
-        section[name] = {"library": f"{name}.so", **module.arguments()}
-    return section
+        found[name] = module.program(f"{name}.so")
+    return Libraries(folder, ProgramsPart(**found))
 
 
-def cpu_backend(
-    case: Case, folder: Path, programs: dict[str, Any], params: dict[str, np.ndarray] | None = None
-) -> CpuBackend:
+def numpy_params(source: DecoderProgram) -> dict[str, np.ndarray]:
+    """Every parameter as an array over the tensor's memory."""
+    return {name: to_numpy(tensor) for name, tensor in source.params.items()}
+
+
+def cpu_backend(case: Case, libraries: Libraries, params: dict[str, np.ndarray] | None = None) -> CpuStepper:
     """A backend on exported libraries."""
     source = program(case)
-    params = params or {name: tensor.numpy() for name, tensor in source.params.items()}
-    return CpuBackend(folder, programs, params, source.state, source.config, threads=2)
+    return CpuStepper(libraries, decoder_section(source), params or numpy_params(source), threads=2)
 
 
-def eager_backend(case: Case) -> EagerBackend:
+def eager_backend(case: Case) -> EagerStepper:
     """The reference."""
     source = program(case)
-    return EagerBackend(
+    return EagerStepper(
         source.graph_module,
         source.outputs,
         source.prefill,

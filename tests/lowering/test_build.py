@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,34 +15,34 @@ from safetensors.torch import save_file
 from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
+from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program_json import program_sections
+from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
-from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.tvm_runtime import adopt
 
-from .programs import FRAME, LAYERS, Case, cpu_backend, export, program, tokens
+from .programs import FRAME, LAYERS, Case, cpu_backend, export, numpy_params, program, tokens
 
 FRESH = """
 import json, sys
 import numpy as np
 from safetensors.numpy import load_file
-from fastcar_compile.ir.program_json import config_from_json, state_from_json
-from fastcar_compile.runtime.backends.cpu import CpuBackend
+from fastcar_compile.artifact.sections import DecoderSection, ProgramsPart
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
 from pathlib import Path
 folder = Path(sys.argv[1])
-spec = json.loads((folder / "spec.json").read_text())
-backend = CpuBackend(
-    folder, spec["programs"], load_file(folder / "weights.safetensors"),
-    state_from_json(spec["state"]), config_from_json(spec["decoder"]), threads=1,
-)
-limits = np.zeros(spec["layers"], np.float32)
+decoder = DecoderSection.model_validate_json((folder / "decoder.json").read_text())
+programs = ProgramsPart.model_validate_json((folder / "programs.json").read_text())
+backend = CpuStepper(Libraries(folder, programs), decoder, load_file(folder / "weights.safetensors"), threads=1)
+limits = np.zeros(decoder.config.num_layers, np.float32)
 logits = [backend.decode(t, i, i, limits).logits for i, t in enumerate(np.load(folder / "tokens.npy"))]
 np.save(folder / "logits.npy", np.stack(logits))
 """
@@ -66,15 +65,14 @@ def _python(code: str, folder: Path) -> None:
 
 def test_a_fresh_process_needs_files_only(tmp_path: Path) -> None:
     case = Case()
-    programs = export(case, tmp_path)
+    libraries = export(case, tmp_path)
     source = program(case)
     save_file({n: t.contiguous().clone() for n, t in source.params.items()}, tmp_path / "weights.safetensors")
-    sections = program_sections(source)
-    spec = {"programs": programs, "state": sections["state"], "decoder": sections["decoder"], "layers": LAYERS}
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "decoder.json").write_text(decoder_section(source).model_dump_json())
+    (tmp_path / "programs.json").write_text(libraries.programs.model_dump_json())
     np.save(tmp_path / "tokens.npy", tokens(case, 2 * FRAME))
     _python(FRESH, tmp_path)
-    backend, limits = cpu_backend(case, tmp_path, programs), np.zeros(LAYERS, np.float32)
+    backend, limits = cpu_backend(case, libraries), np.zeros(LAYERS, np.float32)
     expected = [backend.decode(t, i, i, limits).logits for i, t in enumerate(tokens(case, 2 * FRAME))]
     np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), np.stack(expected))
 
@@ -95,8 +93,8 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     run_pipeline(host, offload_pipeline())
     lower_host = lower(host.graph_module, host.outputs)
     lower_host.export(tmp_path / "offload.so")
-    programs = {"offload": {"library": "offload.so", **lower_host.arguments()}}
-    params = {n: t.numpy() for n, t in host.params.items()}
+    library = lower_host.program("offload.so")
+    libraries = Libraries(tmp_path, ProgramsPart(decode=library, offload=library))
     calls: list[int] = []
     gates: list[tuple[int, int]] = []
 
@@ -109,8 +107,8 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         replay = torch.full((case.batch,), step >= FRAME)
         return GateDecision(replay, query.sum((1, 2)) * key.sum((1, 2)), chain + 1)
 
-    backend = CpuBackend(tmp_path, programs, params, host.state, host.config, threads=1, decode="offload")
-    eager = EagerBackend(host.graph_module, host.outputs, None, [], host.state, 0)
+    backend = CpuStepper(libraries, decoder_section(host), numpy_params(host), threads=1, decode="offload")
+    eager = EagerStepper(host.graph_module, host.outputs, None, [], host.state, 0)
     limits = np.full(LAYERS, np.inf, np.float32)  # not read: the unit has its own
     for i, token in enumerate(tokens(case, 2 * FRAME)):
         calls.clear()
@@ -139,13 +137,13 @@ def test_every_unsupported_operator_is_named() -> None:
 
 
 def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
-    programs = export(Case(), tmp_path)
-    params = {n: t.numpy() for n, t in program(Case()).params.items() if "lm_head" not in n}
+    libraries = export(Case(), tmp_path)
+    params = {n: a for n, a in numpy_params(program(Case())).items() if "lm_head" not in n}
     with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
-        cpu_backend(Case(), tmp_path, programs, params)
+        cpu_backend(Case(), libraries, params)
     (tmp_path / "decode.so").unlink()
     with pytest.raises(BackendError, match="cannot be loaded"):
-        cpu_backend(Case(), tmp_path, programs)
+        cpu_backend(Case(), libraries)
 
 
 def test_aligned_weights_are_not_copied() -> None:
@@ -156,7 +154,7 @@ def test_aligned_weights_are_not_copied() -> None:
     assert np.from_dlpack(adopt(shifted)).ctypes.data != shifted.ctypes.data
     frozen = aligned.copy()
     frozen.flags.writeable = False
-    np.testing.assert_array_equal(adopt(frozen).numpy(), frozen)
+    np.testing.assert_array_equal(np.from_dlpack(adopt(frozen)), frozen)
 
 
 @pytest.mark.parametrize("offload", [None, "linears"])

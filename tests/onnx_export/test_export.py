@@ -17,8 +17,9 @@ from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.ort import OrtBackend
+from fastcar_compile.runtime.backends.ort import OrtStepper
 
 FRAME, LENGTH = 4, 17
 
@@ -87,7 +88,7 @@ def test_mlp_is_skipped_when_every_row_replays(tmp_path: Path) -> None:
             poisoned += 1
     assert poisoned == 6
     onnx.save(model, path)
-    backend = OrtBackend(path, source.state, source.config, 1)
+    backend = OrtStepper(path, decoder_section(source), 1)
     token = np.zeros((1, 1), np.int64)
     replaying = backend.decode(token, 9, 8, np.full(2, -np.inf, np.float32))
     assert replaying.decisions.all()
@@ -108,4 +109,4 @@ def test_operator_without_translation_is_named(tmp_path: Path) -> None:
 def test_damaged_model_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "decoder.onnx").write_bytes(b"not a model")
     with pytest.raises(BackendError, match=r"onnxruntime cannot load the model.*decoder\.onnx"):
-        OrtBackend(tmp_path / "decoder.onnx", [], program().config, 1)
+        OrtStepper(tmp_path / "decoder.onnx", decoder_section(program()), 1)

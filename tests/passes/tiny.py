@@ -16,7 +16,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.base import StepResult
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.eager import EagerStepper
 
 BATCH, ROWS, FRAME, WIDTH, VOCAB, CHUNK = 2, 14, 3, 8, 5, 2
 
@@ -102,12 +102,12 @@ def token_ids(length: int = ROWS, batch: int = BATCH) -> np.ndarray:
     return np.random.default_rng(5).integers(0, VOCAB, (batch, length))
 
 
-def backend_of(program: DecoderProgram) -> EagerBackend:
+def backend_of(program: DecoderProgram) -> EagerStepper:
     """Runs a copy: a graph that was not normalised yet writes into its own buffers."""
     own = copy.deepcopy(program)
     prefill_outputs = own.prefill_outputs or own.outputs
     chunk = own.config.prefill_chunk
-    return EagerBackend(own.graph_module, own.outputs, own.prefill, prefill_outputs, own.state, chunk)
+    return EagerStepper(own.graph_module, own.outputs, own.prefill, prefill_outputs, own.state, chunk)
 
 
 def decode(program: DecoderProgram, threshold: float = float("inf")) -> list[StepResult]:

@@ -5,37 +5,35 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import tvm
-from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, program, tokens
+from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, numpy_params, program, tokens
 
-from fastcar_compile.artifact.store import load_tensors
-from fastcar_compile.artifact.tensor_files import LazyTensors, write_streamed
+from fastcar_compile.artifact.sections import State, StateRole
+from fastcar_compile.artifact.tensor_files import Arrays, load_tensors, write_streamed
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.program import StateRole, StateSpec
-from fastcar_compile.runtime.backends.cpu import CpuBackend, adopt
+from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.state import StateArena
+from fastcar_compile.runtime.tvm_runtime import adopt, as_array, global_function
 
 STEPS = 2000
 CASE = Case()
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("steps")
-    return folder, export(CASE, folder)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    return export(CASE, tmp_path_factory.mktemp("steps"))
 
 
-def opened(built: tuple[Path, dict[str, Any]], threads: int = 2) -> CpuBackend:
+def opened(built: Libraries, threads: int | None = 2) -> CpuStepper:
     source = program(CASE)
-    return CpuBackend(*built, source.params, source.state, source.config, threads)
+    return CpuStepper(built, decoder_section(source), numpy_params(source), threads)
 
 
 def anonymous_kib() -> int:
@@ -44,7 +42,7 @@ def anonymous_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
-def test_steps_allocate_nothing(built: tuple[Path, dict[str, Any]]) -> None:
+def test_steps_allocate_nothing(built: Libraries) -> None:
     """2000 steps, a copied state of this decoder would be 0.1 MB each; what one step makes is gone at the next."""
     session = Session(opened(built), program(CASE).config, [0.0] * LAYERS)
     token = torch.tensor([3, 5])
@@ -69,11 +67,11 @@ def test_steps_allocate_nothing(built: tuple[Path, dict[str, Any]]) -> None:
     assert anonymous_kib() - resident < 1024
 
 
-def test_state_and_weights_stay_where_they_are(built: tuple[Path, dict[str, Any]]) -> None:
+def test_state_and_weights_stay_where_they_are(built: Libraries) -> None:
     backend, source = opened(built), program(CASE)
-    state = {name: tensor.data_ptr() for name, tensor in backend._state.tensors.items()}
+    state = {name: array.ctypes.data for name, array in backend._state.arrays.items()}
     decode = backend._decode
-    given = [np.from_dlpack(a).ctypes.data for a in decode.arguments]
+    given = [as_array(a).ctypes.data for a in decode.arguments]
     weights = {t.data_ptr() for t in source.params.values() if t.data_ptr() % 64 == 0 and t.numel() > 1}
     assert len(weights & set(given)) == len(weights) > 10
     assert set(state.values()) <= set(given)
@@ -83,15 +81,15 @@ def test_state_and_weights_stay_where_they_are(built: tuple[Path, dict[str, Any]
     ]
     results = decode._run(*decode.arguments)
     for name, address in state.items():
-        assert np.from_dlpack(results[decode._places[name]]).ctypes.data == address, name
-    assert {name: t.data_ptr() for name, t in backend._state.tensors.items()} == state
-    assert [np.from_dlpack(a).ctypes.data for a in decode.arguments] == given
+        assert as_array(results[decode._places[name]]).ctypes.data == address, name
+    assert {name: a.ctypes.data for name, a in backend._state.arrays.items()} == state
+    assert [as_array(a).ctypes.data for a in decode.arguments] == given
     half = STEPS // 2  # the pool hands out its blocks in turn
     assert set(places[half:]) <= set(places[:half]), "the VM's pool grows"
-    assert any(t.abs().sum() > 0 for t in backend._state.tensors.values())
+    assert any(a.any() for a in backend._state.arrays.values())
 
 
-def test_results_stay_valid_while_they_are_held(built: tuple[Path, dict[str, Any]]) -> None:
+def test_results_stay_valid_while_they_are_held(built: Libraries) -> None:
     backend, limits = opened(built), np.full(LAYERS, np.inf, np.float32)
     kept, copies = [], []
     for i, token in enumerate(tokens(CASE, FRAME)):
@@ -102,8 +100,8 @@ def test_results_stay_valid_while_they_are_held(built: tuple[Path, dict[str, Any
             np.testing.assert_array_equal(value, expected)
 
 
-def test_sessions_with_different_threads_take_turns(built: tuple[Path, dict[str, Any]]) -> None:
-    active = tvm.get_global_func("runtime.NumThreads")
+def test_sessions_with_different_threads_take_turns(built: Libraries) -> None:
+    active = global_function("runtime.NumThreads")
     one, two = opened(built, 1), opened(built, 2)
     limits = np.zeros(LAYERS, np.float32)
     for i, token in enumerate(tokens(CASE, 2 * FRAME)):
@@ -118,8 +116,7 @@ def test_sessions_with_different_threads_take_turns(built: tuple[Path, dict[str,
 def test_a_second_session_takes_no_memory_for_weights(tmp_path: Path) -> None:
     """32 MiB of weights in a file: two backends' arguments are views of it, and reading them makes no copy."""
     size = 32 << 20
-    made = LazyTensors({"w": (size, lambda: torch.ones(size // 2, dtype=torch.bfloat16).view(torch.uint8))})
-    write_streamed(tmp_path, "weights.safetensors", ["w"], made)
+    write_streamed(tmp_path, "weights.safetensors", ["w"], Arrays({"w": np.ones(size // 2, ml_dtypes.bfloat16)}))
     gc.collect()
     before = anonymous_kib()
     views = [adopt(load_tensors(tmp_path / "weights.safetensors")["w"]) for _ in range(2)]
@@ -130,43 +127,43 @@ def test_a_second_session_takes_no_memory_for_weights(tmp_path: Path) -> None:
 
 def test_an_arena_is_zero_aligned_lazy_and_zero_again() -> None:
     specs = [
-        StateSpec("a", (3, 5), torch.float32, StateRole.KEY_CACHE, 0),
-        StateSpec("b", (7, 2), torch.int32, StateRole.CHAIN_COUNT, 0),
-        StateSpec("big", (64 << 20,), torch.uint8, StateRole.VALUE_CACHE, 1),
+        State(name="a", shape=(3, 5), dtype="float32", role=StateRole.KEY_CACHE, layer=0),
+        State(name="b", shape=(7, 2), dtype="int32", role=StateRole.CHAIN_COUNT, layer=0),
+        State(name="big", shape=(64 << 20,), dtype="uint8", role=StateRole.VALUE_CACHE, layer=1),
     ]
     before = anonymous_kib()
     arena = StateArena(specs)
-    assert [(t.dtype, tuple(t.shape)) for t in arena.tensors.values()] == [(s.dtype, s.shape) for s in specs]
-    assert all(t.data_ptr() % 64 == 0 for t in arena.tensors.values())
+    assert [(a.dtype.name, a.shape) for a in arena.arrays.values()] == [(s.dtype, s.shape) for s in specs]
+    assert all(a.ctypes.data % 64 == 0 for a in arena.arrays.values())
     assert anonymous_kib() - before < 4096
-    addresses = [t.data_ptr() for t in arena.tensors.values()]
-    for tensor in arena.tensors.values():
-        tensor.fill_(1)
+    addresses = [a.ctypes.data for a in arena.arrays.values()]
+    for array in arena.arrays.values():
+        array.fill(1)
     assert anonymous_kib() - before > 60 * 1024
     arena.clear()
     assert anonymous_kib() - before < 4096
-    assert all(int(t.sum()) == 0 for t in arena.tensors.values())
-    assert [t.data_ptr() for t in arena.tensors.values()] == addresses
-    arena.tensors["b"].fill_(5)
+    assert not any(a.any() for a in arena.arrays.values())
+    assert [a.ctypes.data for a in arena.arrays.values()] == addresses
+    arena.arrays["b"].fill(5)
     with arena.kept([StateRole.CHAIN_COUNT], slot=3):
-        arena.tensors["a"].fill_(2)
-        arena.tensors["b"].fill_(6)
-    assert arena.tensors["a"].unique().tolist() == [2]
-    assert arena.tensors["b"].tolist() == [[5, 5] if slot == 3 else [6, 6] for slot in range(7)]
+        arena.arrays["a"].fill(2)
+        arena.arrays["b"].fill(6)
+    assert np.unique(arena.arrays["a"]).tolist() == [2]
+    assert arena.arrays["b"].tolist() == [[5, 5] if slot == 3 else [6, 6] for slot in range(7)]
 
 
-def test_the_default_is_every_usable_core(built: tuple[Path, dict[str, Any]]) -> None:
+def test_the_default_is_every_usable_core(built: Libraries) -> None:
     cores = len(os.sched_getaffinity(0))
-    source = program(CASE)
-    assert CpuBackend(*built, source.params, source.state, source.config, None)._threads == cores
-    assert cpu_backend(CASE, *built)._threads == 2
+    assert opened(built, None)._threads == cores
+    assert cpu_backend(CASE, built)._threads == 2
 
 
-def test_arguments_are_checked_when_a_session_opens(built: tuple[Path, dict[str, Any]]) -> None:
+def test_arguments_are_checked_when_a_session_opens(built: Libraries) -> None:
     """And not in every step; the state here has one position too few."""
-    source = program(CASE)
-    state = [
-        replace(s, shape=(*s.shape[:2], s.shape[2] - 1, s.shape[3])) if len(s.shape) == 4 else s for s in source.state
-    ]
+    section = decoder_section(program(CASE))
+    state = tuple(
+        s.model_copy(update={"shape": (*s.shape[:2], s.shape[2] - 1, s.shape[3])}) if len(s.shape) == 4 else s
+        for s in section.state
+    )
     with pytest.raises(BackendError, match=r"the library does not take these arguments: .*ErrorContext"):
-        CpuBackend(*built, source.params, state, source.config, 2)
+        CpuStepper(built, section.model_copy(update={"state": state}), numpy_params(program(CASE)), 2)

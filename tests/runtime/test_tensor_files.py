@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -12,14 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.artifact import tensor_files
-from fastcar_compile.artifact.tensor_files import CHUNK, Placement, _Chunks, write_streamed
+from fastcar_compile.artifact.tensor_files import CHUNK, Arrays, Placement, _Chunks, load_tensors, write_streamed
+from fastcar_compile.ir.tensors import dtype_name, to_torch
 
-DTYPES = (torch.float32, torch.float16, torch.int8, torch.uint8, torch.int64)
-
-
-class _Tensors(dict[str, torch.Tensor]):
-    def spec(self, name: str) -> torch.Tensor:
-        return self[name].to("meta")
+DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)
 
 
 class _Recorded(io.FileIO):
@@ -41,17 +39,19 @@ class _Recorded(io.FileIO):
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_tensor_is_where_it_is_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: list[tuple[torch.dtype, int]], chunk: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: list[tuple[type, int]], chunk: int
 ) -> None:
     monkeypatch.setattr(tensor_files, "CHUNK", chunk)
-    made = _Tensors({f"t{i}": torch.arange(n).to(dtype) * (i + 1) for i, (dtype, n) in enumerate(tensors)})
-    places = write_streamed(tmp_path, "w.safetensors", made, made)
+    made = {f"t{i}": (np.arange(n) * (i + 1)).astype(dtype) for i, (dtype, n) in enumerate(tensors)}
+    places = write_streamed(tmp_path, "w.safetensors", made, Arrays(made))
     read = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    mapped = load_tensors(tmp_path / "w.safetensors")
     data = (tmp_path / "w.safetensors").read_bytes()
     for name, value in made.items():
-        assert torch.equal(read[name], value)
-        assert read[name].dtype == value.dtype
-        raw = value.numpy().tobytes()
+        assert torch.equal(read[name], to_torch(value))
+        np.testing.assert_array_equal(mapped[name], value)
+        assert (dtype_name(read[name].dtype), mapped[name].dtype) == (value.dtype.name, value.dtype)
+        raw = value.tobytes()
         place = places[name]
         assert place == Placement("w.safetensors", place.offset, len(raw))
         assert data[place.offset : place.offset + place.length] == raw

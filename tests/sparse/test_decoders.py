@@ -18,7 +18,8 @@ from test_checkpoint import save
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import Evaluator, rules_of
+from fastcar_compile.calibration.calibrate import rules_of
+from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
-from fastcar_compile.runtime.backends.eager import EagerBackend
+from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 
 from .oracle import ROWS, VOCAB, RotaryDecoder, streaming
@@ -54,7 +55,7 @@ def rewritten(sinks: int, window: int, positions: str, *before: Any) -> DecoderP
 
 def session_of(program: DecoderProgram, threshold: float = float("inf"), prefill: bool = True) -> Session:
     graph, outputs = (program.prefill, program.prefill_outputs) if prefill else (None, [])
-    backend = EagerBackend(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
+    backend = EagerStepper(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
     return Session(backend, program.config, [threshold] * program.config.num_layers, record=True)
 
 

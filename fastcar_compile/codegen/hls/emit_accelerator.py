@@ -9,11 +9,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from fastcar_compile.artifact.store import ArtifactWriter
-from fastcar_compile.artifact.tensor_files import LazyTensors
+from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, DRS_TABLE, DRS_TABLE_JSON, HLS
+from fastcar_compile.artifact.sections import AcceleratorSection
+from fastcar_compile.artifact.tensor_files import LazyStreams
+from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.board.kernels import Kernel
 from fastcar_compile.codegen.hls.control import attention_of, control_table, controller_json
 from fastcar_compile.codegen.hls.design import MlpDesign
@@ -34,17 +36,25 @@ from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 from fastcar_compile.targets import Target
 
-WEIGHTS, TABLE = "weights/accelerator.safetensors", "drs/table.bin"
+
+class HlsEmitter:
+    """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
+        """Write the files; see Emitter.emit."""
+        if context.target.kind != "fpga":
+            return None
+        context.say("writing the HLS project and the DRS table")
+        return emit_accelerator(program, context)
 
 
-def emit_accelerator(
-    writer: ArtifactWriter, program: DecoderProgram, config: CompileConfig, board: Target
-) -> dict[str, Any] | None:
-    """Write hls/, drs/ and weights/accelerator.safetensors; returns the manifest's section.
+def emit_accelerator(program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
+    """Write hls/, drs/ and weights/accelerator.safetensors; return the manifest's section.
 
     Raises:
         CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
+    writer, config, board = context.writer, context.options, context.target
     if not quant_format(config.quant).accelerated:
         text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
         warnings.warn(text, UserWarning, stacklevel=2)
@@ -58,27 +68,27 @@ def emit_accelerator(
     found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
     design, mlp = found.design, mlp_of(found.design)
     table = control_table(program, config, mlp.spec.cores, mlp.prefetch_bytes)
-    emit_hls(design, writer.root / "hls", table)
+    emit_hls(design, writer.root / HLS, table)
     section = offloaded | {
         "offload": config.offload,
-        "weights": WEIGHTS,
-        "table": TABLE,
+        "weights": ACCELERATOR_WEIGHTS,
+        "table": DRS_TABLE,
         "controller": controller_json(table),
         "design": design.to_json(),
         "exploration": found.to_json(),
         "kernels": [Kernel.of(interface).to_json() for interface in kernel_interfaces(design, table)],
     }
-    streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
+    streams: dict[str, tuple[int, Callable[[], NDArray[np.uint8]]]] = {
         f"layer_{s.layer}": (mlp.stream_bytes, partial(_stream, program, s, mlp)) for s in program.sites
     }
     if isinstance(design, EngineDesign):
         for c in calls:
             stage = design.linears[c.name]
             streams[c.name] = (stage.stream_bytes, partial(_linear_stream, program, c, stage))
-    writer.write_streamed(WEIGHTS, streams, LazyTensors(streams))
-    writer.write_bytes(TABLE, table.to_bytes())
-    writer.write_text("drs/table.json", json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
-    return section
+    writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
+    writer.write_bytes(DRS_TABLE, table.to_bytes())
+    writer.write_text(DRS_TABLE_JSON, json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
+    return AcceleratorSection.model_validate(section)
 
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
@@ -135,14 +145,14 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
         )
 
 
-def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> Tensor:
+def _stream(program: DecoderProgram, site: LayerSite, design: MlpDesign) -> NDArray[np.uint8]:
     """The kernel's weight stream of one layer, uint8."""
-    return torch.from_numpy(pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design))
+    return pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design)
 
 
-def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> Tensor:
+def _linear_stream(program: DecoderProgram, call: LinearCall, stage: LinearStage) -> NDArray[np.uint8]:
     """The kernel's weight stream of one linear call, uint8."""
-    return torch.from_numpy(pack_linear(_weights(program, call.weights, call.biases), stage))
+    return pack_linear(_weights(program, call.weights, call.biases), stage)
 
 
 def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

@@ -16,6 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.ops import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
@@ -26,13 +27,6 @@ from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import output_nodes
 
 IR_VERSION = 10
-ONNX_INLINE, ONNX_EXTERNAL = "graph/decoder.onnx", "decoder.onnx"
-"""Name in the artifact of a model with its weights inside, and of one whose weights are the artifact's weight files:
-external data must lie below the folder of the model, so that one is beside `weights/`."""
-
-EXTERNAL_DATA_FROM = 1 << 26
-"""Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
-
 _TYPES = {
     torch.float32: TensorProto.FLOAT,
     torch.float16: TensorProto.FLOAT16,
@@ -44,11 +38,6 @@ _TYPES = {
     torch.uint8: TensorProto.UINT8,
     torch.bool: TensorProto.BOOL,
 }
-
-
-def output_name(name: str) -> str:
-    """Name in the ONNX graph of a state's updated value: inputs and outputs share one name space there."""
-    return f"{name}_out"
 
 
 def export_onnx(program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None) -> None:
@@ -83,7 +72,7 @@ class _Builder:
         """The whole model."""
         module = self.program.graph_module
         states = set(self.program.state_names())
-        names = [output_name(n) if n in states else n for n in self.program.outputs]
+        names = [OnnxSection.output_name(n) if n in states else n for n in self.program.outputs]
         returned = list(zip(names, output_nodes(module.graph), strict=True))
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.values |= {n: str(n.target) for n in placeholders}

@@ -7,13 +7,13 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import tvm
 from torch import fx
 from tvm import relax
 from tvm.support import cc
 
+from fastcar_compile.artifact.sections import ProgramPart
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.codegen.tvm.entry import parameters
 from fastcar_compile.codegen.tvm.fusion.split_linears import QUANTIZED_LINEARS
@@ -45,9 +45,9 @@ class LoweredModule:
     distinct_layers: int
     ir_module: tvm.IRModule
 
-    def arguments(self) -> dict[str, Any]:
-        """Return what the runtime needs to call the library, as JSON."""
-        return {"inputs": list(self.inputs), "params": list(self.params), "outputs": list(self.outputs)}
+    def program(self, library: str) -> ProgramPart:
+        """Return what the runtime needs to call the module, exported as `library`."""
+        return ProgramPart(library=library, inputs=self.inputs, params=self.params, outputs=self.outputs)
 
     def export(self, path: Path, compiler: str | None = None) -> None:
         """Write the shared library, linked by the C++ compiler of this machine or by `compiler`."""

@@ -7,9 +7,19 @@ import platform
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from fastcar_compile.artifact.store import ArtifactWriter
+from fastcar_compile.artifact.layout import board_library, host_library
+from fastcar_compile.artifact.sections import (
+    AcceleratorSection,
+    BoardPart,
+    HostSection,
+    ProgramPart,
+    ProgramsPart,
+    VariantPart,
+)
+from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.tvm.isa import InstructionSet, instruction_sets
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.modules import tensor_attributes
@@ -17,6 +27,9 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.targets import Target
+
+if TYPE_CHECKING:
+    from fastcar_compile.codegen.tvm.build import LoweredModule
 
 
 def host_variants(names: Sequence[str]) -> list[InstructionSet]:
@@ -42,58 +55,53 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
     return variants
 
 
-def emit_host(
-    writer: ArtifactWriter,
-    program: DecoderProgram,
-    board: Target,
-    *,
-    variants: Sequence[InstructionSet],
-    accelerator: bool,
-    offload: str,
-) -> dict[str, Any]:
-    """Lower to CPUs, `variants` of them, and for an FPGA board also to the board's.
+class TvmEmitter:
+    """Lowers to CPUs: the context's instruction sets, and for an FPGA board also the board's own CPU.
 
-    With an accelerator there is also the host program that calls it for `offload`.
-
-    Returns:
-        The manifest's section: `variants`, of each architecture the best one first: instruction set, triple, the flags
-        of /proc/cpuinfo that it needs, and per program (`decode`, `prefill`, `offload`) its library and its argument
-        names; `board` the programs for the board's CPU, else None.
+    With an accelerator there is also the decode step that calls it.
     """
-    from fastcar_compile.codegen.tvm.build import lower
 
-    programs = {"decode": (program.graph_module, program.outputs)}
-    if program.prefill is not None:
-        programs["prefill"] = (program.prefill, program.prefill_outputs)
-    if accelerator:
-        # Graphs are copied, weights are not.
-        host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
-        run_pipeline(host, offload_pipeline(offload))
-        programs["offload"] = (host.graph_module, host.outputs)
-    first = variants[0]
-    lowered = {name: lower(graph, outputs, first) for name, (graph, outputs) in programs.items()}
-    machine = f"{platform.machine()}-linux-gnu"
-    sections = [
-        _emit_variant(writer, lowered if isa is first else _retargeted(lowered, isa), isa, machine) for isa in variants
-    ]
-    for_board = emit_board(writer, lowered, board, machine) if board.kind == "fpga" else None
-    return {"variants": sections, "board": for_board}
+    def emit(self, program: DecoderProgram, context: EmitContext) -> HostSection:
+        """Write the libraries; see Emitter.emit."""
+        context.say("lowering with TVM")
+        from fastcar_compile.codegen.tvm.build import lower
+
+        programs = {"decode": (program.graph_module, program.outputs)}
+        if program.prefill is not None:
+            programs["prefill"] = (program.prefill, program.prefill_outputs)
+        if context.section(AcceleratorSection) is not None:
+            # Graphs are copied, weights are not.
+            host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
+            run_pipeline(host, offload_pipeline(context.options.offload))
+            programs["offload"] = (host.graph_module, host.outputs)
+        first = context.variants[0]
+        lowered = {name: lower(graph, outputs, first) for name, (graph, outputs) in programs.items()}
+        machine = f"{platform.machine()}-linux-gnu"
+        variants = [
+            _emit_variant(context.writer, lowered if isa is first else _retargeted(lowered, isa), isa, machine)
+            for isa in context.variants
+        ]
+        target = context.target
+        board = emit_board(context.writer, lowered, target, machine) if target.kind == "fpga" else None
+        return HostSection(variants=tuple(variants), board=board)
 
 
-def _retargeted(lowered: Mapping[str, Any], isa: InstructionSet) -> dict[str, Any]:
+def _retargeted(lowered: Mapping[str, LoweredModule], isa: InstructionSet) -> dict[str, LoweredModule]:
     return {name: module.retarget(isa) for name, module in lowered.items()}
 
 
 def _emit_variant(
-    writer: ArtifactWriter, lowered: Mapping[str, Any], isa: InstructionSet, machine: str
-) -> dict[str, Any]:
-    programs: dict[str, Any] = {}
+    writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], isa: InstructionSet, machine: str
+) -> VariantPart:
+    programs: dict[str, ProgramPart] = {}
     compiler = cross_compiler(isa.triple, machine)
     for name, module in lowered.items():
-        library = f"host/{isa.triple}/{isa.name}/{name}.so"
+        library = host_library(isa.triple, isa.name, name)
         module.export(writer.file(library), compiler)
-        programs[name] = {"library": library, **module.arguments()}
-    return {"instruction_set": isa.name, "triple": isa.triple, "flags": sorted(isa.flags), "programs": programs}
+        programs[name] = module.program(library)
+    return VariantPart(
+        instruction_set=isa.name, triple=isa.triple, flags=tuple(sorted(isa.flags)), programs=ProgramsPart(**programs)
+    )
 
 
 def cross_compiler(triple: str, machine: str) -> str:
@@ -101,15 +109,11 @@ def cross_compiler(triple: str, machine: str) -> str:
     return "g++" if triple == machine else f"{triple}-g++"
 
 
-def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target, machine: str) -> dict[str, Any]:
-    """The programs for the board's CPU: shared libraries, or object files and a warning where the linker is missing.
+def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], board: Target, machine: str) -> BoardPart:
+    """Write the programs for the board's CPU: libraries, or object files and a warning where the linker is missing.
 
     Args:
-        lowered: program name -> LoweredModule. machine: triple of the build machine.
-
-    Returns:
-        The manifest's `host.board`: triple, cpu, instruction set, compiler, linked, and per program its library and
-        argument names.
+        lowered: by name of the program. machine: triple of the build machine.
     """
     from fastcar_compile.codegen.tvm.target import board_instruction_set
 
@@ -123,22 +127,21 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, Any], board: Target
             "the board, docs/tutorial/board.md"
         )
         warnings.warn(text, UserWarning, stacklevel=2)
-    folder = f"host/{triple}" if triple != machine else f"host/{triple}-{cpu}"
     isa = board_instruction_set(cpu, triple)
-    programs = {}
+    programs: dict[str, ProgramPart] = {}
     for name, module in lowered.items():
-        file = f"{folder}/{name}.{'so' if linked else 'tar'}"
+        file = board_library(triple, cpu if triple == machine else None, name, linked=linked)
         compiled = module.retarget(isa)
         if linked:
             compiled.export(writer.file(file), compiler)
         else:
             compiled.export_objects(writer.file(file))
-        programs[name] = {"library": file, **module.arguments()}
-    return {
-        "triple": triple,
-        "cpu": cpu,
-        "instruction_set": isa.name,
-        "compiler": compiler,
-        "linked": linked,
-        "programs": programs,
-    }
+        programs[name] = module.program(file)
+    return BoardPart(
+        triple=triple,
+        cpu=cpu,
+        instruction_set=isa.name,
+        compiler=compiler,
+        linked=linked,
+        programs=ProgramsPart(**programs),
+    )

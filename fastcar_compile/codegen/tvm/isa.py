@@ -8,18 +8,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.runtime.cpu_flags import CPUINFO, cpu_flags
 
 Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull"]
 """How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp."""
 
 NATIVE = "native"
 """In `host_cpus`: the best instruction set of the build machine."""
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -111,22 +109,6 @@ def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
         raise CompileError(text, where="host_cpus", hint='give for example ["native", "avx2"]')
     chosen = {(host_instruction_set() if name == NATIVE else instruction_set(name)).name for name in names}
     return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
-
-
-def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What the running CPU offers, as the kernel names it: the first `flags` (x86) or `Features` (Arm) line.
-
-    Empty where there is no such file or line.
-    """
-    try:
-        lines = cpuinfo.read_text("utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
 
 
 def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]) -> list[InstructionSet]:

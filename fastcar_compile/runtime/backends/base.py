@@ -1,13 +1,19 @@
-"""What every backend offers to a session."""
+"""What a backend's device side is: a function that opens an artifact, and the stepper that it returns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = np.ndarray
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.errors import BackendError
+from fastcar_compile.registry import Registry
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,19 @@ class StepResult:
     decisions: Array
     scores: Array
 
+    @classmethod
+    def of(cls, logits: Array, decisions: Array | None, scores: Array | None, layers: int) -> StepResult:
+        """Return a result; None stands for what a dense decoder does not have."""
+        shape = (layers, logits.shape[0])
+        return cls(
+            logits,
+            np.zeros(shape, np.bool_) if decisions is None else decisions,
+            np.zeros(shape, np.float32) if scores is None else scores,
+        )
 
-class Backend(ABC):
-    """Owns the state of one session; nothing is shared with another instance but weights.
+
+class Stepper(ABC):
+    """Runs forwards and owns the state of one session. Two steppers share weights only.
 
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
@@ -48,9 +64,43 @@ class Backend(ABC):
 
     @abstractmethod
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward of tokens int64 [B, 1] (or embeddings float32 [B, 1, H]).
+        """Run one decode forward of tokens int64 [B, 1] (or embeddings float32 [B, 1, H]).
 
         Args:
             position: sequence position of the token. step: decode forward number t.
             thresholds: float32 [L].
         """
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a caller may choose. threads: CPU threads; None: every core that the process may use."""
+
+    threads: int | None = None
+
+
+class OpenStepper(Protocol):
+    """Opens an artifact on one backend."""
+
+    def __call__(self, artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+        """Return a stepper whose state is zero.
+
+        Raises:
+            BackendError: the artifact has nothing for this backend, or the backend cannot run here.
+        """
+        ...
+
+
+BACKENDS = Registry(
+    "backend",
+    "fastcar_compile.backends",
+    {
+        "cpu": "fastcar_compile.runtime.backends.cpu:open_stepper",
+        "onnxruntime": "fastcar_compile.runtime.backends.ort:open_stepper",
+        "hls-csim": "fastcar_compile.runtime.backends.hls_csim:open_stepper",
+        "eager": "fastcar_compile.runtime.backends.eager:open_stepper",
+        "board": "fastcar_compile.runtime.backends.board:open_stepper",
+    },
+    BackendError,
+)
+"""Name of a backend -> its `OpenStepper`."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.board.kernels import Kernel
 from fastcar_compile.codegen.hls.csim_drs import read_result
 from fastcar_compile.codegen.hls.engine_design import LinearStage
@@ -16,6 +17,7 @@ from fastcar_compile.codegen.hls.interface import RESULT_WORDS
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace
 from fastcar_compile.drs.table import NO_LAYER
 from fastcar_compile.errors import UserError
+from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
 from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
 
 Array = NDArray[Any]
@@ -133,3 +135,12 @@ class BoardLibrary:
 def _pitch(width: int) -> int:
     """Bytes from row to row."""
     return -(-4 * width // WORD_BYTES) * WORD_BYTES
+
+
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+    """Open an artifact on the board; see OpenStepper."""
+    from fastcar_compile.runtime.backends.hls_csim import accelerator_of, open_stepper
+
+    config = artifact.manifest.decoder.config
+    kernels = [kernel.model_dump() for kernel in accelerator_of(artifact).kernels]
+    return open_stepper(artifact, options, BoardLibrary(kernels, config.hidden_size, config.batch_size))

@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
-import tvm
-from torch import Tensor
-from tvm import relax
 
-from fastcar_compile.artifact.tensor_files import ALIGNMENT
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import (
+    ATTENTION_ROLES,
+    DecoderConfig,
+    DecoderSection,
+    HostSection,
+    ProgramPart,
+    ProgramsPart,
+    StateRole,
+)
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.program import DecoderConfig, StateRole, StateSpec
 from fastcar_compile.parallel import usable_cores
-from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.threads import use_threads
+from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
 
-_ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+_REPLAY_ROLES = [role for role in StateRole if role not in ATTENTION_ROLES]
 
 
-def adopt(array: Array | Tensor) -> Any:
-    """A TVM tensor over the array's own memory where that is aligned to 64 bytes, as the kernels want; else a copy."""
-    if isinstance(array, Tensor):
-        aligned = array.is_contiguous() and array.data_ptr() % ALIGNMENT == 0
-        own = array.detach()
-        return tvm.runtime.from_dlpack(own if aligned else own.clone(memory_format=torch.contiguous_format))
-    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
-        return tvm.runtime.from_dlpack(array)
-    return tvm.runtime.tensor(np.asarray(array, order="C"))
+@dataclass(frozen=True)
+class Libraries:
+    """Compiled programs. root: folder of the artifact; programs: names in it."""
+
+    root: Path
+    programs: ProgramsPart
+
+
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> CpuStepper:
+    """Open an artifact on this CPU; see OpenStepper."""
+    return CpuStepper(libraries_of(artifact), artifact.manifest.decoder, artifact.arrays(), options.threads)
+
+
+def libraries_of(artifact: StoredArtifact) -> Libraries:
+    """Return the best libraries of an artifact that this CPU runs.
+
+    Raises:
+        BackendError: there are none.
+    """
+    triple = f"{platform.machine()}-linux-gnu"
+    return Libraries(artifact.path, programs_for(artifact.manifest.host, triple, cpu_flags()))
+
+
+def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:
+    """Return the best programs that a CPU runs: one of the variants, or those of the board.
+
+    Args:
+        triple: of the CPU. flags: what it offers, as /proc/cpuinfo names it.
+
+    Raises:
+        BackendError: there are none for it.
+    """
+    for variant in host.variants:
+        if variant.triple == triple and flags >= set(variant.flags):
+            return variant.programs
+    board = host.board
+    if board is not None and board.triple == triple:
+        if not board.linked:
+            raise BackendError(
+                f"the libraries for {triple} are object files, not linked",
+                where=board.programs.decode.library,
+                hint=f"compile again where {board.compiler} is on PATH; docs/tutorial/board.md",
+            )
+        return board.programs
+    known = [f"{v.instruction_set} ({v.triple})" for v in host.variants]
+    known += [f"{board.cpu} ({board.triple})"] if board else []
+    raise BackendError(
+        f"this artifact has no library for this CPU ({triple}), only for {', '.join(known)}",
+        hint="compile it with host_cpus naming an instruction set of this CPU, or on this machine with 'native'",
+    )
 
 
 class _Program:
@@ -44,33 +93,32 @@ class _Program:
         names, arguments: what the library takes, in its order.
     """
 
-    def __init__(self, library: Path, spec: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        try:
-            machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
-        except (RuntimeError, OSError, ValueError) as error:
-            raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
-        if lacking := [n for n in spec["params"] if n not in known]:
+    def __init__(self, library: Path, spec: ProgramPart, known: Mapping[str, Any]) -> None:
+        machine = Machine(library)
+        if lacking := [n for n in spec.params if n not in known]:
             raise BackendError(f"the library needs parameters that are not given: {lacking}", where=library.name)
-        self._run = machine["run"]
-        self._places = {name: i for i, name in enumerate(spec["outputs"])}
-        self.names = (*spec["inputs"], *spec["params"])
+        run = machine.function("run")
+        if run is None:
+            raise BackendError("the library has no function `run`", where=library.name, hint="compile the model again")
+        self._run = run
+        self._places = {name: i for i, name in enumerate(spec.outputs)}
+        self.names = (*spec.inputs, *spec.params)
         self.arguments = [known[n] for n in self.names]
         _check(machine, self.arguments, library)
 
     def __call__(self, *names: str) -> list[Array | None]:
-        """Runs it; the results of these names (None: it has no such result).
+        """Run it; return the results of these names. None: it has no such result.
 
-        They are views of the VM's memory, which it uses again once they are gone.
+        The results are views of the VM's memory, which the VM uses again once they are gone.
         """
         results = self._run(*self.arguments)
-        return [np.from_dlpack(results[self._places[n]]) if n in self._places else None for n in names]
+        return [as_array(results[self._places[n]]) if n in self._places else None for n in names]
 
 
-def _check(machine: Any, arguments: Sequence[Any], library: Path) -> None:
-    """Once is enough for arguments that stay. Libraries of earlier versions check in every step."""
-    try:
-        check = machine["check"]
-    except AttributeError:
+def _check(machine: Machine, arguments: Sequence[Any], library: Path) -> None:
+    """Raise BackendError where shapes or types do not fit. Once is enough for arguments that stay."""
+    check = machine.function("check")
+    if check is None:
         return
     try:
         check(*arguments)
@@ -87,16 +135,16 @@ class _Feeds:
 
     def __init__(self, config: DecoderConfig, length: int) -> None:
         shape = (config.batch_size, length)
-        blank = {
-            "tokens": torch.zeros(shape, dtype=torch.int64),
-            "position": torch.zeros(1, dtype=torch.int64),
-            "step": torch.zeros(1, dtype=torch.int64),
-            "thresholds": torch.zeros(config.num_layers),
+        blank: dict[str, Array] = {
+            "tokens": np.zeros(shape, np.int64),
+            "position": np.zeros(1, np.int64),
+            "step": np.zeros(1, np.int64),
+            "thresholds": np.zeros(config.num_layers, np.float32),
         }
         if config.takes_embeddings:
-            blank["inputs_embeds"] = torch.zeros(*shape, config.hidden_size)
-        self.arrays = {name: tensor.numpy() for name, tensor in blank.items()}
-        self.tensors = {name: adopt(tensor) for name, tensor in blank.items()}
+            blank["inputs_embeds"] = np.zeros((*shape, config.hidden_size), np.float32)
+        self.arrays = {name: aligned(array) for name, array in blank.items()}
+        self.tensors = {name: adopt(array) for name, array in self.arrays.items()}
         self._inputs = self.arrays[config.input_name]
 
     def set(self, inputs: Array, position: int) -> None:
@@ -104,14 +152,13 @@ class _Feeds:
         self.arrays["position"][0] = position
 
 
-class CpuBackend(Backend):
+class CpuStepper(Stepper):
     """Decode and prefill through the artifact's TVM libraries.
 
     Nothing is allocated per step: inputs, state and weights stay where they are, and the VM's buffers come from a pool.
 
     Args:
-        root: the artifact's folder. programs: the manifest's `host.programs`. params: weights by name.
-        state, config: of the program.
+        params: weights by name.
         threads: TVM threads; None: every core that the process may use.
         decode: which of the programs is the decode step.
 
@@ -122,35 +169,37 @@ class CpuBackend(Backend):
 
     def __init__(
         self,
-        root: Path,
-        programs: Mapping[str, Any],
-        params: Mapping[str, Array | Tensor],
-        state: Sequence[StateSpec],
-        config: DecoderConfig,
+        libraries: Libraries,
+        decoder: DecoderSection,
+        params: Mapping[str, Array],
         threads: int | None,
-        decode: str = "decode",
+        decode: Literal["decode", "offload"] = "decode",
     ) -> None:
         self._threads = threads or usable_cores()
         use_threads(self._threads)
-        self._state = StateArena(state)
+        self._config, self._state = decoder.config, StateArena(decoder.state)
         known = {name: adopt(value) for name, value in params.items()}
-        known |= {name: adopt(value) for name, value in self._state.tensors.items()}
-        self._step = _Feeds(config, 1)
-        self._decode = _Program(root / programs[decode]["library"], programs[decode], known | self._step.tensors)
-        self._chunk, self._prefill = _Feeds(config, config.prefill_chunk), None
-        if prefill := programs.get("prefill"):
-            self._prefill = _Program(root / prefill["library"], prefill, known | self._chunk.tensors)
-        self._config = config
-        self.prefill_chunk = config.prefill_chunk if self._prefill else 1
+        known |= {name: adopt(value) for name, value in self._state.arrays.items()}
+        self._step, self._chunk = _Feeds(self._config, 1), _Feeds(self._config, self._config.prefill_chunk)
+        root, programs = libraries.root, libraries.programs.named()
+        step = programs[decode]
+        self._decode = _Program(root / step.library, step, known | self._step.tensors)
+        self._prefill = None
+        if (chunk := libraries.programs.prefill) is not None:
+            self._prefill = _Program(root / chunk.library, chunk, known | self._chunk.tensors)
+        self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
 
     def reset(self) -> None:
         """Set every state to zero."""
         self._state.clear()
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """Without a prefill graph, one decode forward, number 0, whose replay state is put back: that of slot 0."""
+        """Run one prefill chunk; see Stepper.prefill.
+
+        Without a prefill graph this is decode forward number 0, after which the replay state of slot 0 is put back.
+        """
         if self._prefill is None:
-            with self._state.kept((r for r in StateRole if r not in _ATTENTION_ROLES), slot=0):
+            with self._state.kept(_REPLAY_ROLES, slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)
         self._chunk.set(inputs, position)
@@ -159,14 +208,11 @@ class CpuBackend(Backend):
         return logits
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode."""
+        """Run one decode forward; see Stepper.decode."""
         use_threads(self._threads)
         self._step.set(inputs, position)
         self._step.arrays["step"][0] = step
         self._step.arrays["thresholds"][:] = thresholds
         logits, decisions, scores = self._decode("logits", "decisions", "scores")
         assert logits is not None
-        if decisions is None or scores is None:
-            shape = (len(thresholds), inputs.shape[0])
-            decisions, scores = np.zeros(shape, bool), np.zeros(shape, np.float32)
-        return StepResult(logits, decisions, scores)
+        return StepResult.of(logits, decisions, scores, len(thresholds))

@@ -1,4 +1,7 @@
-"""The rewritten graph in eager PyTorch: the reference that every other backend is checked against."""
+"""The rewritten graph in eager PyTorch: the reference that every other backend is checked against.
+
+This is the one backend that imports the compiler's representation, and torch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+import fastcar_compile.ops as _ops  # registers the operators  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import ATTENTION_ROLES
 from fastcar_compile.ir.modules import placeholder_names
 from fastcar_compile.ir.program import StateSpec
-from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
+from fastcar_compile.ir.program_json import read_program
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 
 
-class EagerBackend(Backend):
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> EagerStepper:
+    """Open an artifact in eager PyTorch, which has its own threads; see OpenStepper."""
+    program = read_program(artifact)
+    return EagerStepper(
+        program.graph_module,
+        program.outputs,
+        program.prefill,
+        program.prefill_outputs,
+        program.state,
+        program.config.prefill_chunk,
+    )
+
+
+class EagerStepper(Stepper):
     """Runs the decode and prefill graphs with torch, one operator at a time."""
 
     def __init__(
@@ -37,11 +57,11 @@ class EagerBackend(Backend):
         self._state = {s.name: s.zeros() for s in self._specs}
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """Without a prefill graph, one decode forward whose replay state is put back."""
+        """Run one prefill chunk; without a prefill graph, one decode forward whose replay state is put back."""
         feeds = self._feeds(inputs, position)
         if self._prefill is not None:
             return self._run(self._prefill, self._prefill_outputs, feeds)["logits"].numpy()
-        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ("key_cache", "value_cache")}
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ATTENTION_ROLES}
         layers = next((self._width(n) for n in self._decode.graph.nodes if n.target == "thresholds"), 0)
         feeds |= {"step": torch.zeros(1, dtype=torch.int64), "thresholds": torch.full((layers,), torch.inf)}
         logits = self._run(self._decode, self._outputs, feeds)["logits"].numpy()
@@ -53,14 +73,11 @@ class EagerBackend(Backend):
         return int(node.meta["val"].shape[0])
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode."""
+        """Run one decode forward; see Stepper.decode."""
         feeds = self._feeds(inputs, position)
         feeds |= {"step": torch.tensor([step]), "thresholds": torch.from_numpy(thresholds)}
-        results = self._run(self._decode, self._outputs, feeds)
-        shape = (len(thresholds), inputs.shape[0])
-        decisions = results["decisions"].numpy() if "decisions" in results else np.zeros(shape, bool)
-        scores = results["scores"].numpy() if "scores" in results else np.zeros(shape, np.float32)
-        return StepResult(results["logits"].numpy(), decisions, scores)
+        results = {n: t.numpy() for n, t in self._run(self._decode, self._outputs, feeds).items() if n in _RESULTS}
+        return StepResult.of(results["logits"], results.get("decisions"), results.get("scores"), len(thresholds))
 
     def _feeds(self, inputs: Array, position: int) -> dict[str, Tensor]:
         value = torch.from_numpy(np.ascontiguousarray(inputs))
@@ -72,3 +89,6 @@ class EagerBackend(Backend):
             results = dict(zip(outputs, graph(*[known[n] for n in self._inputs[id(graph)]]), strict=True))
         self._state |= {k: v for k, v in results.items() if k in self._state}
         return results
+
+
+_RESULTS = ("logits", "decisions", "scores")

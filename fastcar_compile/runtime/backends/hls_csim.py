@@ -9,20 +9,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import tvm
 from torch import Tensor
 
+from fastcar_compile.artifact.layout import HLS
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import AcceleratorSection
+from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.codegen.hls.csim import CsimLibrary
 from fastcar_compile.codegen.tvm.converters import GATE_FUNCTION, OFFLOAD_FUNCTION
 from fastcar_compile.drs.table import Opcode
-from fastcar_compile.errors import InternalError
+from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.ops import offload_gate
 from fastcar_compile.ops.offload import bound_accelerator, current_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
-from fastcar_compile.runtime.backends.base import Array, StepResult
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, StepResult
 from fastcar_compile.runtime.backends.board import BoardLibrary
 from fastcar_compile.runtime.backends.controller import GateController
-from fastcar_compile.runtime.backends.cpu import CpuBackend
+from fastcar_compile.runtime.backends.cpu import CpuStepper, libraries_of
+from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
 
 
 def cache_folder() -> Path:
@@ -30,33 +34,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FASTCAR_CACHE", Path.home() / ".cache" / "fastcar_compile")) / "csim"
 
 
-@tvm.register_global_func(OFFLOAD_FUNCTION, override=True)
 def _offloaded(x: Any, replay: Any, cached: Any, layer: int, out: Any) -> None:
     """TVM calls the accelerator bound to the session that is stepping."""
-    arguments = [torch.from_numpy(np.array(t.numpy())) for t in (x, replay, cached)]
-    out.copyfrom(current_accelerator()(int(layer), *arguments).numpy())
+    arguments = [torch.from_numpy(np.array(as_array(t))) for t in (x, replay, cached)]
+    fill(out, current_accelerator()(int(layer), *arguments).numpy())
 
 
-@tvm.register_global_func(GATE_FUNCTION, override=True)
 def _gated(*arguments: Any) -> None:
     """The same for the gate. The key cache is not copied: the unit reads one row of it."""
     query, keys, chain, position, step = (torch.from_dlpack(t) for t in arguments[:5])
     stride, layer, *results = arguments[5:]
     decision = offload_gate.decide(query, keys, chain, int(position), int(step), int(stride), int(layer))
     for result, value in zip(results, (decision.replay, decision.score, decision.chain), strict=True):
-        result.copyfrom(value.numpy())
+        fill(result, value.numpy())
 
 
-class HlsCsimBackend(CpuBackend):
-    """CpuBackend whose gates and offloaded MLPs run in the g++ build of the artifact's HLS sources.
+register(OFFLOAD_FUNCTION, _offloaded)
+register(GATE_FUNCTION, _gated)
+
+
+class HlsCsimBackend(CpuStepper):
+    """CpuStepper whose gates and offloaded MLPs run in the g++ build of the artifact's HLS sources.
 
     As on the board, the TAS unit gets q and the cached key and decides, the DRS controller says which rows the MLP
     kernel computes, and the host follows. Prefill stays on the host.
 
     Args:
-        root: the artifact's folder. weights: `layer_<i>` -> uint8 [stream bytes]. table: drs/table.bin.
+        hls: folder of the sources. weights: `layer_<i>` -> uint8 [stream bytes]. table: drs/table.bin.
         library: what runs the kernels, with weights as it takes them; None: the C simulation.
-        options: as for CpuBackend.
+        options: as for CpuStepper.
 
     Raises:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
@@ -67,16 +73,16 @@ class HlsCsimBackend(CpuBackend):
 
     def __init__(
         self,
-        root: Path,
+        hls: Path,
         weights: Mapping[str, Any],
         table: bytes,
         library: CsimLibrary | BoardLibrary | None = None,
         **options: Any,
     ) -> None:
-        self._library: Any = library or self.library_type.build(root / "hls", cache_folder())
+        self._library: Any = library or self.library_type.build(hls, cache_folder())
         self._weights, self._gate = dict(weights), GateController(self._library.drs, table)
         self._fetched: int | None = None
-        super().__init__(root, decode="offload", **options)
+        super().__init__(decode="offload", **options)
 
     def reset(self) -> None:
         """Set every state to zero and empty the prefetch buffer."""
@@ -85,7 +91,7 @@ class HlsCsimBackend(CpuBackend):
         self._fetched = None
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode."""
+        """One decode forward; see Stepper.decode."""
         self._gate.start(step, thresholds)
         with bound_accelerator(self._mlp), bound_gate_unit(self._decide):
             return super().decode(inputs, position, step, thresholds)
@@ -120,3 +126,42 @@ class HlsCsimBackend(CpuBackend):
             there = f"the kernel has layer {self._fetched} in {self._library.prefetch_bytes} bytes"
             raise InternalError(f"layer {layer}: the controller counts on {held} prefetched bytes; {there}")
         return self._library.mlp(x, computed, cached, weights, held=held > 0)
+
+
+def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
+    """Return the accelerator's section.
+
+    Raises:
+        BackendError: there is none.
+    """
+    if artifact.manifest.accelerator is None:
+        hint = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
+        raise BackendError("this artifact has no accelerator kernels", hint=hint)
+    return artifact.manifest.accelerator
+
+
+def open_stepper(
+    artifact: StoredArtifact, options: BackendOptions, library: BoardLibrary | None = None
+) -> HlsCsimBackend:
+    """Open an artifact on the C simulation of its kernels, or on `library`; see OpenStepper."""
+    from fastcar_compile.codegen.hls.engine_design import LinearStage
+    from fastcar_compile.runtime.backends.hls_csim_engine import HlsCsimEngineBackend
+
+    accelerator = accelerator_of(artifact)
+    weights: dict[str, Any] = dict(load_tensors(artifact.path / accelerator.weights))
+    if library is not None:
+        weights = {name: library.load(name, stream) for name, stream in weights.items()}
+    given: dict[str, Any] = {
+        "hls": artifact.path / HLS,
+        "weights": weights,
+        "table": (artifact.path / accelerator.table).read_bytes(),
+        "library": library,
+        "libraries": libraries_of(artifact),
+        "decoder": artifact.manifest.decoder,
+        "params": artifact.arrays(),
+        "threads": options.threads,
+    }
+    if accelerator.offload != "linears":
+        return HlsCsimBackend(**given)
+    stages = {name: LinearStage(**stage.model_dump()) for name, stage in (accelerator.design.linears or {}).items()}
+    return HlsCsimEngineBackend(stages=stages, **given)

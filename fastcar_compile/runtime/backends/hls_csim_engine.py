@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import tvm
 from torch import Tensor
 
 from fastcar_compile.codegen.hls.csim import CsimLibrary
@@ -17,12 +16,15 @@ from fastcar_compile.codegen.tvm.converters import OFFLOAD_LINEAR_FUNCTION
 from fastcar_compile.ops.offload_linear import bound_linears, current_linears
 from fastcar_compile.runtime.backends.base import Array, StepResult
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimBackend
+from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
 
 
-@tvm.register_global_func(OFFLOAD_LINEAR_FUNCTION, override=True)
 def _offloaded(x: Any, name: Any, out: Any) -> None:
     """TVM calls the accelerator bound to the session that is stepping."""
-    out.copyfrom(current_linears()(str(name), torch.from_numpy(np.array(x.numpy()))).numpy())
+    fill(out, current_linears()(str(name), torch.from_numpy(np.array(as_array(x)))).numpy())
+
+
+register(OFFLOAD_LINEAR_FUNCTION, _offloaded)
 
 
 class HlsCsimEngineBackend(HlsCsimBackend):
@@ -42,7 +44,7 @@ class HlsCsimEngineBackend(HlsCsimBackend):
         super().__init__(**options)
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode."""
+        """One decode forward; see Stepper.decode."""
         with bound_linears(self._linear):
             return super().decode(inputs, position, step, thresholds)
 

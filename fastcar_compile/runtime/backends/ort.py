@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
 
-from fastcar_compile.codegen.onnx.export import output_name
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import ATTENTION_ROLES, DecoderSection, OnnxSection
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.program import DecoderConfig, StateRole, StateSpec
 from fastcar_compile.parallel import usable_cores
-from fastcar_compile.runtime.backends.base import Array, Backend, StepResult
-
-_ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 
 
-class OrtBackend(Backend):
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtStepper:
+    """Open an artifact in onnxruntime; see OpenStepper."""
+    section = artifact.manifest.onnx
+    if section is None:
+        raise BackendError("this artifact has no ONNX model", hint="compile the model again")
+    return OrtStepper(artifact.path / section.model, artifact.manifest.decoder, options.threads)
+
+
+class OrtStepper(Stepper):
     """Decode through onnxruntime on the CPU; the prompt goes through the same graph, token by token.
 
     Args:
-        model: the .onnx file. state, config: of the program. threads: None: every core that the process may use.
+        model: the .onnx file. threads: None: every core that the process may use.
 
     Raises:
         BackendError: onnxruntime cannot load the model.
@@ -29,7 +34,7 @@ class OrtBackend(Backend):
 
     prefill_chunk = 1
 
-    def __init__(self, model: Path, state: Sequence[StateSpec], config: DecoderConfig, threads: int | None) -> None:
+    def __init__(self, model: Path, decoder: DecoderSection, threads: int | None) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or usable_cores()
         options.log_severity_level = 3
@@ -37,7 +42,7 @@ class OrtBackend(Backend):
             self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions share no public base class
             raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
-        self._config, self._specs = config, list(state)
+        self._config, self._specs = decoder.config, decoder.state
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._outputs = [o.name for o in self._session.get_outputs()]
         self.reset()
@@ -45,25 +50,23 @@ class OrtBackend(Backend):
     def reset(self) -> None:
         """Set every state to zero."""
         value = onnxruntime.OrtValue.ortvalue_from_numpy
-        self._state = {s.name: value(s.zeros().numpy()) for s in self._specs}
+        self._state = {s.name: value(np.zeros(s.shape, s.format.numpy)) for s in self._specs}
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """One token per call; see Backend.prefill. The replay state that the decode step returns is dropped."""
-        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in _ATTENTION_ROLES}
+        """Run one token; see Stepper.prefill. The replay state that the decode step returns is dropped."""
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ATTENTION_ROLES}
         never = np.full(self._config.num_layers, np.inf, np.float32)
         logits = self._run(inputs, position, 0, never)["logits"]
         self._state |= kept
         return logits
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """One decode forward; see Backend.decode."""
+        """Run one decode forward; see Stepper.decode."""
         found = self._run(inputs, position, step, thresholds)
-        shape = (len(thresholds), inputs.shape[0])
-        decisions = found.get("decisions", np.zeros(shape, bool))
-        return StepResult(found["logits"], decisions, found.get("scores", np.zeros(shape, np.float32)))
+        return StepResult.of(found["logits"], found.get("decisions"), found.get("scores"), len(thresholds))
 
     def _run(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
-        """Results by name; states are kept, not returned."""
+        """Return results by name; states are kept, not returned."""
         given = {
             self._config.input_name: inputs,
             "position": np.array([position], np.int64),
@@ -73,5 +76,5 @@ class OrtBackend(Backend):
         feeds = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in self._state.items() if k in self._inputs}
         results = dict(zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True))
-        self._state = {s.name: results.pop(output_name(s.name)) for s in self._specs}
+        self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}

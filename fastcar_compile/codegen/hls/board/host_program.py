@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 import torch
 
+from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
+from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
+from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.engine_interface import OP_LINEAR, OP_LINEAR_BIAS, OP_MLP
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateRole
-
-SOURCES = "host/src"
-"""Folder of the artifact that holds the host program."""
-
-WEIGHTS = "weights/model.safetensors"
 
 ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
 
@@ -37,9 +33,19 @@ _DTYPES = {
 """As safetensors names them, and fastcar_safetensors.hpp."""
 
 
-def host_sources(
-    program: DecoderProgram, board: Mapping[str, Any], accelerator: Mapping[str, Any] | None
-) -> dict[str, str]:
+class HostProgramEmitter:
+    """Writes the C++ host program of an FPGA target. The manifest has no section for it."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> None:
+        """Write the sources; see Emitter.emit."""
+        host = context.section(HostSection)
+        if host is None or host.board is None:
+            return
+        for name, text in host_sources(program, host.board, context.section(AcceleratorSection)).items():
+            context.writer.write_text(f"{HOST_SOURCES}/{name}", text)
+
+
+def host_sources(program: DecoderProgram, board: BoardPart, accelerator: AcceleratorSection | None) -> dict[str, str]:
     """Texts of the host program by file name.
 
     Args:
@@ -57,8 +63,8 @@ def host_sources(
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         config=program.config,
-        programs=board["programs"],
-        weights=WEIGHTS,
+        programs=board.programs.named(),
+        weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
             {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role not in _ATTENTION}
@@ -68,18 +74,18 @@ def host_sources(
     return dict(sorted(texts.items()))
 
 
-def _kernels(program: DecoderProgram, accelerator: Mapping[str, Any]) -> str:
+def _kernels(program: DecoderProgram, accelerator: AcceleratorSection) -> str:
     """The compute kernel, the controller, and the names that the offload library calls them by."""
     from fastcar_compile.codegen.tvm import converters
 
-    compute, controller = accelerator["kernels"]
+    compute, controller = accelerator.kernels
     return render(
         "host/fastcar_kernels.hpp",
         config=program.config,
         kernels=[compute, controller],
-        weights=accelerator["weights"],
-        table=accelerator["table"],
-        linears=accelerator["design"].get("linears", {}),
+        weights=accelerator.weights,
+        table=accelerator.table,
+        linears=accelerator.design.linears or {},
         mlp_function=converters.OFFLOAD_FUNCTION,
         gate_function=converters.GATE_FUNCTION,
         linear_function=converters.OFFLOAD_LINEAR_FUNCTION,

@@ -1,0 +1,66 @@
+"""Names of the files of an artifact, each written once.
+
+```
+manifest.json       typed sections, sha256 and size of every other file
+graph/              before and after the rewrite, as text and as JSON; decoder.onnx
+decoder.onnx        instead, where its weights are the files under weights/
+weights/            safetensors, packed for the kernels
+host/               one folder of libraries per instruction set; host/src: the C++ host program
+hls/                HLS C++ project
+drs/                DRS control table, binary and JSON
+report.json, report.html
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+MANIFEST = "manifest.json"
+
+GRAPH_BEFORE, GRAPH_AFTER = "graph/before.json", "graph/after.json"
+TEXT_BEFORE, TEXT_AFTER = "graph/before.txt", "graph/after.txt"
+
+ONNX_INLINE = "graph/decoder.onnx"
+"""The ONNX model with its weights inside."""
+
+ONNX_EXTERNAL = "decoder.onnx"
+"""The ONNX model whose weights are the artifact's weight files. External data must lie below the model's folder."""
+
+WEIGHTS = "weights/model"
+"""Stem of the weight files."""
+
+ACCELERATOR_WEIGHTS = "weights/accelerator.safetensors"
+
+HLS = "hls"
+DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
+
+HOST_SOURCES = "host/src"
+
+REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+
+
+def weight_file(shard: int | None = None) -> str:
+    """Return the name of the only weight file, or of shard number 1, 2, … of several."""
+    return f"{WEIGHTS}.safetensors" if shard is None else f"{WEIGHTS}-{shard:05d}.safetensors"
+
+
+def weight_files(files: Iterable[str]) -> list[str]:
+    """Return the weight files among an artifact's files, in order."""
+    shard = f"{WEIGHTS}-[0-9][0-9][0-9][0-9][0-9].safetensors"
+    return sorted(f for f in files if f == weight_file() or PurePosixPath(f).match(shard))
+
+
+def host_library(triple: str, instruction_set: str, program: str) -> str:
+    """Return the name of a library for one instruction set."""
+    return f"host/{triple}/{instruction_set}/{program}.so"
+
+
+def board_library(triple: str, cpu: str | None, program: str, *, linked: bool) -> str:
+    """Return the name of a program for the board's CPU: a library, or an archive of object files.
+
+    cpu: its LLVM name where the build machine has the same triple, so that the folders differ; else None.
+    """
+    folder = f"host/{triple}" if cpu is None else f"host/{triple}-{cpu}"
+    return f"{folder}/{program}.{'so' if linked else 'tar'}"

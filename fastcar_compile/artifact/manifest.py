@@ -1,0 +1,112 @@
+"""manifest.json: the typed sections of an artifact, and the checksum of every other file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+
+from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.sections import (
+    AcceleratorSection,
+    DecoderSection,
+    HostSection,
+    LayersSection,
+    OnnxSection,
+    PipelineSection,
+    Section,
+)
+from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.config import CompileConfig, describe_validation
+from fastcar_compile.errors import ArtifactError
+from fastcar_compile.targets.model import Target
+
+SCHEMA_VERSION = 3
+"""Of the manifest's own fields; sections have versions of their own."""
+
+_PRODUCERS = {
+    "fastcar_compile": "fastcar_compile",
+    "torch": "torch",
+    "tvm": "apache-tvm",
+    "onnx": "onnx",
+    "onnxruntime": "onnxruntime",
+    "numpy": "numpy",
+}
+
+S = TypeVar("S", bound=Section)
+
+
+class Sections(BaseModel):
+    """What the compiler says about an artifact.
+
+    Args:
+        options: what was asked for. target: the board, or the CPU.
+        accelerator: None for a CPU target, and for numbers that the kernels do not compute.
+        thresholds: calibrated ones; None: those compiled in hold.
+        extensions: sections of emitters from other packages, by the emitter's name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    options: CompileConfig
+    target: Target
+    decoder: DecoderSection
+    layers: LayersSection
+    pipeline: PipelineSection
+    host: HostSection
+    onnx: OnnxSection | None = None
+    accelerator: AcceleratorSection | None = None
+    thresholds: Thresholds | None = None
+    extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_serializer("options")
+    def _options(self, options: CompileConfig) -> dict[str, Any]:
+        return options.to_json()
+
+    def extension(self, name: str, kind: type[S]) -> S | None:
+        """Return the section of an emitter from another package; None: the artifact has none.
+
+        Raises:
+            ArtifactError: the section does not fit its type.
+        """
+        if name not in self.extensions:
+            return None
+        try:
+            return kind.model_validate(self.extensions[name])
+        except ValidationError as error:
+            text = "; ".join(describe_validation(error))
+            raise ArtifactError(f"the manifest's section {name} has bad fields: {text}") from error
+
+
+class Manifest(Sections):
+    """The content of manifest.json.
+
+    Args:
+        schema_version: layout of the artifact; only `SCHEMA_VERSION` can be read.
+        producer: versions of the packages that wrote it.
+        files: POSIX path relative to the artifact -> checksum and size; every file but manifest.json itself.
+    """
+
+    schema_version: int = Field(default=SCHEMA_VERSION, strict=True)
+    producer: dict[str, str]
+    files: dict[str, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        """Return deterministic JSON: sorted keys, two spaces, UTF-8, one newline at the end."""
+        data = self.model_dump(mode="json")
+        text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return (text + "\n").encode("utf-8")
+
+
+def producer_versions() -> dict[str, str]:
+    """Return the versions of this package and of what it builds on; a package that is not installed reads "none"."""
+    versions = {"python": platform.python_version()}
+    for name, distribution in _PRODUCERS.items():
+        try:
+            versions[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return versions

@@ -1,0 +1,133 @@
+"""Read an artifact: every byte is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
+from fastcar_compile.artifact.layout import MANIFEST, weight_files
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
+from fastcar_compile.artifact.tensor_files import Array, load_tensors
+from fastcar_compile.config import describe_validation
+from fastcar_compile.errors import ArtifactError, CompileError
+from fastcar_compile.parallel import at_once
+
+
+class StoredArtifact:
+    """An artifact on disk whose files are verified. This class needs no torch.
+
+    Attributes:
+        path: its folder.
+        manifest: its typed sections, and sha256 and size of every file.
+
+    Raises:
+        ArtifactError: missing, damaged, tampered with, or of another schema version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        verify_files(path, self.manifest)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return every parameter of the rewritten graph by name, over memory maps of the weight files."""
+        found: dict[str, Array] = {}
+        for name in weight_files(self.manifest.files):
+            found |= load_tensors(self.path / name)
+        return found
+
+    def json(self, name: str) -> Any:
+        """Return the content of a JSON file of the artifact.
+
+        Raises:
+            ArtifactError: it cannot be read.
+        """
+        try:
+            return json.loads((self.path / name).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{name} cannot be read: {error}", where=str(self.path)) from error
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Return the checked manifest; no other file is touched.
+
+    Raises:
+        ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
+    """
+    root = Path(path)
+    file = root / MANIFEST
+    if not root.is_dir():
+        raise ArtifactError("there is no artifact folder here", where=str(root), hint="run `fastcar compile` first")
+    if file.is_symlink() or not file.is_file():
+        raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
+    try:
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"the manifest is not valid JSON: {error}", where=str(file)) from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"the artifact has schema version {version}, this fastcar_compile reads version {SCHEMA_VERSION}",
+            where=str(file),
+            hint="compile the model again with this version",
+        )
+    try:
+        manifest = Manifest.model_validate(data)
+    except (ValidationError, CompileError) as error:
+        text = error.what if isinstance(error, CompileError) else "; ".join(describe_validation(error))
+        raise ArtifactError(f"the manifest has bad fields: {text}", where=str(file)) from error
+    bad = [f"{name!r} {problem}" for name in sorted(manifest.files) if (problem := name_problem(name))]
+    if bad:
+        raise ArtifactError("the manifest names files that are refused: " + "; ".join(bad), where=str(file))
+    return manifest
+
+
+def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
+    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256.
+
+    Args:
+        progress: called with each file's name before it is read; from several threads, as files are read at once.
+
+    Raises:
+        ArtifactError: lists everything missing, changed, unexpected or refused, at once.
+    """
+    root = Path(path)
+    present = dict(walk(root))
+    present.pop(MANIFEST, None)
+
+    def check(name: str) -> str | None:
+        if progress is not None:
+            progress(name)
+        problem = name_problem(name) or _file_problem(present.get(name), manifest.files[name])
+        return f"{name}: {problem}" if problem else None
+
+    problems = [text for text in at_once(check, sorted(manifest.files)) if text]
+    for name in sorted(present.keys() - manifest.files.keys()):
+        what = "is a symbolic link" if present[name].is_symlink() else "is not in the manifest"
+        problems.append(f"{name}: unexpected, {what}")
+    if problems:
+        count = f"{len(problems)} file{'s' if len(problems) > 1 else ''}"
+        raise ArtifactError(
+            f"the artifact is damaged, {count} of it:\n" + "\n".join(f"    {problem}" for problem in problems),
+            where=str(root),
+            hint="compile the model again, or copy the artifact again; nothing of it was loaded",
+        )
+
+
+def _file_problem(path: Path | None, entry: FileEntry) -> str | None:
+    if path is None:
+        return "missing"
+    if path.is_symlink() or not path.is_file():
+        return "is a symbolic link or not a plain file"
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            return f"has {size} bytes, not {entry.size}"
+        return None if file_entry(path).sha256 == entry.sha256 else "changed: its SHA-256 is not the manifest's"
+    except OSError as error:
+        return f"cannot be read: {error}"

@@ -1,0 +1,40 @@
+"""The typed sections of a manifest, one file each."""
+
+from fastcar_compile.artifact.sections.accelerator import AcceleratorSection
+from fastcar_compile.artifact.sections.base import Part, Section
+from fastcar_compile.artifact.sections.decoder import (
+    ATTENTION_ROLES,
+    DecoderConfig,
+    DecoderSection,
+    Ring,
+    State,
+    StateRole,
+)
+from fastcar_compile.artifact.sections.host import BoardPart, HostSection, ProgramPart, ProgramsPart, VariantPart
+from fastcar_compile.artifact.sections.layers import AttentionPart, LayerPart, LayersSection, MlpPart, ReplayPart
+from fastcar_compile.artifact.sections.onnx import OnnxSection
+from fastcar_compile.artifact.sections.pipeline import PipelineSection
+
+__all__ = [
+    "ATTENTION_ROLES",
+    "AcceleratorSection",
+    "AttentionPart",
+    "BoardPart",
+    "DecoderConfig",
+    "DecoderSection",
+    "HostSection",
+    "LayerPart",
+    "LayersSection",
+    "MlpPart",
+    "OnnxSection",
+    "Part",
+    "PipelineSection",
+    "ProgramPart",
+    "ProgramsPart",
+    "ReplayPart",
+    "Ring",
+    "Section",
+    "State",
+    "StateRole",
+    "VariantPart",
+]

@@ -1,0 +1,173 @@
+"""The accelerator: its kernels as a host calls them, the design behind them, and what the DRS controller decides."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastcar_compile.artifact.sections.base import Part, Section
+
+
+class UsagePart(Part):
+    """Estimated FPGA resources."""
+
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int = 0
+
+
+class MlpSpecPart(Part):
+    """The MLP that all layers share: H, I, B rows, layers and compute cores."""
+
+    hidden: int
+    intermediate: int
+    batch: int
+    layers: int
+    cores: int
+    activation: str
+    gated: bool
+    quant: str
+    up_bias: bool
+    down_bias: bool
+
+
+class BudgetPart(Part):
+    """What the design may use of the board."""
+
+    part: str
+    clock_mhz: float
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int
+    axi_ports: int
+    axi_bits: int
+
+
+class StagePart(Part):
+    """One matrix product, cut into tiles. bits: of a weight."""
+
+    inputs: int
+    channels: int
+    ports: int
+    tile: int
+    tiles: int
+    bits: int
+    bias: bool
+
+
+class BuffersPart(Part):
+    """Sizes that the largest product of an engine sets."""
+
+    inputs: int
+    tile: int
+    tile_words: int
+    tile_sums: int
+    head_words: int
+
+
+class DesignPart(Part):
+    """The compute kernel. `linears` and what follows: of an engine that also computes linears outside of the MLPs."""
+
+    spec: MlpSpecPart
+    budget: BudgetPart
+    ports: int
+    gate_up: StagePart
+    down: StagePart
+    tiles_in_uram: bool
+    prefetch_words: int
+    lanes: int
+    rows_per_core: int
+    stream_bytes: int
+    usage_estimate: UsagePart
+    cycles_estimate: int
+    linears: dict[str, StagePart] | None = None
+    linear_stream_bytes: dict[str, int] | None = None
+    linear_cycles_estimate: dict[str, int] | None = None
+    buffers: BuffersPart | None = None
+
+
+class ExplorationPart(Part):
+    """Why the design is no faster."""
+
+    seconds_per_step: float
+    bound_by: str
+    tried: int
+    rejected: int
+    faster: tuple[str, ...]
+
+
+class ArgumentPart(Part):
+    """One argument of a kernel, in the order of its signature. bytes: of the buffer or of the scalar."""
+
+    name: str
+    kind: Literal["in", "out", "scalar"]
+    bytes: int
+
+
+class KernelPart(Part):
+    """A kernel as the host calls it."""
+
+    name: str
+    arguments: tuple[ArgumentPart, ...]
+
+
+class LimitsPart(Part):
+    """What the controller can hold: compute cores, and 128-bit words of one row's key."""
+
+    cores: int
+    key_words: int
+
+
+class ControllerPart(Part):
+    """The TAS unit and DRS controller. gated_layers: layers whose gate it decides."""
+
+    table_version: int
+    gate: str
+    gated_layers: tuple[int, ...]
+    couple_cfg: bool
+    max_chain: int | None
+    prefetch_bytes: int
+    limits: LimitsPart
+    usage_estimate: UsagePart
+    cycles_estimate: int
+
+
+class LinearCallPart(Part):
+    """Linears that share their input, as one call. layer: None outside of the layers."""
+
+    name: str
+    layer: int | None
+    paths: tuple[str, ...]
+    inputs: int
+    channels: tuple[int, ...]
+
+
+class HostLinearPart(Part):
+    """A linear that stays on the host, and why."""
+
+    path: str
+    layer: int | None
+    reason: str
+
+
+class AcceleratorSection(Section):
+    """Everything that a host needs to call the kernels.
+
+    Args:
+        weights: file of the weight streams. table: the DRS control table.
+        kernels: the compute kernel, then the controller.
+        linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
+    """
+
+    offload: Literal["mlp", "linears"]
+    weights: str
+    table: str
+    controller: ControllerPart
+    design: DesignPart
+    exploration: ExplorationPart
+    kernels: tuple[KernelPart, ...]
+    linears: tuple[LinearCallPart, ...] = ()
+    on_host: tuple[HostLinearPart, ...] = ()

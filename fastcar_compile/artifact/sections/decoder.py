@@ -1,0 +1,130 @@
+"""The decoder: its sizes, its state, and what its graphs take and give."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import prod
+from typing import Literal
+
+from pydantic import ConfigDict, field_validator
+from pydantic.dataclasses import dataclass
+
+from fastcar_compile.artifact.sections.base import Part, Section
+from fastcar_compile.formats.dtypes import DTYPES, DType
+
+
+class StateRole(StrEnum):
+    """What a state tensor is for."""
+
+    KEY_CACHE = "key_cache"
+    VALUE_CACHE = "value_cache"
+    MLP_CACHE = "mlp_cache"
+    GATE_CACHE = "gate_cache"
+    CHAIN_COUNT = "chain_count"
+
+
+ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+"""The state that prefill writes. Every other role belongs to replay."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Ring:
+    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/explanation/sparse_attention.md), in tokens.
+
+    A query at position p sees keys 0 .. sinks - 1 and p - window + 1 .. p. Position p >= sinks is at row
+    sinks + (p - sinks) mod rows. `positions`: "absolute", or "cache": rotary positions inside the cache, as if the
+    tokens between sinks and window did not exist.
+    """
+
+    sinks: int
+    window: int
+    rows: int
+    positions: Literal["absolute", "cache"] = "absolute"
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a key or value cache."""
+        return self.sinks + self.rows
+
+    @property
+    def attended(self) -> int:
+        """Most keys that one query sees."""
+        return self.sinks + self.window
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class DecoderConfig:
+    """Sizes and options that fix the graph.
+
+    Args:
+        batch_size: rows B.
+        max_seq_len: positions S, in tokens.
+        tokens_per_frame: stride F between a token and the same place in the previous frame, in tokens.
+        hidden_size: H.
+        vocab_size: V; None: the decoder has no head.
+        takes_embeddings: the input is float32 [B, T, H], not token ids.
+        prefill_chunk: tokens of one prefill call; 0: there is no prefill graph.
+        ring: sparse attention; None: attention to all positions, over caches of S rows.
+    """
+
+    batch_size: int
+    max_seq_len: int
+    tokens_per_frame: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int | None
+    takes_embeddings: bool
+    prefill_chunk: int
+    ring: Ring | None = None
+
+    @property
+    def input_name(self) -> str:
+        """Name of the token or embedding input."""
+        return "inputs_embeds" if self.takes_embeddings else "tokens"
+
+
+class State(Part):
+    """One state tensor: an input and an output of the graph under the same name. It starts at zero.
+
+    Args:
+        dtype: a name of `formats.dtypes`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: StateRole
+    layer: int
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"there is no element type {dtype!r}")
+        return dtype
+
+    @property
+    def format(self) -> DType:
+        """The element type."""
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.format.itemsize * prod(self.shape)
+
+
+class DecoderSection(Section):
+    """The decoder as a session sees it.
+
+    Args:
+        outputs: names of the decode step's results, in order. prefill_outputs: the same of the prefill chunk.
+        weight_bytes: bytes of all parameters.
+    """
+
+    config: DecoderConfig
+    state: tuple[State, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    prefill_outputs: tuple[str, ...]
+    weight_bytes: int

@@ -1,0 +1,63 @@
+"""Libraries for CPUs: one set per instruction set, and one for the board's own CPU."""
+
+from __future__ import annotations
+
+from fastcar_compile.artifact.sections.base import Part, Section
+
+
+class ProgramPart(Part):
+    """One compiled program: its library, and the names of its arguments and results, in order."""
+
+    library: str
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class ProgramsPart(Part):
+    """The programs of one CPU.
+
+    Args:
+        prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
+    """
+
+    decode: ProgramPart
+    prefill: ProgramPart | None = None
+    offload: ProgramPart | None = None
+
+    def named(self) -> dict[str, ProgramPart]:
+        """Return the programs that exist, by name."""
+        found = {"decode": self.decode, "prefill": self.prefill, "offload": self.offload}
+        return {name: program for name, program in found.items() if program is not None}
+
+
+class VariantPart(Part):
+    """Libraries for one instruction set. `flags`: what /proc/cpuinfo must list."""
+
+    instruction_set: str
+    triple: str
+    flags: tuple[str, ...]
+    programs: ProgramsPart
+
+
+class BoardPart(Part):
+    """Programs for the board's CPU.
+
+    Args:
+        cpu: LLVM name. compiler: the linker that was looked for.
+        linked: whether the programs are libraries; else they are archives of object files.
+    """
+
+    triple: str
+    cpu: str
+    instruction_set: str
+    compiler: str
+    linked: bool
+    programs: ProgramsPart
+
+
+class HostSection(Section):
+    """Every library. `variants`: of each architecture the best one first. `board`: None for a CPU target."""
+
+    variants: tuple[VariantPart, ...]
+    board: BoardPart | None

@@ -1,0 +1,181 @@
+"""Write an artifact: an atomic, deterministic directory.
+
+Files go to a hidden folder beside the destination, which is renamed over it at the end. So a failed build leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fastcar_compile.artifact.atomic import replace_folder, sync
+from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
+from fastcar_compile.artifact.layout import MANIFEST
+from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
+from fastcar_compile.artifact.tensor_files import Placement, TensorSource, write_streamed
+from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.parallel import at_once
+
+
+class ArtifactWriter:
+    """Writes an artifact directory atomically; use it as a context manager.
+
+    Files go below `root`, or through `write_bytes`, `write_text` and `write_streamed`; the sections through `finish`.
+    Leaving the block writes manifest.json and puts the directory in place. Leaving it by an exception removes
+    everything, including parent folders that this writer had to create.
+
+    Args:
+        path: destination. If it exists it must be an artifact (it is replaced) or an empty directory.
+
+    Raises:
+        ArtifactError: the destination is something else, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self._root: Path | None = None
+        self._sections: Sections | None = None
+        self._made_parents: list[Path] = []
+
+    @property
+    def root(self) -> Path:
+        """The temporary directory that becomes the artifact."""
+        if self._root is None:
+            raise InternalError("ArtifactWriter is used outside its with block")
+        return self._root
+
+    def finish(self, sections: Sections) -> None:
+        """Set what the manifest says. The block cannot end without it."""
+        self._sections = sections
+
+    def file(self, name: str) -> Path:
+        """Return the path at which to write the file `name`; its folders exist after this call."""
+        problem = name_problem(name)
+        if problem or name == MANIFEST:
+            raise InternalError(f"artifact file {name!r} {problem or 'is reserved'}")
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        """Write one file; return its temporary path."""
+        path = self.file(name)
+        path.write_bytes(data)
+        return path
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write one UTF-8 file with the newlines as given; return its temporary path."""
+        return self.write_bytes(name, text.encode("utf-8"))
+
+    def write_streamed(self, name: str, tensors: Iterable[str], source: TensorSource) -> dict[str, Placement]:
+        """Write one safetensors file, holding one tensor at a time; return where each tensor is in it."""
+        self.file(name)
+        return write_streamed(self.root, name, tensors, source)
+
+    def __enter__(self) -> Self:
+        _check_destination(self.path)
+        parent = self.path.parent
+        self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._root = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.building-", dir=parent))
+            self._root.chmod(0o755)
+        except OSError as error:
+            self._clean()
+            raise ArtifactError(f"the output folder cannot be written: {error}", where=str(self.path)) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._place()
+                self._made_parents = []
+        finally:
+            self._clean()
+
+    def _place(self) -> None:
+        root = self.root
+        if self._sections is None:
+            raise InternalError("the artifact has no sections")
+        sections = {name: getattr(self._sections, name) for name in Sections.model_fields}
+        data = Manifest(producer=producer_versions(), files=self._files(), **sections).to_bytes()
+        for place in (str(root), str(self.path)):
+            if json.dumps(place, ensure_ascii=False)[1:-1].encode() in data:
+                raise InternalError(f"the manifest holds the absolute path {place}, so it would differ between folders")
+        (root / MANIFEST).write_bytes(data)
+        for _, path in walk(root):
+            sync(path)
+        for folder, _, _ in os.walk(root):
+            sync(Path(folder))
+        _check_destination(self.path)
+        replace_folder(root, self.path)
+        sync(self.path.parent)
+
+    def _files(self) -> dict[str, FileEntry]:
+        found = dict(walk(self.root))
+        for name, path in found.items():
+            if path.is_symlink() or not path.is_file() or name == MANIFEST:
+                raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
+        return dict(zip(found, at_once(file_entry, found.values()), strict=True))
+
+    def _clean(self) -> None:
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+        for folder in self._made_parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+
+def _check_destination(path: Path) -> None:
+    """Raise ArtifactError instead of replacing anything that is not an artifact."""
+    if not path.exists() and not path.is_symlink():
+        return
+    hint = "choose another output folder, or remove this one yourself"
+    if path.is_symlink() or not path.is_dir():
+        raise ArtifactError("the output path exists and is not a folder", where=str(path), hint=hint)
+    if not any(path.iterdir()):
+        return
+    try:
+        data = json.loads((path / MANIFEST).read_bytes())
+        ours = isinstance(data, dict) and "schema_version" in data and "fastcar_compile" in data["producer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ArtifactError("the output folder exists and is not a fastcar artifact", where=str(path), hint=hint)
+
+
+def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | None) -> Manifest:
+    """Replace the thresholds in an artifact's manifest in one atomic step; return the new manifest.
+
+    No other file is touched.
+
+    Raises:
+        ArtifactError: the manifest cannot be written.
+    """
+    root = path.absolute()
+    changed = manifest.model_copy(update={"thresholds": thresholds})
+    try:
+        # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
+        handle, scratch = tempfile.mkstemp(prefix=f".{root.name}.manifest-", dir=root.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(changed.to_bytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(scratch, (root / MANIFEST).stat().st_mode & 0o777)
+        os.replace(scratch, root / MANIFEST)
+    except OSError as error:
+        raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
+    return changed

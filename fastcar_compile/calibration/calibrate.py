@@ -1,0 +1,199 @@
+"""Choose one threshold per layer, for a target replay ratio or a limit on the NLL, from a few videos."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.calibration.evaluator import Evaluator, Rules
+from fastcar_compile.calibration.search import Journal, Search, Values
+from fastcar_compile.compiled import Artifact
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import InputError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.gates import GATES, Gate, gate_named
+from fastcar_compile.gates.weights import weights_in
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+
+MODEL_ROWS = 8
+"""Videos per batch when a model is calibrated. An artifact uses its own batch size."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The program to calibrate and the options of its gates. A layer with threshold None never replays."""
+
+    program: DecoderProgram
+    replay: ReplayConfig
+
+
+def calibrate(
+    source: Artifact | nn.Module,
+    videos: Any,
+    *,
+    replay: ReplayConfig | None = None,
+    tokens_per_frame: int | None = None,
+    quant: str = "none",
+    target_replay: float | None = None,
+    max_nll_increase: float | None = None,
+    prompt: int = 1,
+    journal: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Thresholds:
+    """Choose one threshold per layer on videos like those that will be decoded. Deterministic.
+
+    docs/explanation/gates.md describes the method. Give exactly one of `target_replay` and `max_nll_increase`.
+
+    Args:
+        source: an artifact, with the gate that it was compiled with. Or a decoder as `compile` takes it, with `replay`,
+            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"); then nothing is compiled. A layer
+            with threshold None never replays.
+        videos: int64 [N, T], prompt included, not the videos that judge the result. With couple_cfg: the conditional
+            videos, then their unconditional partners in the same order.
+        target_replay: least share of the forwards t >= F that replay, 0 to 1.
+        max_nll_increase: greatest relative increase of the NLL; 0.1 is ten per cent.
+        prompt: tokens before decoding starts.
+        journal: file that keeps every measurement. An interrupted calibration continues from it.
+        progress: called with one line after every measurement.
+
+    Raises:
+        InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
+    """
+    _check_goal(target_replay, max_nll_increase)
+    tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, torch.Tensor) else np.asarray(videos))
+    if isinstance(source, Artifact):
+        given = _of_artifact(source)
+    else:
+        given = _Source(program_of(source, len(tokens), tokens_per_frame, quant), replay or ReplayConfig())
+    search, key = search_of(given.program, given.replay, tokens, prompt, journal, progress)
+    if target_replay is not None:
+        values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
+    else:
+        assert max_nll_increase is not None
+        values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
+    return _thresholds(search, values, given.replay.gate, goal, key)
+
+
+def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:
+    if (target_replay is None) == (max_nll_increase is None):
+        raise InputError("exactly one of target_replay and max_nll_increase is needed")
+    if target_replay is not None and not 0 <= target_replay <= 1:
+        raise InputError(f"target_replay is {target_replay}", hint="give a share from 0 to 1")
+    if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:
+        raise InputError(f"max_nll_increase is {max_nll_increase}", hint="give 0.1 for ten per cent")
+
+
+def search_of(
+    program: DecoderProgram,
+    replay: ReplayConfig,
+    videos: np.ndarray,
+    prompt: int = 1,
+    journal: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Search, str]:
+    """Return a threshold search for this gate, and the SHA-256 of everything that its measurements depend on.
+
+    Args:
+        program: dense, with a prefill graph. videos: int64 [N, T]. prompt, journal, progress: as for `calibrate`.
+
+    Raises:
+        InputError: the videos do not fit the program.
+    """
+    layers = program.config.num_layers
+    able = tuple(t is not None for t in replay.thresholds(layers))
+    evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
+    key = _key(program, replay, videos, prompt)
+    book = Journal(None if journal is None else Path(journal), key)
+    return Search(evaluator, GATES[replay.gate], able, book, progress or (lambda _line: None)), key
+
+
+def _of_artifact(artifact: Artifact) -> _Source:
+    """Return what to calibrate of an artifact. Raise InputError when it is dense."""
+    replay, thresholds = artifact.manifest.options.replay, artifact.manifest.layers.thresholds
+    if replay is None or all(t is None for t in thresholds):
+        raise InputError("the artifact has no gate to calibrate", hint="compile it with a ReplayConfig")
+    able = tuple(None if t is None else 1.0 for t in thresholds)
+    changes: dict[str, Any] = {"threshold": able}
+    if replay.gate_weights is not None:
+        changes["gate_weights"] = weights_in(artifact.params, len(able))
+    return _Source(artifact.program, replay.model_copy(update=changes))
+
+
+def program_of(
+    model: nn.Module, videos: int, tokens_per_frame: int | None = None, quant: str = "none"
+) -> DecoderProgram:
+    """Return the dense program of a decoder: one row per video (at most MODEL_ROWS), prefill chunks of one frame.
+
+    Raises:
+        InputError: the model does not give its tokens_per_frame or max_seq_len.
+    """
+    facts = ModelFacts.of(model)
+    frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
+    if frame is None or length is None:
+        raise InputError("the model does not say its tokens_per_frame and max_seq_len", hint="give tokens_per_frame")
+    rows, chunk = min(videos, MODEL_ROWS), min(frame, length)
+    program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
+    return run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
+
+
+def rules_of(replay: ReplayConfig, layers: int) -> Rules:
+    """Return everything but the thresholds that decides a replay."""
+    heads = replay.heads_of(layers) or (None,) * layers
+    gates = tuple(_gate(replay, layer, chosen, layers) for layer, chosen in enumerate(heads))
+    return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
+
+
+def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...] | None, layers: int) -> Gate:
+    """Return one layer's gate. An artifact holds no gate weights for a layer that never replays."""
+    weights = replay.gate_weights
+    if weights is None:
+        return gate_named(replay.gate, heads)
+    if weights.layers and layer not in weights.layers and replay.thresholds(layers)[layer] is None:
+        return gate_named("never")
+    return gate_named(replay.gate, heads, weights.layer(layer))
+
+
+def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) -> Thresholds:
+    found = search.outcome(values)
+    return Thresholds(
+        gate=gate,
+        values=values,
+        replay=found.replay,
+        per_layer=found.ratios,
+        nll=search.dense_nll * math.exp(found.loss),
+        nll_dense=search.dense_nll,
+        goal=goal,
+        inputs=key,
+    )
+
+
+def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prompt: int) -> str:
+    return program_key(program, replay.to_json() | {"threshold": None, "prompt": prompt}, videos)
+
+
+def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.ndarray) -> str:
+    """Return the SHA-256 of weights, JSON-safe options and videos: everything that a measurement depends on."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(program.params.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(options, sort_keys=True).encode())
+    digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())
+    if program.config.ring is not None:
+        digest.update(repr(program.config.ring).encode())
+    digest.update(videos.tobytes())
+    return digest.hexdigest()

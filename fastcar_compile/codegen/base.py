@@ -1,0 +1,71 @@
+"""What a backend's compile side is: an emitter, which writes files and returns a typed section of the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from fastcar_compile.artifact.sections import Section
+from fastcar_compile.artifact.tensor_files import Placement
+from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.registry import Registry
+from fastcar_compile.targets import Target
+
+Progress = Callable[[str], None]
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class EmitContext:
+    """What an emitter is given besides the program.
+
+    Args:
+        writer: takes files.
+        options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
+        places: where each parameter's bytes are in the weight files.
+        say: reports a stage.
+        sections: what the emitters before this one returned, by name.
+    """
+
+    writer: ArtifactWriter
+    options: CompileConfig
+    target: Target
+    variants: Sequence[InstructionSet]
+    places: Mapping[str, Placement]
+    say: Progress
+    sections: Mapping[str, Section]
+
+    def section(self, kind: type[S]) -> S | None:
+        """Return the section of this type that an earlier emitter returned; None: there is none."""
+        return next((s for s in self.sections.values() if isinstance(s, kind)), None)
+
+
+class Emitter(Protocol):
+    """Writes one backend's files. A program is not changed."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> Section | None:
+        """Write the files; return what the manifest says of them, or None where the backend has nothing to add.
+
+        Raises:
+            CompileError: the backend cannot run this program.
+        """
+        ...
+
+
+EMITTERS = Registry(
+    "emitter",
+    "fastcar_compile.emitters",
+    {
+        "onnx": "fastcar_compile.codegen.onnx.emit:OnnxEmitter",
+        "hls": "fastcar_compile.codegen.hls.emit_accelerator:HlsEmitter",
+        "tvm": "fastcar_compile.codegen.tvm.emit:TvmEmitter",
+        "host-program": "fastcar_compile.codegen.hls.board.host_program:HostProgramEmitter",
+    },
+    CompileError,
+)
+"""In the order in which they run; those of other packages run last, by name."""

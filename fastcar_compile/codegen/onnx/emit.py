@@ -1,0 +1,24 @@
+"""The ONNX part of an artifact."""
+
+from __future__ import annotations
+
+from fastcar_compile.artifact.layout import ONNX_EXTERNAL, ONNX_INLINE
+from fastcar_compile.artifact.sections import OnnxSection
+from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.ir.program import DecoderProgram
+
+EXTERNAL_DATA_FROM = 1 << 26
+"""Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
+
+
+class OnnxEmitter:
+    """Writes the decode step as one ONNX model."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection:
+        """Write the model; see Emitter.emit."""
+        context.say("exporting to ONNX")
+        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
+        model = ONNX_EXTERNAL if external else ONNX_INLINE
+        export_onnx(program, context.writer.file(model), context.places if external else None)
+        return OnnxSection(model=model)

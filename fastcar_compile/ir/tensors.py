@@ -1,0 +1,90 @@
+"""Between torch tensors and the numpy arrays that artifacts are written from and read as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastcar_compile.artifact.tensor_files import Placement, TensorSpec
+from fastcar_compile.formats.dtypes import DTYPES
+from fastcar_compile.ir.weights import Parameters
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch type in `formats.dtypes`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of this name."""
+    return getattr(torch, name)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Return element type and shape; the values may be missing."""
+    return TensorSpec(DTYPES[dtype_name(tensor.dtype)], tuple(tensor.shape))
+
+
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
+    """Return an array over the tensor's memory, or over a contiguous copy. numpy has no bfloat16 of its own."""
+    spec, flat = spec_of(tensor), tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return np.empty(spec.shape, spec.dtype.numpy)
+    return flat.view(torch.uint8).numpy().view(spec.dtype.numpy).reshape(spec.shape)
+
+
+def to_torch(array: NDArray[Any]) -> Tensor:
+    """Return a tensor over the array's memory."""
+    if not array.size:
+        return torch.empty(array.shape, dtype=torch_dtype(array.dtype.name))
+    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """Parameters as a source of arrays: each is made when it is asked for."""
+
+    params: Parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return element type and shape."""
+        return spec_of(self.params.spec(name))
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return the values."""
+        return to_numpy(self.params[name])
+
+
+@dataclass(frozen=True)
+class WrittenTensors:
+    """Tensors that were written to files, as a source of weights: nothing is made a second time.
+
+    Attributes:
+        root: folder of the files. places: where each tensor is. specs: its element type and shape.
+    """
+
+    root: Path
+    places: Mapping[str, Placement]
+    specs: Mapping[str, TensorSpec]
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return the tensor as it was written, or its rows [begin, end) along the first axis."""
+        place, spec = self.places[name], self.specs[name]
+        data = np.fromfile(self.root / place.file, np.uint8, place.length, offset=place.offset)
+        whole = to_torch(data.view(spec.dtype.numpy).reshape(spec.shape))
+        return whole if rows is None else whole[slice(*rows)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return its shape."""
+        return self.specs[name].shape

@@ -1,0 +1,67 @@
+"""Things by name: those of this package, and those that other installed packages add through entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from fastcar_compile.errors import UserError
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Objects by name. Nothing is imported before it is asked for.
+
+    Args:
+        what: what one of them is, for error texts.
+        group: of the entry points; their names may not be built in.
+        built_in: name -> "module:attribute".
+        error: raised for an unknown name.
+    """
+
+    what: str
+    group: str
+    built_in: Mapping[str, str]
+    error: type[UserError]
+
+    def added(self) -> dict[str, EntryPoint]:
+        """Return the entry points of other packages by name, sorted.
+
+        Raises:
+            UserError: a name is taken, by this package or by two others.
+        """
+        found: dict[str, EntryPoint] = {}
+        for point in sorted(entry_points(group=self.group), key=lambda p: p.name):
+            if point.name in self.built_in or (point.name in found and found[point.name].value != point.value):
+                raise self.error(
+                    f"{self.what} {point.name!r} is registered twice",
+                    where=f"entry point {point.value}, group {self.group}",
+                    hint="give it another name, or uninstall one of the packages",
+                )
+            found[point.name] = point
+        return found
+
+    def names(self) -> list[str]:
+        """Return every name, those of this package first."""
+        return [*self.built_in, *self.added()]
+
+    def load(self, name: str) -> Any:
+        """Return the object of that name.
+
+        Raises:
+            UserError: the name is not known, or its package cannot be imported.
+        """
+        if name in self.built_in:
+            module, _, attribute = self.built_in[name].partition(":")
+            return getattr(import_module(module), attribute)
+        added = self.added()
+        if name not in added:
+            raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {', '.join(self.names())}")
+        try:
+            return added[name].load()
+        except (ImportError, AttributeError) as error:
+            where = f"entry point {added[name].value}"
+            raise self.error(f"{self.what} {name!r} cannot be imported: {error}", where=where) from error

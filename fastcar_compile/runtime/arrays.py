@@ -1,0 +1,28 @@
+"""Arrays in and out of a session: numpy inside, the caller's kind outside. Torch is used only where it is loaded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def to_numpy(value: Any) -> NDArray[Any]:
+    """Return an array: of a torch tensor, of anything that speaks DLPack, or of a sequence."""
+    if _is_torch(value):
+        return value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    return np.asarray(value)
+
+
+def like(example: Any, array: NDArray[Any]) -> Any:
+    """Return the array, as a torch tensor where the example is one."""
+    return sys.modules["torch"].from_numpy(array) if _is_torch(example) else array

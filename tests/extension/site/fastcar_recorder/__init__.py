@@ -1,0 +1,1 @@
+"""A backend of another package: the cpu backend, which also writes every decode step to a file."""

@@ -1,0 +1,65 @@
+"""Manifests of a small decoder that was never compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastcar_compile.artifact.manifest import Sections
+from fastcar_compile.artifact.sections import (
+    AttentionPart,
+    DecoderConfig,
+    DecoderSection,
+    HostSection,
+    LayerPart,
+    LayersSection,
+    MlpPart,
+    PipelineSection,
+    ReplayPart,
+)
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.targets import load_target
+
+
+def decoder_config(**changes: Any) -> DecoderConfig:
+    """Two rows, three layers, frames of four tokens."""
+    sizes = {"batch_size": 2, "max_seq_len": 32, "tokens_per_frame": 4, "num_layers": 3, "hidden_size": 128}
+    return DecoderConfig(**sizes | {"vocab_size": 17, "takes_embeddings": False, "prefill_chunk": 4} | changes)
+
+
+def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> LayerPart:
+    """One layer whose node names carry its number."""
+    heads = {name: sizes.pop(name, value) for name, value in (("num_heads", 4), ("num_kv_heads", 4), ("head_dim", 32))}
+    mlp = {"activation": "silu", "gated": True, "hidden": 128, "intermediate": 352} | sizes
+    names = ("entry", "residual", "region_output", "exit")
+    return LayerPart(
+        **{name: f"{name}_{layer}" for name in names},
+        layer=layer,
+        module_path=f"model.layers.{layer}.mlp",
+        source="model.py:12",
+        attention=AttentionPart(
+            node="sdpa",
+            query="q",
+            key_cache=f"key_cache_{layer}",
+            value_cache=f"value_cache_{layer}",
+            scale=0.2,
+            **heads,
+        ),
+        mlp=MlpPart(input="x", output="y", linears=("a", "b", "c"), weights=("a", "b", "c"), biases=(None,) * 3, **mlp),
+        replay=replay,
+    )
+
+
+def sections(**changes: Any) -> Sections:
+    """Everything but files and producers; `changes` are sections."""
+    config = decoder_config()
+    fields = {
+        "options": CompileConfig(target="zcu102", tokens_per_frame=4, max_seq_len=32, batch_size=2),
+        "target": load_target("zcu102"),
+        "decoder": DecoderSection(
+            config=config, state=(), inputs=(), outputs=(), prefill_outputs=(), weight_bytes=2_000_000
+        ),
+        "layers": LayersSection(layers=tuple(layer_part(layer) for layer in range(3))),
+        "pipeline": PipelineSection(passes="", log=()),
+        "host": HostSection(variants=(), board=None),
+    }
+    return Sections(**fields | changes)
