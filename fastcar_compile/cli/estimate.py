@@ -100,8 +100,9 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     manifest = fc.load(str(path)).manifest
     options, accelerator, layers = manifest.options, manifest.accelerator, manifest.layers.layers
     board = manifest.target if target is None else load_target(target)
-    same = accelerator is not None and board == manifest.target
-    design = design_from_json(accelerator.design.model_dump(exclude_none=True)) if same else None
+    design = None
+    if accelerator is not None and board == manifest.target:
+        design = design_from_json(accelerator.design.model_dump(exclude_none=True))
     ring, kept = manifest.decoder.config.ring, kv_type(options.kv)
     work = Workload(
         shape_of_sections(manifest.decoder.config, layers),

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.int64]
 
-BACKENDS = ("cpu", "onnxruntime", "hls-csim", "eager", "board")
+
+def backend_names() -> list[str]:
+    """Return the names of the backends, for shell completion."""
+    from fastcar_compile.runtime.backends import BACKENDS
+
+    return BACKENDS.names()
 
 
 class Sampler:
@@ -43,7 +48,7 @@ class Sampler:
         self.first: float | None = None
         self.count = 0
 
-    def __call__(self, logits: Any) -> Any:
+    def __call__(self, logits: NDArray[np.float32]) -> Tokens:
         """Return token ids int64 [B] for logits float32 [B, V]."""
         if self.first is None:
             self.first = time.perf_counter()
@@ -51,16 +56,14 @@ class Sampler:
         self.show(f"{self.count} of {self.total} tokens")
         return logits.argmax(-1) if self.temperature == 0 else self._drawn(logits)
 
-    def _drawn(self, logits: Any) -> Any:
+    def _drawn(self, logits: NDArray[np.float32]) -> Tokens:
         """Return the first token of every row whose cumulated probability exceeds a uniform number."""
         import numpy as np
-        import torch
 
         scaled = np.asarray(logits, np.float64) / self.temperature
         weights = np.exp(scaled - scaled.max(-1, keepdims=True)).cumsum(-1)
         limits = self.generator.random((len(weights), 1)) * weights[:, -1:]
-        drawn = (weights > limits).argmax(-1)
-        return drawn if isinstance(logits, np.ndarray) else torch.from_numpy(drawn)
+        return (weights > limits).argmax(-1)
 
 
 @command
@@ -70,7 +73,7 @@ def run_command(
     prompt_file: Annotated[Path | None, typer.Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[
-        str, typer.Option(help=f"One of {', '.join(BACKENDS)}.", autocompletion=lambda: list(BACKENDS))
+        str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=backend_names)
     ] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
     thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
@@ -82,6 +85,8 @@ def run_command(
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Generate tokens; print replay ratio and speed."""
+    import numpy as np
+
     import fastcar_compile as fc
 
     if (prompt is None) == (prompt_file is None):
@@ -103,7 +108,7 @@ def run_command(
         start = time.perf_counter()
         tokens = session.generate(ids, num_tokens, sample=sampler, progress=False)
         end = time.perf_counter()
-    rows: list[list[int]] = tokens.tolist()
+    rows: list[list[int]] = np.asarray(tokens).tolist()
     report = summary(session, rows, start, sampler.first or end, end)
     report |= {"backend": backend, "output": output, "trace": trace}
     _write(tokens, output)

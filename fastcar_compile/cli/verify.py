@@ -138,8 +138,6 @@ def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
     shape = (sizes.batch_size, 1 + steps)
     hint = "compile the model again"
     if sizes.takes_embeddings:
-        if sizes.hidden_size is None:
-            raise UserError("the manifest states no hidden_size, so no embeddings can be drawn", hint=hint)
         return generator.standard_normal((*shape, sizes.hidden_size), np.float32)
     if sizes.vocab_size is None:
         raise UserError("the manifest states no vocab_size, so no tokens can be drawn", hint=hint)

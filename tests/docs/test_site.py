@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastcar_compile
+from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.cli.commands import COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
@@ -76,3 +77,8 @@ def test_commands_and_exit_codes_are_those_of_the_program() -> None:
     commands, codes, _ = text.split("\n## ", 2)
     assert set(COMMANDS) <= set(re.findall(r"^\| `fastcar ([\w-]+)", commands, re.MULTILINE))
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", codes, re.MULTILINE)] == [c.value for c in ExitCode]
+
+
+def test_the_manifest_has_the_documented_sections() -> None:
+    text = (ROOT / "docs" / "reference" / "artifact.md").read_text("utf-8").split("\n## ")[1]
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(Manifest.model_fields)

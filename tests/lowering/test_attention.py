@@ -17,7 +17,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS, context_parts
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK
 from fastcar_compile.ops.cached import loaded, stored
 
 from .kernel_runs import few, run
@@ -92,7 +92,7 @@ def test_int8_rows_of_whole_vectors(isa: InstructionSet, heads: Heads, position:
     group = heads[0] // heads[1]
     logits = torch.einsum("bhd,bhsd->bhs", q[:, :, 0].double(), keys.repeat_interleave(group, 1)) * 0.3
     expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.repeat_interleave(group, 1))
-    torch.testing.assert_close(y[:, :, 0].double(), expected, atol=6e-7 * d**0.5, rtol=1e-6)
+    torch.testing.assert_close(y[:, :, 0].double(), expected, atol=1e-6 * d**0.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -113,7 +113,7 @@ def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
     torch.manual_seed(0)
     assert context_parts(heads[1], 2 * heads[1] * 1024 * 128) > 1
-    for position in (0, BLOCK - 1, BLOCK, 700, 1023):
+    for position in (0, KEY_BLOCK - 1, KEY_BLOCK, 700, 1023):
         _check(1, heads, 1, 1024, 128, position)
         _check(1, heads, 1, 1024, 128, position, torch.float16)
         _check(1, heads, 1, 1024, 128, position, torch.int8)

@@ -40,22 +40,22 @@ def _bfloat16(values: np.ndarray) -> Any:
     return cut.copyfrom((values.view(np.uint32) >> 16).astype(np.uint16).view(cut.numpy().dtype))
 
 
-def _rows(kind: str, live: list[bool], k: int, random: np.random.Generator) -> list[np.ndarray]:
-    kept = np.array(live)[:, None]
+def _rows(kind: str, active: list[bool], k: int, random: np.random.Generator) -> list[np.ndarray]:
+    kept = np.array(active)[:, None]
     if LINEARS[kind].activations == 2:
-        return [random.integers(-127, 128, (len(live), k), np.int8) * kept, random.random(len(live), np.float32)]
-    return [random.standard_normal((len(live), k), np.float32) * kept]
+        return [random.integers(-127, 128, (len(active), k), np.int8) * kept, random.random(len(active), np.float32)]
+    return [random.standard_normal((len(active), k), np.float32) * kept]
 
 
-def _check(kind: str, live: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
+def _check(kind: str, active: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
     """One module with the kernel of all, and the kernel of each."""
-    random, m = np.random.default_rng(seed), len(live)
+    random, m = np.random.default_rng(seed), len(active)
     isa = host_instruction_set() if best else PORTABLE
     functions = {"all": combined_linears(kind, m, tuple(ns), k, isa)}
     functions |= {f"one_{i}": LINEARS[kind].kernel(m, n, k, isa=isa) for i, n in enumerate(ns)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     library = tvm.compile(module, target=host_target())
-    rows = [tvm.runtime.tensor(a) for a in _rows(kind, live, k, random)]
+    rows = [tvm.runtime.tensor(a) for a in _rows(kind, active, k, random)]
     weights = [[tvm.runtime.tensor(a) for a in _weights(kind, n, k, random)] for n in ns]
     found, expected = ([tvm.runtime.tensor(np.full((m, n), np.nan, np.float32)) for n in ns] for _ in range(2))
     library["all"](*rows, *(a for own in weights for a in own), *found)
@@ -74,25 +74,25 @@ def _check(kind: str, live: list[bool], ns: list[int], k: int, best: bool, seed:
     st.booleans(),
     st.integers(0, 99),
 )
-def test_any_shape_is_exact(kind: str, live: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
+def test_any_shape_is_exact(kind: str, active: list[bool], ns: list[int], k: int, best: bool, seed: int) -> None:
     """Among them rows that are zero, which no kernel multiplies."""
-    _check(kind, live, ns, k, best, seed)
+    _check(kind, active, ns, k, best, seed)
 
 
 @pytest.mark.parametrize("kind", ["linear_float32", "linear_bfloat16"])
-@pytest.mark.parametrize("live", [[True], [True, False, True]], ids=["one", "three"])
-def test_parallel_loops_are_exact(kind: str, live: list[bool]) -> None:
+@pytest.mark.parametrize("active", [[True], [True, False, True]], ids=["one", "three"])
+def test_parallel_loops_are_exact(kind: str, active: list[bool]) -> None:
     """Loops of different lengths in one, behind a linear that is too small for a loop of its own; the integer kinds are
     in test_integer_kernels.py."""
-    ns = (40 // len(live), 257, 300)
-    _check(kind, live, list(ns), 1031, True, 0)
-    loops = [LINEARS[kind].kernel(len(live), n, 1031).script().count("T.parallel(") for n in ns]
+    ns = (40 // len(active), 257, 300)
+    _check(kind, active, list(ns), 1031, True, 0)
+    loops = [LINEARS[kind].kernel(len(active), n, 1031).script().count("T.parallel(") for n in ns]
     assert loops == [0, 1, 1]
-    assert combined_linears(kind, len(live), ns, 1031).script().count("T.parallel(") == 1
+    assert combined_linears(kind, len(active), ns, 1031).script().count("T.parallel(") == 1
 
 
 def test_a_kernel_with_two_parallel_loops_is_refused() -> None:
-    with pytest.raises(InternalError, match="2 parallel loops cannot run side by side"):
+    with pytest.raises(InternalError, match="2 parallel loops cannot be combined"):
         combine([float_gemm(64, 512, 512), float_gemm(64, 512, 512)], 1)
 
 

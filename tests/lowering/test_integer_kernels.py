@@ -87,12 +87,12 @@ def test_parallel_blocks_are_exact(kind: str, m: int, k: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 64])
 def test_accumulators_stay_on_the_stack(count: int) -> None:
     """TVM puts temporaries of 1024 bytes or more, and LLVM then keeps in memory what should be in registers."""
-    rows, columns = linear_w8a8.tile_of(count, 4096, INT8_DOTS["vnni512"])
+    rows, columns = linear_w8a8.tile_shape(count, 4096, INT8_DOTS["vnni512"])
     assert 4 * 16 * rows * columns < 1024
     assert (rows, columns) == {1: (1, 1), 2: (1, 2), 3: (4, 3), 5: (3, 4)}.get(count, (3, 4))
-    tiles = [int4_tiles.tile_of(count, 4096, k, INT4_DOTS["vnni512"]) for k in (4096, 5504)]
+    tiles = [int4_tiles.tile_shape(count, 4096, k, INT4_DOTS["vnni512"]) for k in (4096, 5504)]
     assert [math.prod(tile) for tile in tiles] == [1 if count == 1 else 8, 8]
-    assert linear_w8a8.tile_of(count, 4096, INT8_DOTS["sdot"])[0] == {1: 8, 2: 6, 3: 4, 5: 3}.get(count, 3)
+    assert linear_w8a8.tile_shape(count, 4096, INT8_DOTS["sdot"])[0] == {1: 8, 2: 6, 3: 4, 5: 3}.get(count, 3)
 
 
 UNREADABLE = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import tile
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import tile_shape
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS
 
@@ -59,11 +59,11 @@ def test_linear_in_parallel(m: int, dtype: torch.dtype) -> None:
     st.integers(0, 99),
 )
 def test_zero_rows_are_not_multiplied(
-    live: list[bool], n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int
+    active: list[bool], n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int
 ) -> None:
     """Weights that are no numbers show it: a product with one would be one. The other rows keep their bits."""
     torch.manual_seed(seed)
-    m, kept = len(live), torch.tensor(live)
+    m, kept = len(active), torch.tensor(active)
     x, w = torch.randn(m, k), torch.randn(n, k).to(dtype)
     kernel = KERNELS[dtype](m, n, k, isa=isa)
     full = run(kernel, x, w, torch.full((m, n), torch.nan))[-1]
@@ -93,7 +93,7 @@ def test_tiles_fit_the_registers(isa: InstructionSet) -> None:
     """Sums, a row of x and a weight do; and a buffer of sums is below the 1024 bytes that TVM keeps on the stack."""
     registers = 32 if isa.float_lanes == 16 or isa.machine == "aarch64" else 16
     for m in range(SMALL_BATCH + 1, 200):
-        columns, rows = tile(m, isa)
+        columns, rows = tile_shape(m, isa)
         vectors = columns // isa.float_lanes
         assert rows * vectors + vectors + 1 <= registers
         assert rows * columns // 2 * 4 < 1024

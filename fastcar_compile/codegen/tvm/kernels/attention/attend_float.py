@@ -2,95 +2,141 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK, KEYS, AttendRows, weigh
-from fastcar_compile.codegen.tvm.kernels.cache.elements import (
-    chunks_of_block,
-    element_bytes,
-    product,
-    row_bytes,
-    weighted,
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
+    DECAY,
+    KEY_BLOCK,
+    PARALLEL_KEYS,
+    AttendRows,
+    Block,
+    L,
+    M,
+    Operands,
+    Step,
+    weigh_block,
 )
+from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, PREFETCH_BYTES, prefetch, vector_lanes
-
-
-def _query(q: Any, batch: Any, head: Any, i: Any, at: Any) -> Any:
-    return q[batch, head, i, at]
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
+    LINE,
+    PREFETCH_BYTES,
+    add_lanes,
+    prefetch,
+    vector_lanes,
+)
 
 
 def attend_rows(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> AttendRows:
-    """For heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
-    lanes, size = vector_lanes(d), row_bytes(d, dtype)
-    lines, step = -(-size // LINE), LINE // element_bytes(dtype)
-    stride = lanes * chunks_of_block(d, dtype, lanes)
+    """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
+    rows_of = RowFormat(d, dtype, isa)
+    logits, add_values = _logits(rows_of, group, scale), _add_values(rows_of)
+    lanes = vector_lanes(d)
 
     @inlined
-    def attend(q, i, keys, values, bi, h, slot, first, last, row, ask, tops, totals, sums):
-        weights = T.alloc_buffer((BLOCK,), "float32")
-        dot = T.alloc_buffer((KEYS * lanes,), "float32")
+    def attend(o, heads, rows):
+        weights = T.alloc_buffer((KEY_BLOCK,), "float32")
+        dot = T.alloc_buffer((PARALLEL_KEYS * lanes,), "float32")
         acc = T.alloc_buffer((d,), "float32")
         stat = T.alloc_buffer((3,), "float32")
-        for block in range((last - first + BLOCK - 1) // BLOCK):
+        # block: rows in order. g: query heads, which find the block in the first-level cache.
+        for block in range((rows.last - rows.first + KEY_BLOCK - 1) // KEY_BLOCK):
             for g in range(group):
-                count: T.let = T.min(last - first - block * BLOCK, BLOCK)
-                at: T.let = first + block * BLOCK
-                stat[0] = tops[slot + g]
-                for part in range((count + KEYS - 1) // KEYS):
-                    for r in T.unroll(KEYS):
-                        for v in T.vectorized(lanes):
-                            dot[r * lanes + v] = T.float32(0)
-                    if ask is not None and g == 0:
-                        for r in T.unroll(KEYS * lines):
-                            T.evaluate(prefetch(keys[bi, h, ask(at + part * KEYS + r // lines), r % lines * step]))
-                    for r in T.unroll(KEYS):
-                        for c in T.unroll(d // stride):
-                            for v in T.vectorized(lanes):
-                                dot[r * lanes + v] += product(
-                                    partial(_query, q, bi, h * group + g, i),
-                                    keys,
-                                    (bi, h, row(T.min(at + part * KEYS + r, last - 1))),
-                                    c * stride,
-                                    v,
-                                    lanes,
-                                    d,
-                                    dtype,
-                                    isa,
-                                )
-                    for r in T.unroll(KEYS):
-                        if lanes >= 16:
-                            for v in T.vectorized(8):
-                                dot[r * lanes + v] += dot[r * lanes + v + 8]
-                        if lanes >= 8:
-                            for v in T.vectorized(4):
-                                dot[r * lanes + v] += dot[r * lanes + v + 4]
-                        for v in T.unroll(min(lanes, 4) - 1):
-                            dot[r * lanes] += dot[r * lanes + v + 1]
-                        weights[part * KEYS + r] = dot[r * lanes] * T.float32(scale)
-                        stat[0] = T.max(weights[part * KEYS + r], stat[0])
-                weigh(slot + g, count, tops, weights, stat)
-                stat[2] = totals[slot + g] * stat[1]
-                for c in T.unroll(d // lanes):
-                    for v in T.vectorized(lanes):
-                        acc[c * lanes + v] = sums[slot + g, c * lanes + v] * stat[1]
-                for r in range(count):
-                    if ask is not None and g == 0:
-                        for u in T.unroll(lines):
-                            T.evaluate(prefetch(values[bi, h, ask(at + r), u * step]))
-                    stat[2] += weights[r]
-                    for c in T.unroll(d // lanes):
-                        for v in T.vectorized(lanes):
-                            acc[c * lanes + v] += weighted(
-                                weights[r], values, (bi, h, row(at + r)), c * lanes, v, d, dtype, isa
-                            )
-                totals[slot + g] = stat[2]
-                for c in T.unroll(d // lanes):
-                    for v in T.vectorized(lanes):
-                        sums[slot + g, c * lanes + v] = acc[c * lanes + v]
+                count: T.let = T.min(rows.last - rows.first - block * KEY_BLOCK, KEY_BLOCK)
+                start: T.let = rows.first + block * KEY_BLOCK
+                stat[M] = o.state.m[heads.slot + g]
+                logits(o, Step(heads, rows, g, start, count), Block(weights, stat), dot)
+                weigh_block(o.state, heads.slot + g, count, Block(weights, stat))
+                add_values(o, Step(heads, rows, g, start, count), Block(weights, stat), acc)
 
-    return AttendRows(PREFETCH_BYTES // size, attend, lambda column: column, d)
+    return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend, lambda column: column, d)
+
+
+def _logits(rows_of: RowFormat, group: int, scale: float) -> Callable[..., None]:
+    """Return the macro (o, step, block, dot): the block's weights become logits, its m their maximum with m."""
+    lanes, lines = vector_lanes(rows_of.dim), -(-rows_of.bytes // LINE)
+    stride = lanes * rows_of.vectors_of_block(lanes)
+
+    def query(o: Operands, step: Step) -> Row:
+        return row_at(o.q, step.group.b, step.group.h * group + step.g, step.group.i)
+
+    @inlined
+    def multiply(o, step, part, dot):
+        # r: four keys at a time. c: unrolled along the head; dot is in registers. v: one vector.
+        for r in T.unroll(PARALLEL_KEYS):
+            for c in T.unroll(rows_of.dim // stride):
+                for v in T.vectorized(lanes):
+                    dot[r * lanes + v] += rows_of.product(
+                        query(o, step), row_at(o.keys, *step.clamped(part, r)), c * stride, v, lanes
+                    )
+
+    @inlined
+    def logits(o, step, block, dot):
+        for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
+            for r in T.unroll(PARALLEL_KEYS):
+                for v in T.vectorized(lanes):
+                    dot[r * lanes + v] = T.float32(0)
+            if step.rows.ahead is not None and step.g == 0:
+                for r in T.unroll(PARALLEL_KEYS * lines):
+                    T.evaluate(
+                        prefetch(
+                            o.keys[
+                                step.group.b,
+                                step.group.h,
+                                step.rows.ahead(step.start + part * PARALLEL_KEYS + r // lines),
+                                r % lines * rows_of.elements_of(LINE),
+                            ]
+                        )
+                    )
+            multiply(o, step, part, dot)
+            for r in T.unroll(PARALLEL_KEYS):
+                add_lanes(dot, r * lanes, lanes)
+                block.weights[part * PARALLEL_KEYS + r] = dot[r * lanes] * T.float32(scale)
+                block.stat[M] = T.max(block.weights[part * PARALLEL_KEYS + r], block.stat[M])
+
+    return logits
+
+
+def _add_values(rows_of: RowFormat) -> Callable[..., None]:
+    """Return the macro (o, step, block, acc): l and acc of the slot are rescaled and get the block's rows."""
+    d, lanes, lines = rows_of.dim, vector_lanes(rows_of.dim), -(-rows_of.bytes // LINE)
+
+    @inlined
+    def prefetch_value(o, step, r):
+        for u in T.unroll(lines):
+            T.evaluate(
+                prefetch(
+                    o.values[
+                        step.group.b,
+                        step.group.h,
+                        step.rows.ahead(step.start + r),
+                        u * rows_of.elements_of(LINE),
+                    ]
+                )
+            )
+
+    @inlined
+    def add_values(o, step, block, acc):
+        block.stat[L] = o.state.l[step.slot] * block.stat[DECAY]
+        for c in T.unroll(d // lanes):
+            for v in T.vectorized(lanes):
+                acc[c * lanes + v] = o.state.acc[step.slot, c * lanes + v] * block.stat[DECAY]
+        # r: rows of the block. c: unrolled along the head; acc is in registers. v: one vector.
+        for r in range(step.count):
+            if step.rows.ahead is not None and step.g == 0:
+                prefetch_value(o, step, r)
+            block.stat[L] += block.weights[r]
+            for c in T.unroll(d // lanes):
+                for v in T.vectorized(lanes):
+                    acc[c * lanes + v] += rows_of.weighted(
+                        block.weights[r], row_at(o.values, *step.index(r)), c * lanes, v
+                    )
+        o.state.l[step.slot] = block.stat[L]
+        for c in T.unroll(d // lanes):
+            for v in T.vectorized(lanes):
+                o.state.acc[step.slot, c * lanes + v] = acc[c * lanes + v]
+
+    return add_values

@@ -1,79 +1,93 @@
-"""A query meets an int8 cache in integers: AVX-512 VNNI multiplies 64 mantissas at once, none of them is widened."""
+"""A query meets an int8 cache in integers: AVX-512 VNNI multiplies 64 mantissas at once, and none is widened."""
 
 from __future__ import annotations
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.limbs import BYTES, DIGITS, LANES
-from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import Query, Sums, logits_macro, split_macro
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK, KEYS, AttendRows, weigh
+from fastcar_compile.codegen.tvm.kernels.attention.limbs import LIMBS, SUMS, VECTOR_BYTES
+from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import LogitSums, SplitQuery, multiply_keys, split_query
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
+    DECAY,
+    KEY_BLOCK,
+    PARALLEL_KEYS,
+    AttendRows,
+    Block,
+    M,
+    Step,
+    weigh_block,
+)
 from fastcar_compile.codegen.tvm.kernels.attention.value_limbs import (
-    Shares,
-    Totals,
-    add_macro,
+    SplitWeights,
+    ValueSums,
+    add_values,
+    columns_of,
     lanes_for,
     place,
-    width_of,
 )
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.simd import vectors
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import folded
-from fastcar_compile.ops.cached import BLOCK as SHARING
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import fold_fours, load_from, ramp
+from fastcar_compile.ops.cached import BLOCK as EXPONENT_BLOCK
 
-AHEAD = 2 * BLOCK
-"""Rows by which keys and values are asked for. Measured: 48 to 96 are alike; asking for the first cache is slower."""
+AHEAD = 2 * KEY_BLOCK
+"""The prefetch distance in rows. Measured: 48 to 96 are alike, prefetching into the first-level cache is slower."""
 
 
 def suits(d: int, dtype: str, isa: InstructionSet) -> bool:
-    """Whether rows of heads of d elements are whole vectors, and the CPU has what it takes."""
-    return dtype == "int8" and d % BYTES == 0 and isa.int8 == "vnni512"
+    """Return whether rows of heads of d elements are whole vectors and the instruction set has AVX-512 VNNI."""
+    return dtype == "int8" and d % VECTOR_BYTES == 0 and isa.int8 == "vnni512"
 
 
-def attend_rows(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> AttendRows:
-    """For heads of d elements, `group` query heads per key/value head, caches of int8."""
-    split, logits, add = split_macro(d, group, scale), logits_macro(d), add_macro(d)
-    chunks, width, lanes = d // BYTES, width_of(d), lanes_for(d)
+def attend_rows(d: int, group: int, scale: float, _dtype: str, _isa: InstructionSet) -> AttendRows:
+    """Return the macros for heads of d elements, `group` query heads per key/value head, caches of int8."""
+    split, logits, add = split_query(d, group, scale), multiply_keys(d), add_values(d)
+    vectors, columns, lanes, quads = d // VECTOR_BYTES, columns_of(d), lanes_for(d), KEY_BLOCK // PARALLEL_KEYS
 
     @inlined
-    def attend(q, i, keys, values, bi, h, slot, first, last, row, ask, tops, totals, sums):
-        weights = T.alloc_buffer((BLOCK,), "float32")
+    def add_block(o, step, block, query, sums, values):
+        logits(o, step, query, sums, block.weights)
+        block.stat[M] = o.state.m[step.slot]
+        for v in T.unroll(4):
+            block.stat[M] = T.max(sums.m[v], block.stat[M])
+        weigh_block(o.state, step.slot, step.count, block)
+        sums.m[ramp(0, 4)] = fold_fours(load_from(block.weights, [], 0), KEY_BLOCK)
+        o.state.l[step.slot] = o.state.l[step.slot] * block.stat[DECAY] + (
+            (sums.m[0] + sums.m[1]) + (sums.m[2] + sums.m[3])
+        )
+        add(o, step, block, *values)
+
+    @inlined
+    def attend(o, heads, rows):
+        weights = T.alloc_buffer((KEY_BLOCK,), "float32")
         stat = T.alloc_buffer((3,), "float32")
-        digits = T.alloc_buffer((group * DIGITS * d,), "int8")
-        scales = T.alloc_buffer((group * chunks * LANES,), "float32")
-        excess = T.alloc_buffer((group * chunks * LANES,), "int32")
-        rows = T.alloc_buffer((KEYS * LANES,), "int32")
-        pairs = T.alloc_buffer((2 * LANES,), "int32")
-        logit = T.alloc_buffer((LANES,), "float32")
-        top = T.alloc_buffer((4,), "float32")
-        whole = T.alloc_buffer((SHARING,), "int32")
-        exact = T.alloc_buffer((BLOCK // KEYS * lanes,), "float32")
-        shares = T.alloc_buffer((BLOCK // KEYS * lanes,), "int32")
+        limbs = T.alloc_buffer((group * LIMBS * d,), "int8")
+        scales = T.alloc_buffer((group * vectors * SUMS,), "float32")
+        correction = T.alloc_buffer((group * vectors * SUMS,), "int32")
+        keys = T.alloc_buffer((PARALLEL_KEYS * SUMS,), "int32")
+        pairs = T.alloc_buffer((2 * SUMS,), "int32")
+        logit = T.alloc_buffer((SUMS,), "float32")
+        four = T.alloc_buffer((4,), "float32")
+        integers = T.alloc_buffer((EXPONENT_BLOCK,), "int32")
+        exact = T.alloc_buffer((quads * lanes,), "float32")
+        weight_limbs = T.alloc_buffer((quads * lanes,), "int32")
         largest = T.alloc_buffer((lanes,), "int32")
-        bound = T.alloc_buffer((lanes,), "float32")
-        turned = T.alloc_buffer((4 * BYTES,), "int8")
-        columns = T.alloc_buffer((4 * BYTES,), "int8")
-        low = T.alloc_buffer((width,), "int32")
-        middle = T.alloc_buffer((width,), "int32")
-        high = T.alloc_buffer((width,), "int32")
-        split(q, bi, h, i, Query(digits, scales, excess), Sums(rows, pairs, logit, top), whole)
-        for block in range((last - first + BLOCK - 1) // BLOCK):
+        unit = T.alloc_buffer((lanes,), "float32")
+        interleaved = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
+        column = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
+        low = T.alloc_buffer((columns,), "int32")
+        middle = T.alloc_buffer((columns,), "int32")
+        high = T.alloc_buffer((columns,), "int32")
+        query = T.meta_var(SplitQuery(limbs, scales, correction))
+        sums = T.meta_var(LogitSums(keys, pairs, logit, four))
+        values = T.meta_var(
+            (SplitWeights(exact, weight_limbs, largest, unit), ValueSums(interleaved, column, low, middle, high))
+        )
+        split(o, heads, query, sums, integers)
+        # block: rows in order. g: query heads, which find the block in the first-level cache.
+        for block in range((rows.last - rows.first + KEY_BLOCK - 1) // KEY_BLOCK):
             for g in range(group):
-                count: T.let = T.min(last - first - block * BLOCK, BLOCK)
-                at: T.let = first + block * BLOCK
-                logits(
-                    keys, bi, h, g, at, last, count, row, ask,
-                    Query(digits, scales, excess), Sums(rows, pairs, logit, top), weights,
-                )  # fmt: skip
-                stat[0] = tops[slot + g]
-                for v in T.unroll(4):
-                    stat[0] = T.max(top[v], stat[0])
-                weigh(slot + g, count, tops, weights, stat)
-                top[T.Ramp(0, 1, 4)] = folded(vectors.row(weights, [], 0), BLOCK)
-                totals[slot + g] = totals[slot + g] * stat[1] + ((top[0] + top[1]) + (top[2] + top[3]))
-                add(
-                    values, bi, h, g, slot + g, at, last, count, row, ask, weights, stat[1], sums,
-                    Shares(exact, shares, largest, bound), Totals(turned, columns, low, middle, high),
-                )  # fmt: skip
+                count: T.let = T.min(rows.last - rows.first - block * KEY_BLOCK, KEY_BLOCK)
+                start: T.let = rows.first + block * KEY_BLOCK
+                add_block(o, Step(heads, rows, g, start, count), Block(weights, stat), query, sums, values)
 
     return AttendRows(AHEAD, attend, place, 4)

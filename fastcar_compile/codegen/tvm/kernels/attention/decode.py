@@ -9,17 +9,15 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
 
-Shape = tuple[int, int, int, int]
-
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
-    """How many cache rows query row `row` of a call at `position` sees: the rows 0 .. this - 1 of `size`."""
+    """Return how many of `size` cache rows query row `row` of a call at `position` sees, from row 0 on."""
     return T.min(T.Cast("int32", position) + row + 1, size)
 
 
@@ -29,13 +27,13 @@ def _itself(row: Any) -> Any:
 
 @kernel
 def decode_attention(
-    query: Shape, cache: Shape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+    query: HeadShape, cache: HeadShape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
-    """Grouped-query attention of query [B, Hq, 1, D] over cache [B, Hkv, S, D] of `dtype`, rows 0 .. position.
+    """Return softmax(scale * q k^T) v, grouped-query, over cache rows 0 .. position: float32 [B, Hq, 1, D].
 
-    A key/value row is read from memory once for all query heads of its group; time grows with the position and not with
-    S. Parallel over key/value heads and, where those are few, pieces of the context, whose results are then added with
-    their weights.
+    query float32 [B, Hq, 1, D], keys and values [B, Hkv, S, D] of `dtype`. A cached row is read from memory once for
+    all query heads of its group. Time grows with the position, not with S. Parallel over key/value heads and, where
+    those are few, parts of the context. The partial results are then rescaled and added.
     """
     b, hq, _, d = query
     hkv, s = cache[1], cache[2]
@@ -43,11 +41,11 @@ def decode_attention(
     pieces = context_parts(b * hkv, b * hkv * s * d * 2)
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
-    steps = online_softmax(d, group, scale, dtype, isa)
+    softmax = online_softmax(d, group, scale, dtype, isa)
 
     def ahead_of(last: Any, j: Any) -> Any:
-        """One past the rows 0 .. last - 1 of a head is of the next head's."""
-        later = j + steps.ahead
+        # Past the rows 0 .. last - 1 of a head come those of the next head.
+        later = j + softmax.ahead
         return T.if_then_else(later < last, later, later - last + s)
 
     @T.prim_func(private=True, s_tir=True)
@@ -67,26 +65,23 @@ def decode_attention(
                 position[0:1],
             )
             T.writes(y[0:b, 0:hq, 0:1, 0:d])
-            sums = T.alloc_buffer((b * hkv * parts * group, d), "float32")
-            tops = T.alloc_buffer((b * hkv * parts * group,), "float32")
-            totals = T.alloc_buffer((b * hkv * parts * group,), "float32")
+            acc = T.alloc_buffer((b * hkv * parts * group, d), "float32")
+            m = T.alloc_buffer((b * hkv * parts * group,), "float32")
+            l = T.alloc_buffer((b * hkv * parts * group,), "float32")  # noqa: E741
             for item in loop(b * hkv * parts):
                 bi: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 filled: T.let = filled_rows(position[0], 0, s)
-                span: T.let = (filled + parts * BLOCK - 1) // (parts * BLOCK) * BLOCK
+                span: T.let = (filled + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
                 first: T.let = item % parts * span
                 last: T.let = T.min(first + span, filled)
-                steps.clear(item * group, tops, totals, sums)
-                steps.attend(
-                    q, 0, keys, values, bi, h, item * group, first, last, _itself,
-                    partial(ahead_of, last), tops, totals, sums,
-                )  # fmt: skip
-            for head in range(b * hkv):
-                merged = T.alloc_buffer((d,), "float32")
-                share = T.alloc_buffer((3,), "float32")
-                steps.finish(
-                    y, head // hkv, head % hkv, 0, head * parts * group, parts, merged, share, tops, totals, sums
+                softmax.clear(State(m, l, acc), item * group)
+                softmax.attend(
+                    Operands(q, keys, values, State(m, l, acc)),
+                    Group(bi, h, 0, item * group),
+                    Rows(first, last, _itself, partial(ahead_of, last)),
                 )
+            for head in range(b * hkv):
+                softmax.finish(y, State(m, l, acc), Group(head // hkv, head % hkv, 0, head * parts * group), parts)
 
     return attend

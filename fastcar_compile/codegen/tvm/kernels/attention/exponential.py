@@ -1,4 +1,4 @@
-"""exp in float32 as plain arithmetic, which LLVM vectorises; a call of libm would be one call per element."""
+"""exp in float32 as plain arithmetic, which LLVM vectorises. libm would take one call per element."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from tvm.script import tirx as T
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-"""ln 2 in two parts; the product of the first with an integer of 8 bits is exact (Cody and Waite)."""
+"""ln 2 in two parts. The product of the first with an integer of 8 bits is exact (Cody and Waite)."""
 
 _COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Cephes `expf`: (exp(r) - 1 - r) / r^2 for |r| <= ln 2 / 2, highest power first."""
 
-LOWEST = -87.0
-"""exp(-87) = 1.6e-38 is the least normal result; smaller arguments give it too."""
+_SMALLEST = -87.0
+"""exp(-87) = 1.6e-38 is the least normal result. Smaller arguments give it too."""
 
 
 def exp_not_positive(x: Any) -> Any:
-    """exp(x) of a float32 expression x <= 0, within 2 units in the last place; below -87 it stays at exp(-87).
+    """Return exp(x) of float32 x <= 0, within 2 units in the last place. Below -87 it stays at exp(-87).
 
-    T.max gives its second operand where one is NaN: in this order a NaN stays one.
+    T.max gives its second operand where one is NaN: in this order a NaN stays a NaN.
     """
-    bounded = T.max(T.float32(LOWEST), x)
+    bounded = T.max(T.float32(_SMALLEST), x)
     power = T.nearbyint(bounded * T.float32(_LOG2_E))
     r = bounded - power * T.float32(_LN2_HIGH) - power * T.float32(_LN2_LOW)
     series = T.float32(_COEFFICIENTS[0])

@@ -1,60 +1,47 @@
-"""Integers in digits of a byte, for products with the mantissas of an int8 cache on AVX-512 VNNI: expressions.
+"""Integers in limbs of a byte, for products with the mantissas of an int8 cache on AVX-512 VNNI.
 
-A vector holds 64 mantissas, two blocks of a row; its sums are 16 int32.
+vpdpbusd multiplies bytes, so a 21 or 24 bit integer takes three products, one per limb. A vector holds 64 mantissas,
+which are two blocks of a row, and its sums are 16 int32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, pure
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr
 
-BYTES = 64
-LANES = BYTES // 4
+VECTOR_BYTES = 64
+SUMS = VECTOR_BYTES // 4
+"""int32 sums of a vector."""
 
-DIGITS = 3
-"""Bytes of a query's element, and of a weight."""
+LIMBS = 3
+"""Of a query's element, and of a weight."""
 
-LEAST = 1e-30
-"""A smaller maximum is taken for this one: its inverse stays finite, and what is lost is below it."""
-
-
-def lanes_of(buffer: Any, vector: Expr) -> Expr:
-    """A vector of a buffer of int32 or float32."""
-    return buffer[T.Ramp(vector * LANES, 1, LANES)]
+SMALLEST = 1e-30
+"""A smaller maximum is taken for this one. Its inverse stays finite, and what is lost is below it."""
 
 
-def dot(acc: Expr, unsigned: Expr, signed: Expr) -> Expr:
-    """vpdpbusd: four products of an unsigned and a signed byte per lane; it does not saturate."""
-    return pure(f"int32x{LANES}", f"llvm.x86.avx512.vpdpbusd.{8 * BYTES}", acc, unsigned, signed)
-
-
-def raised(acc: Expr, bits: int) -> Expr:
-    """Times a power of two."""
-    return T.shift_left(acc, T.Broadcast(T.int32(bits), LANES))
+def shift_sums(acc: Expr, bits: int) -> Expr:
+    """Return a vector of sums times 2^bits."""
+    return T.shift_left(acc, T.Broadcast(T.int32(bits), SUMS))
 
 
 def unit(largest: Expr, count: float) -> Expr:
-    """largest / count; NaN where the largest is none or infinite."""
+    """Return largest / count, NaN where the largest is a NaN or infinite."""
     return largest * T.float32(1 / count) + (largest - largest)
 
 
-def halves(a: Expr, b: Expr, lanes: int) -> Expr:
-    """A vector of two scalars."""
+def two_halves(a: Expr, b: Expr, lanes: int) -> Expr:
+    """Return a vector of two scalars: a in the lower half, b in the upper half."""
     return T.Shuffle([T.Broadcast(a, lanes // 2), T.Broadcast(b, lanes // 2)], list(range(lanes)))
 
 
-def rows_from(row: Callable[[Any], Any], index: Sequence[Any], first: Any, last: Any, count: int) -> list[Any]:
-    """Places in a cache of the rows first, first + 1, ...; from `last` on it is the one before it."""
-    return [(*index, row(T.min(first + r, last - 1))) for r in range(count)]
-
-
-def powers_of(cache: Any, places: Sequence[Any], start: Expr, count: int, order: Sequence[int]) -> Expr:
-    """2^exponent for `count` exponents of some rows from element `start` on, which `order` numbers row by row."""
-    loads = [cache[(*place, T.Ramp(start, 1, count))] for place in places]
+def block_scales(cache: Any, rows: Sequence[Any], start: Expr, count: int, order: Sequence[int]) -> Expr:
+    """Return 2^exponent of `count` exponents per row from element `start` on. `order` numbers them row by row."""
+    loads = [cache[(*row, T.Ramp(start, 1, count))] for row in rows]
     exponents = T.Shuffle(loads * -(-len(order) // (count * len(loads))), list(order))
     return power_of_two(T.Cast(f"int32x{len(order)}", exponents), len(order))

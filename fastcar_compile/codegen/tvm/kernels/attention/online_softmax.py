@@ -1,7 +1,7 @@
-"""Attention in one pass over cached rows: a running maximum, and sums that are corrected with it (online softmax).
+"""Attention in one pass over cached rows by online softmax (FlashAttention), as macros.
 
-What decode attention and window attention share, as macros of TIR: which rows a query sees is theirs. A result has a
-slot: the maximum so far, the sum of the weights, and the weighted sum of the values, both relative to the maximum.
+Decode attention and window attention share these macros and choose the rows. Every slot of the state is a partial
+result: running maximum m, normaliser l and accumulator acc, the latter two relative to exp(m).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PARALLEL_CACHE_ELEMENTS = 1 << 18
 """Cache elements from which a second thread pays for launching and awaiting a parallel region."""
 
 PARTS = 16
-"""Least pieces of work of a parallel region; few or an odd number of heads are cut along the context."""
+"""The least pieces of work of a parallel region. Few or an odd number of heads are cut along the context."""
 
 
 def context_parts(heads: int, elements: int) -> int:
-    """Pieces that the context of every head is cut into; 0: not worth a parallel region."""
+    """Return into how many parts the context of every head is cut, or 0 where a parallel region does not pay."""
     if elements < PARALLEL_CACHE_ELEMENTS:
         return 0
     parts = 1
@@ -35,17 +35,16 @@ def context_parts(heads: int, elements: int) -> int:
 
 
 @dataclass(frozen=True)
-class Steps:
+class OnlineSoftmax:
     """The macros.
 
     Attributes:
-        ahead: rows by which a caller's `ask` is ahead.
-        clear: (slot, tops, totals, sums): the slots of a group, of no row yet.
-        attend: (q, i, keys, values, batch row, kv head, slot, first, last, row, ask, tops, totals, sums): query rows i
-            of the head's group meet the rows row(first) .. row(last - 1); `ask(j)` is the row to prefetch while j is
-            read; None: none is. Where a parallel loop owns them, its temporaries are each iteration's.
-        finish: (y, batch row, kv head, i, start, parts, acc, stat, tops, totals, sums): the results in `parts` slots,
-            a group apart from `start` on, added with their weights. The temporaries have d and 3 elements.
+        ahead: the prefetch distance in rows, for `Rows.ahead`.
+        clear: (State, slot): empties the slots of a group.
+        attend: (Operands, Group, Rows): the group's query heads meet the rows. Its temporaries belong to one iteration
+            of a parallel loop.
+        finish: (y, State, Group, parts): writes the results of a group. The partial results of its query heads are in
+            `parts` runs of slots, a group apart, and are rescaled to one maximum and added.
     """
 
     ahead: int
@@ -54,36 +53,38 @@ class Steps:
     finish: Callable[..., None]
 
 
-def online_softmax(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> Steps:
-    """For heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
+def online_softmax(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
+    """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
     rows = kind.attend_rows(d, group, scale, dtype, isa)
     place, run = rows.place, rows.run
 
     @inlined
-    def clear(slot, tops, totals, sums):
+    def clear(state, slot):
         for g in range(group):
-            tops[slot + g] = T.float32(LOWEST)
-            totals[slot + g] = T.float32(0)
+            state.m[slot + g] = T.float32(LOWEST)
+            state.l[slot + g] = T.float32(0)
             for c in T.vectorized(d):
-                sums[slot + g, c] = T.float32(0)
+                state.acc[slot + g, c] = T.float32(0)
 
     @inlined
-    def finish(y, bi, h, i, start, parts, acc, stat, tops, totals, sums):
+    def finish(y, state, heads, parts):
+        acc = T.alloc_buffer((d,), "float32")
+        stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
         for g in range(group):
             stat[0] = T.float32(LOWEST)
             for p in range(parts):
-                stat[0] = T.max(stat[0], tops[start + p * group + g])
+                stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
             stat[1] = T.float32(0)
             for c in T.vectorized(d):
                 acc[c] = T.float32(0)
             for p in range(parts):
-                stat[2] = exp_not_positive(tops[start + p * group + g] - stat[0])
-                stat[1] += stat[2] * totals[start + p * group + g]
+                stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
+                stat[1] += stat[2] * state.l[heads.slot + p * group + g]
                 for c in T.vectorized(d):
-                    acc[c] += stat[2] * sums[start + p * group + g, c]
+                    acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
             for c in T.unroll(d // run):
                 for v in T.vectorized(run):
-                    y[bi, h * group + g, i, c * run + v] = acc[place(c * run) + v] / stat[1]
+                    y[heads.b, heads.h * group + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
 
-    return Steps(rows.ahead, clear, rows.attend, finish)
+    return OnlineSoftmax(rows.ahead, clear, rows.attend, finish)

@@ -1,8 +1,8 @@
-"""Logits of a query and keys of an int8 cache, from integer products.
+"""Logits of a query and the keys of an int8 cache, from integer products.
 
-The query is rounded to 21 bits of the largest magnitude of each block of 32 elements and split in three digits, whose
-products with mantissas are exact in int32: a logit is off by some 2^-21 of the products that it sums, where rounding
-the keys to int8 has moved it by 2^-8 of them.
+The query is rounded to 21 bits of the largest magnitude of each block of 32 elements and split into three limbs. The
+products of the limbs with mantissas are exact in int32. So a logit is off by about 2^-21 of the products that it sums,
+where rounding the keys to int8 has moved it by 2^-8 of them.
 """
 
 from __future__ import annotations
@@ -14,54 +14,65 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.attention.limbs import (
-    BYTES,
-    DIGITS,
-    LANES,
-    LEAST,
-    dot,
-    lanes_of,
-    powers_of,
-    raised,
-    rows_from,
+    LIMBS,
+    SMALLEST,
+    SUMS,
+    VECTOR_BYTES,
+    block_scales,
+    shift_sums,
     unit,
 )
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEYS, LOWEST
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST, PARALLEL_KEYS
+from fastcar_compile.codegen.tvm.kernels.cache.elements import row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.simd import vectors
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, folded, interleaved, magnitudes, prefetch, pure
-from fastcar_compile.ops.cached import BLOCK as SHARING
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
+    LINE,
+    Expr,
+    flip_sign,
+    fold_fours,
+    interleave_add,
+    intrinsic,
+    load_from,
+    magnitude_bits,
+    prefetch,
+    ramp,
+    vector,
+    vpdpbusd,
+)
+from fastcar_compile.ops.cached import BLOCK as EXPONENT_BLOCK
 
 LOW_BITS = 5
-"""Of a query's integer, below its two digits of 8 bits."""
+"""Bits of a query's integer below its two limbs of 8 bits."""
 
 LARGEST = 127 << 8 + LOW_BITS
-"""Of a query's integer: its products with 16 mantissas, which end in one lane, add up to less than 2^31."""
+"""The largest integer of a query. Its products with 16 mantissas, which end in one lane, add up to less than 2^31."""
 
-_BLOCK_OF_LANE = [0] * (LANES // 2) + [1] * (LANES // 2)
+_BLOCK_OF_LANE = [0] * (SUMS // 2) + [1] * (SUMS // 2)
 
 
 @dataclass(frozen=True)
-class Query:
-    """Buffers of a split query, `chunks` vectors of 64 elements for each of `group` heads.
+class SplitQuery:
+    """Buffers of a split query: for each of `group` heads, `vectors` = D / 64 vectors of 64 elements.
 
     Attributes:
-        digits: int8 [group * 3 * d]: most significant first. scales: float32 [group * chunks * 16], what a lane's
-            sum is multiplied by. excess: int32, alike: what flipping the mantissas' top bits adds to a lane's sum.
+        limbs: int8 [group * 3 * D], most significant first.
+        scales: float32 [group * vectors * 16], what a lane's sum is multiplied by.
+        correction: int32, alike: the zero-point correction of a lane's sum, for mantissas whose sign bit is flipped.
     """
 
-    digits: Any
+    limbs: Any
     scales: Any
-    excess: Any
+    correction: Any
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Temporaries: int32 of 4, 2 vectors; float32 of a vector, and of 4."""
+class LogitSums:
+    """Temporaries: sums of four keys int32 [4 * 16], pairs int32 [2 * 16], logits float32 [16], m float32 [4]."""
 
-    rows: Any
+    keys: Any
     pairs: Any
-    logit: Any
-    top: Any
+    logits: Any
+    m: Any
 
 
 def _high(q: Expr) -> Expr:
@@ -76,98 +87,122 @@ def _low(q: Expr) -> Expr:
     return T.bitwise_and(q, T.int32((1 << LOW_BITS) - 1))
 
 
-def _flipped(mantissas: Expr) -> Expr:
-    """Plus 128, as unsigned bytes."""
-    return T.bitwise_xor(mantissas, T.Broadcast(T.int8(-128), BYTES))
-
-
-def _products(unsigned: Expr, digits: Any, start: Expr, d: int) -> Expr:
-    """Per lane those of four bytes and the query's integers, whose digits are from `start` on; exact modulo 2^32."""
-    high, middle, low = (digits[T.Ramp(start + k * d, 1, BYTES)] for k in range(DIGITS))
-    total = dot(T.Broadcast(0, LANES), unsigned, high)
-    return dot(raised(dot(raised(total, 8), unsigned, middle), LOW_BITS), unsigned, low)
+def _products(unsigned: Expr, limbs: Any, start: Expr, d: int) -> Expr:
+    """Return per lane the sum of four bytes times the query's integers, whose limbs begin at `start`, modulo 2^32."""
+    high, middle, low = (limbs[T.Ramp(start + k * d, 1, VECTOR_BYTES)] for k in range(LIMBS))
+    total = vpdpbusd(T.Broadcast(0, SUMS), unsigned, high, VECTOR_BYTES)
+    total = vpdpbusd(shift_sums(total, 8), unsigned, middle, VECTOR_BYTES)
+    return vpdpbusd(shift_sums(total, LOW_BITS), unsigned, low, VECTOR_BYTES)
 
 
 def _of_four(pairs: Any) -> Expr:
-    """In every four lanes, the sums of these lanes of four rows."""
-    return interleaved(lanes_of(pairs, 0), lanes_of(pairs, 1), LANES, 2)
+    """Return, in every four lanes, the sums of these lanes of four keys."""
+    return interleave_add(pairs[vector(0, SUMS)], pairs[vector(1, SUMS)], SUMS, 2)
 
 
 @inlined
-def _pair_up(rows, pairs):
-    """Four vectors become two, of runs of one lane of each."""
+def _pair_up(keys, pairs):
+    """Interleave the sums of four keys to two vectors, in runs of one lane."""
     for p in T.unroll(2):
-        pairs[T.Ramp(p * LANES, 1, LANES)] = interleaved(lanes_of(rows, 2 * p), lanes_of(rows, 2 * p + 1), LANES, 1)
+        pairs[T.Ramp(p * SUMS, 1, SUMS)] = interleave_add(
+            keys[vector(2 * p, SUMS)], keys[vector(2 * p + 1, SUMS)], SUMS, 1
+        )
 
 
-def split_macro(d: int, group: int, scale: float) -> Callable[..., None]:
-    """(q, batch row, kv head, i, query, sums, whole): the head's query rows i, split; `whole` is int32 [32]."""
-    blocks, chunks = d // SHARING, d // BYTES
+def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
+    """Return the macro (o, heads, query, sums, integers): the query rows of a group, split.
+
+    The temporary integers is int32 [32].
+    """
+    blocks, vectors = d // EXPONENT_BLOCK, d // VECTOR_BYTES
 
     @inlined
-    def split(q, bi, h, i, query, sums, whole):
+    def split_block(row, g, e, query, sums, integers):
+        sums.m[0] = T.reinterpret(
+            "float32",
+            intrinsic(
+                "int32",
+                f"llvm.vector.reduce.smax.v{EXPONENT_BLOCK}i32",
+                magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
+            ),
+        )
+        sums.m[1] = T.float32(LARGEST) / T.max(T.float32(SMALLEST), sums.m[0])
+        for v in T.vectorized(EXPONENT_BLOCK):
+            integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
+        for v in T.vectorized(EXPONENT_BLOCK):
+            query.limbs[g * LIMBS * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _high(integers[v]))
+        for v in T.vectorized(EXPONENT_BLOCK):
+            query.limbs[(g * LIMBS + 1) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _middle(integers[v]))
+        for v in T.vectorized(EXPONENT_BLOCK):
+            query.limbs[(g * LIMBS + 2) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _low(integers[v]))
+        for v in T.vectorized(SUMS // 2):
+            query.scales[(g * blocks + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)
+
+    @inlined
+    def split(o, heads, query, sums, integers):
         for g in range(group):
             for e in range(blocks):
-                sums.top[0] = T.reinterpret(
-                    "float32",
-                    pure(
-                        "int32",
-                        f"llvm.vector.reduce.smax.v{SHARING}i32",
-                        magnitudes(q[bi, h * group + g, i, T.Ramp(e * SHARING, 1, SHARING)], SHARING),
-                    ),
-                )
-                sums.top[1] = T.float32(LARGEST) / T.max(T.float32(LEAST), sums.top[0])
-                for v in T.vectorized(SHARING):
-                    whole[v] = T.Cast("int32", T.nearbyint(q[bi, h * group + g, i, e * SHARING + v] * sums.top[1]))
-                for v in T.vectorized(SHARING):
-                    query.digits[g * DIGITS * d + e * SHARING + v] = T.Cast("int8", _high(whole[v]))
-                for v in T.vectorized(SHARING):
-                    query.digits[(g * DIGITS + 1) * d + e * SHARING + v] = T.Cast("int8", _middle(whole[v]))
-                for v in T.vectorized(SHARING):
-                    query.digits[(g * DIGITS + 2) * d + e * SHARING + v] = T.Cast("int8", _low(whole[v]))
-                for v in T.vectorized(LANES // 2):
-                    query.scales[(g * blocks + e) * (LANES // 2) + v] = unit(sums.top[0], LARGEST) * T.float32(scale)
-            for c in T.unroll(chunks):
-                for r in T.unroll(KEYS):
-                    sums.rows[T.Ramp(r * LANES, 1, LANES)] = _products(
-                        T.Broadcast(T.int8(-128), BYTES), query.digits, g * DIGITS * d + c * BYTES, d
+                split_block(row_at(o.q, heads.b, heads.h * group + g, heads.i), g, e, query, sums, integers)
+            # The correction is the product with zero mantissas, in the lanes in which `logits` has its sums.
+            for c in T.unroll(vectors):
+                for r in T.unroll(PARALLEL_KEYS):
+                    sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
+                        T.Broadcast(T.int8(-128), VECTOR_BYTES), query.limbs, g * LIMBS * d + c * VECTOR_BYTES, d
                     )
-                _pair_up(sums.rows, sums.pairs)
-                query.excess[T.Ramp((g * chunks + c) * LANES, 1, LANES)] = _of_four(sums.pairs)
+                _pair_up(sums.keys, sums.pairs)
+                query.correction[T.Ramp((g * vectors + c) * SUMS, 1, SUMS)] = _of_four(sums.pairs)
 
     return split
 
 
-def logits_macro(d: int) -> Callable[..., None]:
-    """(keys, batch row, kv head, g, at, last, count, row, ask, query, sums, weights): weights[0 .. count - 1] become
-    the logits of head g of the group and the rows from row(at) on, top their maximum in four parts."""
-    chunks, lines = d // BYTES, -(-KEYS * (d + d // SHARING) // LINE)
-    order = [2 * (lane % KEYS) + _BLOCK_OF_LANE[lane] for lane in range(LANES)]
+def multiply_keys(d: int) -> Callable[..., None]:
+    """Return the macro (o, step, query, sums, weights): weights become a block's logits, sums.m their maximum.
+
+    The maximum is in four parts.
+    """
+    vectors, lines = d // VECTOR_BYTES, -(-PARALLEL_KEYS * (d + d // EXPONENT_BLOCK) // LINE)
+    order = [2 * (lane % PARALLEL_KEYS) + _BLOCK_OF_LANE[lane] for lane in range(SUMS)]
 
     @inlined
-    def logits(keys, bi, h, g, at, last, count, row, ask, query, sums, weights):
-        sums.top[T.Ramp(0, 1, 4)] = T.Broadcast(T.float32(LOWEST), 4)
-        for part in range((count + KEYS - 1) // KEYS):
-            if ask is not None and g == 0:
-                for line in T.unroll(lines):
-                    T.evaluate(prefetch(keys[bi, h, ask(at + part * KEYS), line * LINE]))
-            sums.logit[T.Ramp(0, 1, LANES)] = T.Broadcast(T.float32(0), LANES)
-            for c in T.unroll(chunks):
-                for r in T.unroll(KEYS):
-                    sums.rows[T.Ramp(r * LANES, 1, LANES)] = _products(
-                        _flipped(keys[bi, h, row(T.min(at + part * KEYS + r, last - 1)), T.Ramp(c * BYTES, 1, BYTES)]),
-                        query.digits,
-                        g * DIGITS * d + c * BYTES,
-                        d,
-                    )
-                _pair_up(sums.rows, sums.pairs)
-                sums.logit[T.Ramp(0, 1, LANES)] = lanes_of(sums.logit, 0) + T.Cast(
-                    f"float32x{LANES}", _of_four(sums.pairs) - lanes_of(query.excess, g * chunks + c)
-                ) * (
-                    powers_of(keys, rows_from(row, (bi, h), at + part * KEYS, last, KEYS), d + 2 * c, 2, order)
-                    * lanes_of(query.scales, g * chunks + c)
+    def prefetch_keys(o, step, part):
+        for line in T.unroll(lines):
+            T.evaluate(
+                prefetch(
+                    o.keys[step.group.b, step.group.h, step.rows.ahead(step.start + part * PARALLEL_KEYS), line * LINE]
                 )
-            weights[T.Ramp(part * KEYS, 1, KEYS)] = folded(vectors.row(sums.logit, [], 0), LANES)
-            sums.top[T.Ramp(0, 1, 4)] = T.max(weights[T.Ramp(part * KEYS, 1, KEYS)], sums.top[T.Ramp(0, 1, 4)])
+            )
+
+    @inlined
+    def add_vector(o, step, part, c, query, sums):
+        # r: unrolled, four keys. Their sums are in registers, and so is the vector of four logits in four parts.
+        for r in T.unroll(PARALLEL_KEYS):
+            sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
+                flip_sign(
+                    o.keys[(*step.clamped(part, r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
+                    VECTOR_BYTES,
+                ),
+                query.limbs,
+                step.g * LIMBS * d + c * VECTOR_BYTES,
+                d,
+            )
+        _pair_up(sums.keys, sums.pairs)
+        sums.logits[vector(0, SUMS)] = sums.logits[vector(0, SUMS)] + T.Cast(
+            f"float32x{SUMS}", _of_four(sums.pairs) - query.correction[vector(step.g * vectors + c, SUMS)]
+        ) * (
+            block_scales(o.keys, step.four_rows(part), d + 2 * c, 2, order)
+            * query.scales[vector(step.g * vectors + c, SUMS)]
+        )
+
+    @inlined
+    def logits(o, step, query, sums, weights):
+        sums.m[ramp(0, 4)] = T.Broadcast(T.float32(LOWEST), 4)
+        for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
+            if step.rows.ahead is not None and step.g == 0:
+                prefetch_keys(o, step, part)
+            sums.logits[vector(0, SUMS)] = T.Broadcast(T.float32(0), SUMS)
+            for c in T.unroll(vectors):
+                add_vector(o, step, part, c, query, sums)
+            weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = fold_fours(load_from(sums.logits, [], 0), SUMS)
+            sums.m[ramp(0, 4)] = T.max(weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)], sums.m[ramp(0, 4)])
 
     return logits

@@ -1,4 +1,7 @@
-"""A block of cached rows in online softmax: logits become weights, and what was summed before is corrected."""
+"""Online softmax over blocks of cached rows: its state, its operands, and the step from logits to weights.
+
+The names are FlashAttention's: running maximum m, normaliser l, accumulator acc.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,117 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr
 
-BLOCK = 32
-"""Rows between two corrections of the running maximum; keys and values of one block stay in the first-level cache."""
+KEY_BLOCK = 32
+"""Rows between two updates of the running maximum. Keys and values of one block stay in the first-level cache."""
 
-KEYS = 4
+PARALLEL_KEYS = 4
 """Keys whose dot products run together: independent sums that hide the latency of multiplications."""
 
 LOWEST = -3.0e38
+"""The running maximum before the first row."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Per slot: m and l float32 [slots], acc float32 [slots, D]. l and acc are relative to exp(m)."""
+
+    m: Any
+    l: Any  # noqa: E741 (the paper's name)
+    acc: Any
+
+
+@dataclass(frozen=True)
+class Operands:
+    """q float32 [B, Hq, T, D], keys and values [B, Hkv, S, row size], and the state."""
+
+    q: Any
+    keys: Any
+    values: Any
+    state: State
+
+
+@dataclass(frozen=True)
+class Group:
+    """The query heads of key/value head h, row i of batch row b. Their slots begin at `slot`."""
+
+    b: Expr
+    h: Expr
+    i: Expr
+    slot: Expr
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The cached rows at(first) .. at(last - 1).
+
+    Attributes:
+        first, last: the range.
+        at: number of a row in the range -> row of the cache.
+        ahead: number of a row in the range -> row of the cache to prefetch while that row is read. None: no prefetch.
+    """
+
+    first: Expr
+    last: Expr
+    at: Callable[[Expr], Expr]
+    ahead: Callable[[Expr], Expr] | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Query head g of a group meets the block of `count` rows from number `start` on."""
+
+    group: Group
+    rows: Rows
+    g: Expr
+    start: Expr
+    count: Expr
+
+    @property
+    def slot(self) -> Expr:
+        """The slot of the query head."""
+        return self.group.slot + self.g
+
+    def index(self, number: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the cache index of the block's row of that number."""
+        return self.group.b, self.group.h, self.rows.at(self.start + number)
+
+    def clamped(self, part: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the same for row 4 * part + r. The last row stands for those past the range."""
+        number = self.start + part * PARALLEL_KEYS + r
+        return self.group.b, self.group.h, self.rows.at(T.min(number, self.rows.last - 1))
+
+    def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
+        """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
+        return [self.clamped(part, r) for r in range(PARALLEL_KEYS)]
+
+
+M, DECAY, L = 0, 1, 2
+"""Elements of `Block.stat`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Temporaries of a block: weights float32 [KEY_BLOCK] and stat float32 [3].
+
+    weights holds logits, then exp(logit - m), and 0 past the block's rows. stat[M] is the maximum with this block,
+    stat[DECAY] is exp(old m - m), which rescales what was summed before, and stat[L] is the normaliser.
+    """
+
+    weights: Any
+    stat: Any
 
 
 @dataclass(frozen=True)
 class AttendRows:
-    """How a query meets cached rows.
+    """How a query meets cached rows of one type.
 
     Attributes:
-        ahead: rows by which a caller's `ask` is ahead.
-        attend: as `online_softmax.Steps` has it.
-        place: of a column of the result in its slot, for the first of `run` consecutive ones.
-        run: see `place`; divides the head's dimension.
+        ahead: the prefetch distance in rows.
+        attend: macro (Operands, Group, Rows) that adds the rows to the group's slots.
+        place: column of the result -> where it is in a slot's accumulator, for the first of `run` columns in order.
+        run: see `place`; divides the head dimension.
     """
 
     ahead: int
@@ -38,10 +133,9 @@ class AttendRows:
 
 
 @inlined
-def weigh(slot, count, tops, weights, stat):
-    """The logits weights[0 .. count - 1], whose maximum with tops[slot] is stat[0], become exp(logit - maximum), and
-    the rest 0; stat[1] is by what earlier sums must be multiplied."""
-    stat[1] = exp_not_positive(tops[slot] - stat[0])
-    tops[slot] = stat[0]
-    for r in T.vectorized(BLOCK):
-        weights[r] = T.Select(r < count, exp_not_positive(weights[r] - stat[0]), T.float32(0))
+def weigh_block(state, slot, count, block):
+    """Replace a block's logits by weights, update the running maximum of the slot, and set the block's decay."""
+    block.stat[DECAY] = exp_not_positive(state.m[slot] - block.stat[M])
+    state.m[slot] = block.stat[M]
+    for r in T.vectorized(KEY_BLOCK):
+        block.weights[r] = T.Select(r < count, exp_not_positive(block.weights[r] - block.stat[M]), T.float32(0))

@@ -1,4 +1,4 @@
-"""Sparse attention over a ring cache, and its addresses; ops/window.py defines the rows."""
+"""Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import BLOCK
+from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
-
-Shape = tuple[int, int, int, int]
 
 
 @kernel
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
-    """The row of position - back, clamped to 0: int64 [1]."""
+    """Return the ring row of position - back, clamped to position 0: int64 [1]."""
 
     @T.prim_func(private=True, s_tir=True)
     def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
@@ -36,19 +34,20 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
 
 @kernel
 def window_attention(
-    query: Shape,
-    cache: Shape,
+    query: HeadShape,
+    cache: HeadShape,
     scale: float,
     sinks: int,
     window: int,
     dtype: str = "float32",
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Grouped-query attention to sinks and window; `sink_query` meets the sinks. Time grows with sinks + window only.
+    """Return grouped-query attention to the sinks and the window of every query row: float32 [B, Hq, T, D].
 
-    First the sinks, then the window, whose row j is position begin + j of the sequence. Parallel over query rows,
-    key/value heads and, where those are few, pieces of the window. The rows of a chunk read what its first one has
-    fetched, so that only a single one asks ahead.
+    query and sink_query float32 [B, Hq, T, D], keys and values [B, Hkv, sinks + R, D] of `dtype`. sink_query meets the
+    sinks, query the window, whose row j is position begin + j of the sequence. Time grows with sinks + window only.
+    Parallel over query rows, key/value heads and, where those are few, parts of the window. The rows of a chunk read
+    what the first row has fetched, so only a single row prefetches.
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
@@ -57,7 +56,7 @@ def window_attention(
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
     slots = b * hkv * t * parts * group
-    steps = online_softmax(d, group, scale, dtype, isa)
+    softmax = online_softmax(d, group, scale, dtype, isa)
 
     def sink(j: Any) -> Any:
         return j
@@ -66,12 +65,12 @@ def window_attention(
         return j + s
 
     def recent(base: Any, j: Any) -> Any:
-        """The window's row j; base + j is below 2 * ring."""
+        """Return the cache row of the window's row j; base + j is below 2 * ring."""
         return sinks + base + j - T.Select(base + j >= ring, ring, 0)
 
     def ahead_of(seen: Any, base: Any, j: Any) -> Any:
-        """The window's row for later; one past the last is of the next head's."""
-        later = j + T.min(steps.ahead, seen)
+        """Return the row to prefetch; past the last row come those of the next head."""
+        later = j + T.min(softmax.ahead, seen)
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
 
@@ -94,9 +93,9 @@ def window_attention(
                 position[0:1],
             )
             T.writes(y[0:b, 0:hq, 0:t, 0:d])
-            sums = T.alloc_buffer((slots, d), "float32")
-            tops = T.alloc_buffer((slots,), "float32")
-            totals = T.alloc_buffer((slots,), "float32")
+            acc = T.alloc_buffer((slots, d), "float32")
+            m = T.alloc_buffer((slots,), "float32")
+            l = T.alloc_buffer((slots,), "float32")  # noqa: E741
             for item in loop(b * hkv * t * parts):
                 bi: T.let = item // (hkv * t * parts)
                 h: T.let = item // (t * parts) % hkv
@@ -105,26 +104,32 @@ def window_attention(
                 begin: T.let = T.max(p - (window - 1), sinks)
                 base: T.let = (begin - sinks) % ring
                 seen: T.let = T.max(p + 1 - begin, 0)
-                span: T.let = (seen + parts * BLOCK - 1) // (parts * BLOCK) * BLOCK
+                span: T.let = (seen + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
                 first: T.let = item % parts * span
-                steps.clear(item * group, tops, totals, sums)
+                softmax.clear(State(m, l, acc), item * group)
                 if sinks > 0:
                     met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
-                    steps.attend(
-                        sink_q, i, keys, values, bi, h, item * group, 0, met, sink,
-                        sink_of_next_head if t == 1 else None, tops, totals, sums,
-                    )  # fmt: skip
-                steps.attend(
-                    q, i, keys, values, bi, h, item * group, first, T.min(first + span, seen),
-                    partial(recent, base), partial(ahead_of, seen, base) if t == 1 else None,
-                    tops, totals, sums,
-                )  # fmt: skip
+                    softmax.attend(
+                        Operands(sink_q, keys, values, State(m, l, acc)),
+                        Group(bi, h, i, item * group),
+                        Rows(0, met, sink, sink_of_next_head if t == 1 else None),
+                    )
+                softmax.attend(
+                    Operands(q, keys, values, State(m, l, acc)),
+                    Group(bi, h, i, item * group),
+                    Rows(
+                        first,
+                        T.min(first + span, seen),
+                        partial(recent, base),
+                        partial(ahead_of, seen, base) if t == 1 else None,
+                    ),
+                )
             for row in range(b * hkv * t):
-                merged = T.alloc_buffer((d,), "float32")
-                share = T.alloc_buffer((3,), "float32")
-                steps.finish(
-                    y, row // (hkv * t), row // t % hkv, row % t, row * parts * group, parts,
-                    merged, share, tops, totals, sums,
-                )  # fmt: skip
+                softmax.finish(
+                    y,
+                    State(m, l, acc),
+                    Group(row // (hkv * t), row // t % hkv, row % t, row * parts * group),
+                    parts,
+                )
 
     return attend_to_window

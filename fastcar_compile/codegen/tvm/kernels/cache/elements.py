@@ -1,78 +1,89 @@
-"""Rows of a cache in a kernel, whatever its type: ops/cached.py defines them."""
+"""Elements of cached rows as float32, whatever type the cache has. ops/cached.py defines them bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.simd.float16 import to_float32
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import spread, typed
-from fastcar_compile.formats import KV_TYPES
-from fastcar_compile.ops.cached import BIAS, BLOCK, MANTISSA_BITS
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, broadcast, vector_type
+from fastcar_compile.formats import kv_type
+from fastcar_compile.ops.cached import BIAS, MANTISSA_BITS
+
+Row = Callable[[Expr], Expr]
+"""Row of a buffer: index along the last axis -> element."""
 
 
-def element_bytes(dtype: str) -> int:
-    """Of an element of a cache."""
-    return KV_TYPES[dtype].bits // 8
+def row_at(rows: Any, *index: Expr) -> Row:
+    """Return the row of a buffer at an index."""
+    return lambda c: rows[(*index, c)]
 
 
-def row_bytes(dim: int, dtype: str) -> int:
-    """Of the row of one key or value of one head."""
-    return KV_TYPES[dtype].row_bytes(dim)
+def power_of_two(exponent: Expr, lanes: int = 1) -> Expr:
+    """Return 2^exponent of int32, by its bits. -128 (NaN) gives minus infinity, whose product with 0 is a NaN."""
+    biased = exponent + broadcast(T.int32(BIAS), lanes)
+    return T.reinterpret(vector_type("float32", lanes), T.shift_left(biased, broadcast(T.int32(MANTISSA_BITS), lanes)))
 
 
-def element(rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet) -> Any:
-    """Element start + offset of the row at `index`, as float32; `start` and it lie in one block of 32.
+@dataclass(frozen=True)
+class RowFormat:
+    """How a kernel for `isa` reads rows of heads of `dim` elements from a cache of `dtype`.
 
-    A vector's lane is in `offset`, so that its lanes share one exponent.
+    An element is at start + offset. A vector's lane is in `offset`, and start and start + offset are in one block of
+    the exponents, so that the lanes share one exponent.
     """
-    value = rows[(*index, start + offset)]
-    if dtype != "int8":
-        return to_float32(value, dtype, isa)
-    return T.Cast("float32", value) * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
 
+    dim: int
+    dtype: str
+    isa: InstructionSet
 
-def chunks_of_block(dim: int, dtype: str, lanes: int) -> int:
-    """Vectors of a row that have one exponent; 1 where it has none of its own."""
-    return max(1, BLOCK // lanes) if dtype == "int8" and dim % BLOCK == 0 else 1
+    @property
+    def size(self) -> int:
+        """Elements of a cached row, exponents included."""
+        return kv_type(self.dtype).row_size(self.dim)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of a cached row."""
+        return kv_type(self.dtype).row_bytes(self.dim)
 
-def weighted(
-    weight: Any, rows: Any, index: Sequence[Any], start: Any, offset: Any, dim: int, dtype: str, isa: InstructionSet
-) -> Any:
-    """weight * element; a block's exponent meets the weight, once for all lanes."""
-    if dtype != "int8":
-        return weight * element(rows, index, start, offset, dim, dtype, isa)
-    exponent = T.Cast("int32", rows[(*index, dim + start // BLOCK)])
-    return T.Cast("float32", rows[(*index, start + offset)]) * (weight * power_of_two(exponent))
+    def elements_of(self, size: int) -> int:
+        """Return how many elements `size` bytes hold."""
+        return size * 8 // kv_type(self.dtype).bits
 
+    def vectors_of_block(self, lanes: int) -> int:
+        """Return the vectors of a row that share an exponent, 1 where rows have none or end within a block."""
+        block = kv_type(self.dtype).block
+        return max(1, block // lanes) if block and self.dim % block == 0 else 1
 
-def product(
-    query: Callable[[Any], Any],
-    rows: Any,
-    index: Sequence[Any],
-    start: Any,
-    offset: Any,
-    lanes: int,
-    dim: int,
-    dtype: str,
-    isa: InstructionSet,
-) -> Any:
-    """Lane `offset` of the product of a query and a row, summed over the `chunks_of_block` vectors from `start` on."""
-    chunks = chunks_of_block(dim, dtype, lanes)
-    if chunks == 1:
-        return query(start + offset) * element(rows, index, start, offset, dim, dtype, isa)
-    places = [start + i * lanes + offset for i in range(chunks)]
-    total = query(places[0]) * T.Cast("float32", rows[(*index, places[0])])
-    for at in places[1:]:
-        total = total + query(at) * T.Cast("float32", rows[(*index, at)])
-    return total * power_of_two(T.Cast("int32", rows[(*index, dim + start // BLOCK)]))
+    def element(self, row: Row, start: Expr, offset: Expr) -> Expr:
+        """Return an element as float32."""
+        value = row(start + offset)
+        if not kv_type(self.dtype).block:
+            return to_float32(value, self.dtype, self.isa)
+        return T.Cast("float32", value) * self._scale(row, start)
 
+    def weighted(self, weight: Expr, row: Row, start: Expr, offset: Expr) -> Expr:
+        """Return weight * element. The exponent meets the weight, once for all lanes."""
+        if not kv_type(self.dtype).block:
+            return weight * self.element(row, start, offset)
+        scale = self._scale(row, start)
+        return T.Cast("float32", row(start + offset)) * (weight * scale)
 
-def power_of_two(exponent: Any, lanes: int = 1) -> Any:
-    """2^exponent of int32, by its bits; -128, which is NaN, gives minus infinity, whose product with 0 is one."""
-    biased = exponent + spread(T.int32(BIAS), lanes)
-    return T.reinterpret(typed("float32", lanes), T.shift_left(biased, spread(T.int32(MANTISSA_BITS), lanes)))
+    def product(self, query: Row, row: Row, start: Expr, offset: Expr, lanes: int) -> Expr:
+        """Return lane `offset` of query * row, summed over the `vectors_of_block` vectors from `start` on."""
+        vectors = self.vectors_of_block(lanes)
+        if vectors == 1:
+            return query(start + offset) * self.element(row, start, offset)
+        first, *rest = [start + i * lanes + offset for i in range(vectors)]
+        total = query(first) * T.Cast("float32", row(first))
+        for at in rest:
+            total = total + query(at) * T.Cast("float32", row(at))
+        return total * self._scale(row, start)
+
+    def _scale(self, row: Row, start: Expr) -> Expr:
+        return power_of_two(T.Cast("int32", row(self.dim + start // kv_type(self.dtype).block)))

@@ -1,4 +1,7 @@
-"""Frame-slot reads and in-place writes: MLP caches float32 [F, B, H] and chain counters int32 [F, B]."""
+"""Reads and in-place writes of a frame slot: MLP caches float32 [F, B, H] and chain counters int32 [F, B].
+
+The slot of a forward is step mod F.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 @kernel
 def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
-    """Row step mod F of a float32 cache [F, B, H]."""
+    """Return the slot of `step` of a cache float32 [F, B, H]: float32 [B, H]."""
     slots, rows, width = shape
 
     @T.prim_func(private=True, s_tir=True)
@@ -32,7 +35,7 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
 
 @kernel
 def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
-    """In place: row step mod F of a float32 cache [F, B, H] becomes value [B, H]."""
+    """Write value float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place."""
     slots, rows, width = shape
 
     @T.prim_func(private=True, s_tir=True)
@@ -53,7 +56,7 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
 
 @kernel
 def chain_read(slots: int, rows: int) -> PrimFunc:
-    """Row step mod F of the counters int32 [F, B]."""
+    """Return the slot of `step` of the counters int32 [F, B]: int32 [B]."""
 
     @T.prim_func(private=True, s_tir=True)
     def read_chain(
@@ -71,7 +74,7 @@ def chain_read(slots: int, rows: int) -> PrimFunc:
 
 @kernel
 def chain_write(slots: int, rows: int) -> PrimFunc:
-    """In place: row step mod F of the counters int32 [F, B] becomes value [B]."""
+    """Write value int32 [B] to the slot of `step` of the counters int32 [F, B], in place."""
 
     @T.prim_func(private=True, s_tir=True)
     def write_chain(

@@ -1,4 +1,4 @@
-"""The replay gate."""
+"""The replay gate: which rows replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from fastcar_compile.codegen.tvm.kernels.script import kernel
 def gate(
     batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
 ) -> PrimFunc:
-    """bool [B]: step >= stride, the score passes, no refresh, chain below max_chain; the pair row too when coupled."""
+    """Return bool [B]: whether a row replays.
+
+    It does from step `stride` on, where its score passes the threshold, the frame is no refresh and its chain is below
+    `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
+    scores up to the threshold pass, else scores from the threshold on.
+    """
     half = batch // 2 if couple else 0
     limited = 1 if max_chain >= 0 else 0
     period = max(refresh_every, 1)

@@ -1,4 +1,4 @@
-"""The temporal attention score."""
+"""The temporal attention score (TAS)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,60 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.cache.elements import element, element_bytes, row_bytes
-from fastcar_compile.codegen.tvm.kernels.script import kernel
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, along, cast, prefetch, spread
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, cast, prefetch, ramp
 from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
-from fastcar_compile.ops.cached import row_size
-
-Shape = tuple[int, int, int, int]
 
 
 def _fixed_point(x: Expr, lanes: int) -> Expr:
-    """int64 of float64 in units of the score, within its limits; a NaN or an infinity gives the lower one."""
+    """Return float64 in units of the score as int64, within the limits. A NaN or an infinity gives the lower limit."""
     limit = T.float64(TAS_LIMIT)
     bounded = T.max(T.min(T.nearbyint(x), limit), -limit)
-    return cast("int64", T.Select(T.max(x, -x) < T.infinity("float64"), bounded, spread(-limit, lanes)), lanes)
+    return cast("int64", T.Select(T.max(x, -x) < T.infinity("float64"), bounded, broadcast(-limit, lanes)), lanes)
 
 
 @kernel
 def tas(
-    query: Shape, cache: Shape, stride: int, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    scale: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Mean over heads of scale * <query, key at position - stride>: float32 [B], bit for bit as the operator."""
+    """Return the mean over heads of scale * <query, key at position - stride>: float32 [B].
+
+    query float32 [B, Hq, T, D], of which row 0 counts, keys [B, Hkv, S, D] of `dtype`. Bit for bit as the operator:
+    each product is rounded to fixed point, and integer sums are exact in any order.
+    """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group, width = hq // hkv, row_size(d, dtype)
+    group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
+    width = keys_of.size
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
-    lines = -(-row_bytes(d, dtype) // LINE) + 1  # a row need not begin with a line
+    lines = -(-keys_of.bytes // LINE) + 1  # a row need not begin with a line
     factor, one = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS)
+
+    @inlined
+    def prefetch_keys(keys, i, before):
+        # The keys of the heads are in as many pages. The waits for them overlap.
+        for h in range(hkv):
+            for u in T.unroll(lines):
+                T.evaluate(prefetch(keys[i, h, before, u * keys_of.elements_of(LINE)]))
+
+    @inlined
+    def add_head(q, key, i, h, acc, product):
+        # c: vectors of the head. v: one vector.
+        for c in range(d // lanes):
+            for v in T.vectorized(lanes):
+                product[v] = (
+                    T.Cast("float64", q[i, h, 0, c * lanes + v])
+                    * T.Cast("float64", keys_of.element(key, c * lanes, v))
+                    * T.float64(one)
+                )
+            acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -52,21 +78,9 @@ def tas(
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 for v in T.vectorized(lanes):
                     acc[v] = T.int64(0)
-                for h in range(hkv):  # from as many pages; the waits for them overlap
-                    for u in T.unroll(lines):
-                        T.evaluate(prefetch(keys[i, h, before, u * (LINE // element_bytes(dtype))]))
+                prefetch_keys(keys, i, before)
                 for h in range(hq):
-                    for c in range(d // lanes):
-                        for v in T.vectorized(lanes):
-                            product[v] = (
-                                T.Cast("float64", q[i, h, 0, c * lanes + v])
-                                * T.Cast(
-                                    "float64",
-                                    element(keys, (i, h // group, before), c * lanes, v, d, dtype, isa),
-                                )
-                                * T.float64(one)
-                            )
-                        acc[along(0, lanes)] = acc[along(0, lanes)] + _fixed_point(product[along(0, lanes)], lanes)
+                    add_head(q, row_at(keys, i, h // group, before), i, h, acc, product)
                 for v in T.unroll(lanes - 1):
                     acc[0] += acc[v + 1]
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)

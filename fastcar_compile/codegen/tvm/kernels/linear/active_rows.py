@@ -1,61 +1,122 @@
-"""Rows of activations that are not zero: those that replay are, and no kernel multiplies them."""
+"""The active rows of activations, and the tiles of their products with weight rows.
+
+A row that replays is zero, so a zero row is inactive: no kernel multiplies it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, pure
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, intrinsic, ramp
 
-LANES = 16
+SCAN_LANES = 16
 
 
-@inlined
-def note_int8(q, i, k, seen):
-    """seen uint32 [16]: not zero where row i of q int8 [m, k] is not. With k = 0 nothing is."""
-    found = T.alloc_buffer((LANES,), "int8")
-    found[T.Ramp(0, 1, LANES)] = T.Broadcast(T.int8(0), LANES)
-    for c in range(k // LANES):
-        found[T.Ramp(0, 1, LANES)] = T.bitwise_or(found[T.Ramp(0, 1, LANES)], q[i, T.Ramp(c * LANES, 1, LANES)])
-    for t in range(k % LANES):
-        found[0] = T.bitwise_or(found[0], q[i, k // LANES * LANES + t])
-    seen[T.Ramp(0, 1, LANES)] = T.Cast(f"uint32x{LANES}", found[T.Ramp(0, 1, LANES)])
+@dataclass(frozen=True)
+class ActiveRows:
+    """Temporaries: `rows` int32 [m] holds the numbers of the active rows, `count` int32 [1] how many they are."""
+
+    rows: Any
+    count: Any
 
 
 @inlined
-def note_float32(x, i, k, seen):
-    """The same for x float32 [m, k]; both zeros count as zero, so the sign bit is dropped."""
-    seen[T.Ramp(0, 1, LANES)] = T.Broadcast(T.uint32(0), LANES)
-    for c in range(k // LANES):
-        seen[T.Ramp(0, 1, LANES)] = T.bitwise_or(
-            seen[T.Ramp(0, 1, LANES)],
+def append_active(active, i):
+    """Append row i to the active rows."""
+    active.rows[active.count[0]] = i
+    active.count[0] += 1
+
+
+@inlined
+def or_int8(q, i, k, bits):
+    """Write the bitwise or of row i of q int8 [m, k] to bits uint32 [16]. With k = 0 that is zero."""
+    found = T.alloc_buffer((SCAN_LANES,), "int8")
+    found[ramp(0, SCAN_LANES)] = T.Broadcast(T.int8(0), SCAN_LANES)
+    for c in range(k // SCAN_LANES):
+        found[ramp(0, SCAN_LANES)] = T.bitwise_or(found[ramp(0, SCAN_LANES)], q[i, ramp(c * SCAN_LANES, SCAN_LANES)])
+    for t in range(k % SCAN_LANES):
+        found[0] = T.bitwise_or(found[0], q[i, k // SCAN_LANES * SCAN_LANES + t])
+    bits[ramp(0, SCAN_LANES)] = T.Cast(f"uint32x{SCAN_LANES}", found[ramp(0, SCAN_LANES)])
+
+
+@inlined
+def or_float32(x, i, k, bits):
+    """Write the bitwise or of row i of x float32 [m, k] to bits uint32 [16], without signs: -0 is zero too."""
+    bits[ramp(0, SCAN_LANES)] = T.Broadcast(T.uint32(0), SCAN_LANES)
+    for c in range(k // SCAN_LANES):
+        bits[ramp(0, SCAN_LANES)] = T.bitwise_or(
+            bits[ramp(0, SCAN_LANES)],
             T.shift_left(
-                T.reinterpret(f"uint32x{LANES}", x[i, T.Ramp(c * LANES, 1, LANES)]), T.Broadcast(T.uint32(1), LANES)
+                T.reinterpret(f"uint32x{SCAN_LANES}", x[i, ramp(c * SCAN_LANES, SCAN_LANES)]),
+                T.Broadcast(T.uint32(1), SCAN_LANES),
             ),
         )
-    for t in range(k % LANES):
-        seen[0] = T.bitwise_or(
-            seen[0], T.shift_left(T.reinterpret("uint32", x[i, k // LANES * LANES + t]), T.uint32(1))
+    for t in range(k % SCAN_LANES):
+        bits[0] = T.bitwise_or(
+            bits[0], T.shift_left(T.reinterpret("uint32", x[i, k // SCAN_LANES * SCAN_LANES + t]), T.uint32(1))
         )
 
 
-def none_seen(seen: Expr) -> Expr:
-    """Whether no bit is set."""
-    return pure("uint32", f"llvm.vector.reduce.or.v{LANES}i32", seen[T.Ramp(0, 1, LANES)]) == T.uint32(0)
+def is_zero(bits: Expr) -> Expr:
+    """Return whether bits uint32 [16] are all zero."""
+    return intrinsic("uint32", f"llvm.vector.reduce.or.v{SCAN_LANES}i32", bits[ramp(0, SCAN_LANES)]) == T.uint32(0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The outputs of `rows` weight rows from j on by `columns` active rows from i on, row-major."""
+
+    j: Any
+    i: Any
+    rows: int
+    columns: int
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs."""
+        return self.rows * self.columns
+
+    def weight_row(self, output: Expr) -> Expr:
+        """Return the weight row of an output."""
+        return self.j + output // self.columns
+
+    def active_row(self, output: Expr) -> Expr:
+        """Return the position of an output's row among the active rows."""
+        return self.i + output % self.columns
+
+
+TileMacro = Callable[[Any, Tile], None]
+"""A macro (operands, tile) that writes the tile's outputs."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """n weight rows in tiles of `rows` by `columns`; `loop` is T.parallel or T.serial."""
+
+    n: int
+    rows: int
+    columns: int
+    loop: Any
 
 
 @inlined
-def in_tiles(loop, tile, n, rows, count, columns):
-    """tile(first weight row, first live row, weight rows, live rows) over n weight rows and `count` live rows.
+def for_tiles(tiling, multiply, o, count):
+    """Call multiply(o, tile) for the tiles of all weight rows and `count` active rows.
 
-    A tile of all `rows` meets every live row before the next, so that it is read from memory once.
+    The outer loop, which may be parallel, goes over weight rows. Those of one iteration meet every active row, so each
+    weight is read from memory once. Remainders are tiles of one active row, or of the last weight rows.
     """
-    for jo in loop(n // rows):
-        for io in range(count // columns):
-            tile(jo * rows, io * columns, rows, columns)
-        if columns > 1:
-            for io in range(count % columns):
-                tile(jo * rows, count // columns * columns + io, rows, 1)
-    if n % rows > 0:
+    for jo in tiling.loop(tiling.n // tiling.rows):
+        for io in range(count // tiling.columns):
+            multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns))
+        if tiling.columns > 1:
+            for io in range(count % tiling.columns):
+                multiply(o, Tile(jo * tiling.rows, count // tiling.columns * tiling.columns + io, tiling.rows, 1))
+    if tiling.n % tiling.rows > 0:
         for io in range(count):
-            tile(n // rows * rows, io, n % rows, 1)
+            multiply(o, Tile(tiling.n // tiling.rows * tiling.rows, io, tiling.n % tiling.rows, 1))

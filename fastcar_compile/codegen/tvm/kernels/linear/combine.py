@@ -1,4 +1,4 @@
-"""Several kernels as one: their parallel loops become one loop, which is launched and waited for once."""
+"""Parallel matmuls combined: their parallel loops become one loop, which is launched and awaited once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastcar_compile.errors import InternalError
 
 
 def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
-    """A kernel with the results of all of them, each computed by the very statements of its own kernel.
+    """Return one kernel with all results, each computed by the statements of its own kernel, so bit for bit.
 
-    What the kernels do before their parallel loops comes first, then one loop over the iterations of all of them, one
-    kernel after the other, then what they do after it. A kernel without such a loop runs before it as a whole.
+    First comes what the kernels do before their parallel loops, then one loop over the iterations of all kernels, then
+    what they do after it. A kernel without a parallel loop runs before that loop as a whole.
 
     Args:
-        kernels: each with one block as its body, its result its last argument; one may be there several times.
+        kernels: each has one block as its body and the result as its last argument. A kernel may occur several times.
         shared: how many of the first arguments are the same for all.
 
     Returns:
-        A kernel of the shared arguments, the other arguments of each kernel in turn, and the results.
+        A kernel of the shared arguments, the other arguments of each kernel in order, and the results.
 
     Raises:
         InternalError: a kernel has two parallel loops.
@@ -49,11 +49,11 @@ def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
 
 
 def _split(body: Stmt) -> tuple[list[Stmt], For | None, list[Stmt]]:
-    """The statements before the parallel loop, the loop, and those after it."""
+    """Return the statements before the parallel loop, the loop, and those after it."""
     statements = list(body.seq) if isinstance(body, SeqStmt) else [body]
     loops = [(i, s) for i, s in enumerate(statements) if isinstance(s, For) and s.kind == ForKind.PARALLEL]
     if len(loops) > 1:
-        raise InternalError(f"a kernel with {len(loops)} parallel loops cannot run side by side with another")
+        raise InternalError(f"a kernel with {len(loops)} parallel loops cannot be combined with another")
     if not loops:
         return statements, None, []
     at, loop = loops[0]
@@ -61,7 +61,7 @@ def _split(body: Stmt) -> tuple[list[Stmt], For | None, list[Stmt]]:
 
 
 def _one_loop(loops: Sequence[For]) -> list[For]:
-    """The iterations of these loops, all of which begin at 0, as one parallel loop; none of no loops."""
+    """Return one parallel loop over the iterations of these loops, all of which begin at 0, or nothing for no loops."""
     if not loops:
         return []
     ends = [sum(int(loop.extent) for loop in loops[: i + 1]) for i in range(len(loops))]

@@ -1,4 +1,4 @@
-"""Sums of one group of 128 int4 weights times int8 activations, of every instruction set, exact in int32."""
+"""Sums of one group of 128 int4 weights times int8 activations, for every instruction set, exact in int32."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import Int8
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, Load, pure
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, Load, intrinsic, vpdpbusd
 from fastcar_compile.ops.quant import GROUP
 
 HALF = GROUP // 2
-"""Bytes of a group: byte i holds input i in its low and input 64 + i in its high nibble."""
+"""Bytes of a group. Byte i holds input i in its low and input 64 + i in its high nibble."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Int4Dot:
 
     Args:
         lanes: int32 sums of a group.
-        unsigned: 8 is added to every weight: a group of zero weights gives what to subtract.
-        streams: as of `Int8Dot`, for rows that fit a page.
+        unsigned: 8 is added to every weight. A group of zero weights gives the zero-point correction.
+        streams: as in `Int8Dot`, for rows that fit a page.
         group: (64 bytes of weights, 128 activations) -> sums.
     """
 
@@ -33,7 +33,7 @@ class Int4Dot:
 
 
 def _unsigned(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
-    """Low and high nibbles plus 8: of two's complement that is the sign bit inverted."""
+    """Return low and high nibbles plus 8: of two's complement that is the sign bit inverted."""
     flipped = T.bitwise_xor(w(offset, width), T.Broadcast(T.uint8(0x88), width))
     mask = T.Broadcast(T.uint8(15), width)
     low = T.bitwise_and(flipped, mask)
@@ -42,56 +42,54 @@ def _unsigned(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
 
 
 def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
-    """Low and high nibbles, sign-extended."""
+    """Return low and high nibbles, sign-extended."""
     four = T.Broadcast(T.int8(4), width)
     low = T.reinterpret(f"int8x{width}", T.shift_left(w(offset, width), T.Broadcast(T.uint8(4), width)))
     return T.shift_right(low, four), T.shift_right(T.reinterpret(f"int8x{width}", w(offset, width)), four)
 
 
 def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
-    kind, name = f"int32x{width // 4}", f"llvm.x86.avx512.vpdpbusd.{width * 8}"
-
     def group(w: Load, q: Load) -> Expr:
         acc = T.Broadcast(T.int32(0), width // 4)
         for offset in range(0, HALF, width):
             low, high = _unsigned(w, offset, width)
-            acc = pure(kind, name, acc, low, q(offset, width))
-            acc = pure(kind, name, acc, high, q(HALF + offset, width))
+            acc = vpdpbusd(acc, low, q(offset, width), width)
+            acc = vpdpbusd(acc, high, q(HALF + offset, width), width)
         return acc
 
     return group
 
 
 def _vpmaddubsw(w: Load, q: Load) -> Expr:
-    """It saturates in int16, which 2 * 15 * 127 does not reach; neither does the sum of four of them."""
+    """Add four results in int16. vpmaddubsw saturates there, which 4 * 2 * 15 * 127 does not reach."""
     parts = []
     for offset in (0, 32):
         low, high = _unsigned(w, offset, 32)
         parts += [(low, q(offset, 32)), (high, q(HALF + offset, 32))]
-    products = [pure("int16x16", "llvm.x86.avx2.pmadd.ub.sw", *part) for part in parts]
+    products = [intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", *part) for part in parts]
     pairs = (products[0] + products[1]) + (products[2] + products[3])
-    return pure("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, T.Broadcast(T.int16(1), 16))
+    return intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, T.Broadcast(T.int16(1), 16))
 
 
 def _sdot(w: Load, q: Load) -> Expr:
     acc = T.Broadcast(T.int32(0), 4)
     for offset in range(0, HALF, 16):
         for nibbles, start in zip(_signed(w, offset, 16), (offset, HALF + offset), strict=True):
-            acc = pure("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, nibbles, q(start, 16))
+            acc = intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, nibbles, q(start, 16))
     return acc
 
 
 def _smull(w: Load, q: Load) -> Expr:
-    """Each int16 lane adds 16 products of at most 8 * 127."""
+    """Add 16 products of at most 8 * 127 in each int16 lane."""
     products = []
     for offset in range(0, HALF, 8):
         for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
-            products.append(pure("int16x8", "llvm.aarch64.neon.smull.v8i16", nibbles, q(start, 8)))
-    return pure("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
+            products.append(intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", nibbles, q(start, 8)))
+    return intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
 
 
 def _portable(w: Load, q: Load) -> Expr:
-    """As for smull."""
+    """Add 16 products in each int16 lane, as for smull."""
     products = []
     for offset in range(0, HALF, 8):
         for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):

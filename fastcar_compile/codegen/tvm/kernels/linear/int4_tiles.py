@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import Tile, TileMacro
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import HALF, INT4_DOTS, Int4Dot
 from fastcar_compile.codegen.tvm.kernels.script import inlined
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
     Expr,
-    ahead,
     fence,
-    folded,
-    gather,
-    interleaved,
+    fold_fours,
+    interleave_fours,
+    load_from,
     prefetch,
-    row,
+    prefetch_distance,
+    ramp,
+    vector,
+    vector_of,
 )
 from fastcar_compile.ops.quant import GROUP
 
@@ -29,32 +33,54 @@ _FLOAT_EXPONENT = 112 << 23
 PAGE = 4096
 """Bytes of the longest row that is one stream."""
 
-Tile = Callable[..., None]
-"""(x, s, w, ws, y, excess, live, first weight row, first row of x, weight rows, rows of x): the kernel's arguments and
-temporaries, then what to multiply."""
+
+@dataclass(frozen=True)
+class Int4Operands:
+    """x int8 [m, 128 G], s float32 [m], w uint8 [n, 64 G], ws float16 [n, G], y float32 [m, n], and two temporaries.
+
+    x holds the active rows together, padded with zeros. correction int32 [m, G] goes with the rows of x. active
+    int32 [m] holds their row numbers in s and y.
+    """
+
+    x: Any
+    s: Any
+    w: Any
+    ws: Any
+    y: Any
+    correction: Any
+    active: Any
 
 
-def tile_of(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
-    """Weight rows and rows of x that are multiplied together: eight sums, or one where weights are a single stream."""
+@dataclass(frozen=True)
+class _Group:
+    """One group of one output: weight row j, row i of x, group g."""
+
+    j: Expr
+    i: Expr
+    g: Expr
+
+
+def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
+    """Return weight rows and rows of x of a tile: eight outputs, or one where weights are a single stream."""
     if _one_stream(m, k, dot):
         return 1, 1
     columns = 1 if m == 1 else 2 if m < 4 else 4
     return min(8 // columns, n), columns
 
 
-def tile_for(m: int, n: int, k: int, isa: InstructionSet) -> Tile:
-    """For m rows of x of k, n weight rows; what it multiplies is as `tile_of` says, or less."""
+def tile_macro(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+    """Return the macro (Int4Operands, tile) for tiles of at most `tile_shape`."""
     return (_groups_in_lanes if _one_stream(m, k, INT4_DOTS[isa.int8]) else _rows_in_lanes)(m, n, k, isa)
 
 
 def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
-    """Measured: short rows are faster one after the other, longer ones, or those with a rest, side by side."""
+    # Measured: short rows are faster one after the other, longer ones, or those with a remainder, in parallel.
     groups = -(-k // GROUP)
     return m == 1 and dot.streams == 1 and groups % 4 == 0 and groups * HALF <= PAGE
 
 
 def _float_scales(bits: Expr) -> Expr:
-    """float32x4 of the bits of four float16, all of them normal, as uint32x4: the bits, moved."""
+    """Return float32x4 of four float16 bits uint32x4. All are normal, so bits move and the bias changes."""
     moved = T.shift_left(bits, T.Broadcast(T.uint32(13), 4)) + T.Broadcast(T.uint32(_FLOAT_EXPONENT), 4)
     return T.reinterpret("float32x4", moved)
 
@@ -63,113 +89,117 @@ def _scale_bits(scales: Expr, lanes: str = "") -> Expr:
     return T.Cast(f"uint32{lanes}", T.reinterpret(f"uint16{lanes}", scales))
 
 
-def _four_products(isa: InstructionSet) -> Callable[..., None]:
-    """A macro (w, x, places, excess, scales, products): products of four groups in the lanes of a vector.
+def _four_products(dot: Int4Dot) -> Callable[..., None]:
+    """Return the macro (o, groups, correction, scales, products): float(sum - correction) * scale of four groups.
 
-    `places` are a weight row, a row of x and a group of each; `excess` int32x4 is subtracted from the sums, which are
-    then multiplied by the float16 with the bits `scales` uint32x4. The fence keeps LLVM from contracting that and an
-    addition into one rounding.
+    correction is int32x4, scales uint32x4 holds the bits of four float16, products is float32 [4]. The fence keeps LLVM
+    from contracting the product and a later addition into one rounding.
     """
-    dot = INT4_DOTS[isa.int8]
     lanes = dot.lanes
 
-    def sums(w: Any, x: Any, place: tuple[Expr, Expr, Expr]) -> Expr:
-        j, i, g = place
-        return dot.group(row(w, [j], g * HALF), row(x, [i], g * GROUP))
+    def group_sums(o: Int4Operands, group: _Group) -> Expr:
+        return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
 
     @inlined
-    def four(w, x, places, excess, scales, products):
-        parts = T.alloc_buffer((4 * lanes,), "int32")
+    def four(o, groups, correction, scales, products):
+        acc = T.alloc_buffer((4 * lanes,), "int32")
         pairs = T.alloc_buffer((2 * lanes,), "int32")
         fours = T.alloc_buffer((lanes,), "int32")
-        parts[T.Ramp(0, 1, lanes)] = sums(w, x, places[0])
-        parts[T.Ramp(lanes, 1, lanes)] = sums(w, x, places[1])
-        parts[T.Ramp(2 * lanes, 1, lanes)] = sums(w, x, places[2])
-        parts[T.Ramp(3 * lanes, 1, lanes)] = sums(w, x, places[3])
-        for h in T.unroll(2):
-            pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
-                parts[T.Ramp(2 * h * lanes, 1, lanes)], parts[T.Ramp((2 * h + 1) * lanes, 1, lanes)], lanes, 1
-            )
-        fours[T.Ramp(0, 1, lanes)] = interleaved(pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2)
-        products[T.Ramp(0, 1, 4)] = fence(
-            "float32x4", T.Cast("float32x4", folded(row(fours, [], 0), lanes) - excess) * _float_scales(scales)
+        acc[vector(0, lanes)] = group_sums(o, groups[0])
+        acc[vector(1, lanes)] = group_sums(o, groups[1])
+        acc[vector(2, lanes)] = group_sums(o, groups[2])
+        acc[vector(3, lanes)] = group_sums(o, groups[3])
+        interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
+        products[ramp(0, 4)] = fence(
+            "float32x4",
+            T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
         )
 
     return four
 
 
-def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> Tile:
-    """One weight row after the other, four groups of it at a time."""
+def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+    """One output per tile: a vector holds four groups of one weight row, which is read as one stream."""
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
-    _, further = ahead(1, packed)
-    four = _four_products(isa)
+    _, bytes_ahead = prefetch_distance(1, packed)
+    four = _four_products(INT4_DOTS[isa.int8])
 
-    def places(j: Expr, i: Expr, first: Expr) -> Sequence[tuple[Expr, Expr, Expr]]:
-        return [(j, i, first + v) for v in range(4)]
+    def four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
+        return [_Group(tile.j, tile.i, first + v) for v in range(4)]
 
     @inlined
-    def tile(x, s, w, ws, y, excess, live, j, i, _rs, _cs):
+    def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(x[0:m, 0:padded], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups], excess[0:m, 0:groups], live[0:m])
-            T.writes(y[0:m, 0:n])
+            T.reads(
+                o.x[0:m, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:m, 0:groups], o.active[0:m],
+            )  # fmt: skip
+            T.writes(o.y[0:m, 0:n])
             products = T.alloc_buffer((4,), "float32")
             total = T.alloc_buffer((1,), "float32")
             total[0] = T.float32(0)
+            # g: four groups at a time. v: unrolled; the sum stays in the order of the groups.
             for g in range(groups // 4):
                 for v in T.unroll(4):
-                    T.evaluate(prefetch(w[j, (g * 4 + v) * HALF + further]))
+                    T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + bytes_ahead]))
                 four(
-                    w,
-                    x,
-                    places(j, i, g * 4),
-                    excess[i, T.Ramp(g * 4, 1, 4)],
-                    _scale_bits(ws[j, T.Ramp(g * 4, 1, 4)], "x4"),
+                    o,
+                    four_groups(tile, g * 4),
+                    o.correction[tile.i, ramp(g * 4, 4)],
+                    _scale_bits(o.ws[tile.j, ramp(g * 4, 4)], "x4"),
                     products,
                 )
                 for v in T.unroll(4):
                     total[0] += products[v]
-            y[live[i], j] = total[0] * s[live[i]]
+            o.y[o.active[tile.i], tile.j] = total[0] * o.s[o.active[tile.i]]
 
-    return tile
+    return multiply
 
 
-def _rows_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> Tile:
-    """Weight rows side by side, so that a load of activations serves several; four outputs at a time."""
+def _rows_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+    """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
-    later, _ = ahead(tile_of(m, n, k, INT4_DOTS[isa.int8])[0], packed)
+    rows_ahead, _ = prefetch_distance(tile_shape(m, n, k, INT4_DOTS[isa.int8])[0], packed)
     streamed = m <= SMALL_BATCH
-    four = _four_products(isa)
+    four = _four_products(INT4_DOTS[isa.int8])
 
-    def places(j: Expr, i: Expr, g: Expr, first: Expr, rs: int, cs: int) -> Sequence[tuple[Expr, Expr, Expr]]:
-        at = [T.min(first + v, rs * cs - 1) for v in range(4)]
-        return [(j + v // cs, i + v % cs, g) for v in at]
+    def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
+        outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
+        return [_Group(tile.weight_row(v), tile.active_row(v), g) for v in outputs]
 
     @inlined
-    def tile(x, s, w, ws, y, excess, live, j, i, rs, cs):
+    def add_group(o, tile, g, products, total):
+        # p: unrolled, four outputs at a time.
+        for p in T.unroll(-(-tile.outputs // 4)):
+            four(
+                o,
+                four_outputs(tile, g, p * 4),
+                vector_of([o.correction[at.i, g] for at in four_outputs(tile, g, p * 4)]),
+                vector_of([_scale_bits(o.ws[at.j, g]) for at in four_outputs(tile, g, p * 4)]),
+                products,
+            )
+            total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
+
+    @inlined
+    def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(x[0:m, 0:padded], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups], excess[0:m, 0:groups], live[0:m])
-            T.writes(y[0:m, 0:n])
+            T.reads(
+                o.x[0:m, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:m, 0:groups], o.active[0:m],
+            )  # fmt: skip
+            T.writes(o.y[0:m, 0:n])
             products = T.alloc_buffer((4,), "float32")
-            total = T.alloc_buffer((-(-rs * cs // 4) * 4,), "float32")
-            for p in T.unroll(-(-rs * cs // 4)):
-                total[T.Ramp(p * 4, 1, 4)] = T.Broadcast(T.float32(0), 4)
+            total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
+            for p in T.unroll(-(-tile.outputs // 4)):
+                total[ramp(p * 4, 4)] = T.Broadcast(T.float32(0), 4)
             for g in range(groups):
                 if streamed:
-                    for v in T.unroll(rs):
-                        T.evaluate(prefetch(w[j + later + v, g * HALF]))
-                for p in T.unroll(-(-rs * cs // 4)):
-                    four(
-                        w,
-                        x,
-                        places(j, i, g, p * 4, rs, cs),
-                        gather([excess[at, g] for _, at, _ in places(j, i, g, p * 4, rs, cs)]),
-                        gather([_scale_bits(ws[at, g]) for at, _, _ in places(j, i, g, p * 4, rs, cs)]),
-                        products,
-                    )
-                    total[T.Ramp(p * 4, 1, 4)] = total[T.Ramp(p * 4, 1, 4)] + products[T.Ramp(0, 1, 4)]
-            for v in T.unroll(rs * cs):
-                y[live[i + v % cs], j + v // cs] = total[v] * s[live[i + v % cs]]
+                    for v in T.unroll(tile.rows):
+                        T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, g * HALF]))
+                add_group(o, tile, g, products, total)
+            for v in T.unroll(tile.outputs):
+                o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = total[v] * o.s[o.active[tile.active_row(v)]]
 
-    return tile
+    return multiply

@@ -1,4 +1,7 @@
-"""Sums of int8 products of every instruction set, exact in int32."""
+"""Sums of int8 products for every instruction set, exact in int32.
+
+Lane widths and saturation are those of Intel's Intrinsics Guide and of Arm's Neon Intrinsics Reference.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import Int8
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, Load, pure
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, Load, flip_sign, intrinsic, vpdpbusd
 
 
 @dataclass(frozen=True)
@@ -18,51 +21,43 @@ class Int8Dot:
     Args:
         width: products of one step.
         lanes: int32 sums that a step adds to.
-        unsigned: 128 is added to every weight: a step over weights of zero gives what to subtract.
-        tile: accumulators that fit the registers.
-        streams: weight rows that few activation rows meet side by side. One where that was measured to be
-            faster; several where they share a load of activations.
+        unsigned: 128 is added to every weight. A step over zero weights gives the zero-point correction.
+        accumulators: vectors of sums that fit the registers.
+        streams: weight rows that are read in parallel for few activation rows. One where that was measured to be
+            faster, several where they share a load of activations.
         step: (sums, weights, activations) -> sums.
     """
 
     width: int
     lanes: int
     unsigned: bool
-    tile: int
+    accumulators: int
     streams: int
     step: Callable[[Expr, Load, Load], Expr]
 
 
 def _vpdpbusd(width: int) -> Callable[[Expr, Load, Load], Expr]:
-    """Four products of an unsigned and a signed byte per lane; it does not saturate."""
-    lanes = width // 4
-
-    def step(acc: Expr, w: Load, q: Load) -> Expr:
-        flipped = T.bitwise_xor(w(0, width), T.Broadcast(T.int8(-128), width))
-        name = f"llvm.x86.avx512.vpdpbusd.{width * 8}"
-        return pure(f"int32x{lanes}", name, acc, flipped, q(0, width))
-
-    return step
+    return lambda acc, w, q: vpdpbusd(acc, flip_sign(w(0, width), width), q(0, width), width)
 
 
 def _vpmaddwd(acc: Expr, w: Load, q: Load) -> Expr:
-    """vpmaddubsw would saturate: 2 * 127 * 255 is beyond int16."""
+    """Widen first: vpmaddubsw would saturate, because 2 * 127 * 255 is beyond int16."""
     wide = (T.Cast("int16x16", v(0, 16)) for v in (w, q))
-    return acc + pure("int32x8", "llvm.x86.avx2.pmadd.wd", *wide)
+    return acc + intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", *wide)
 
 
 def _smull(acc: Expr, w: Load, q: Load) -> Expr:
-    """Two products fit int16: 2 * 127 * 128 < 2**15."""
-    low, high = (pure("int16x8", "llvm.aarch64.neon.smull.v8i16", w(o, 8), q(o, 8)) for o in (0, 8))
-    return acc + pure("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", low + high)
+    """Add two products in int16: 2 * 127 * 128 < 2**15."""
+    low, high = (intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", w(o, 8), q(o, 8)) for o in (0, 8))
+    return acc + intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", low + high)
 
 
 def _sdot(acc: Expr, w: Load, q: Load) -> Expr:
-    return pure("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, w(0, 16), q(0, 16))
+    return intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, w(0, 16), q(0, 16))
 
 
 def _portable(acc: Expr, w: Load, q: Load) -> Expr:
-    """Two products in int16, as for smull."""
+    """Add two products in int16, as for smull."""
     low, high = (T.Cast("int16x8", w(o, 8)) * T.Cast("int16x8", q(o, 8)) for o in (0, 8))
     return acc + T.Cast("int32x8", low + high)
 

@@ -2,99 +2,75 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear.active_rows import LANES, in_tiles, none_seen, note_int8
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
+    SCAN_LANES,
+    ActiveRows,
+    Tile,
+    TileMacro,
+    Tiling,
+    append_active,
+    for_tiles,
+    is_zero,
+    or_int8,
+)
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.int8_dot import INT8_DOTS, Int8Dot
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
     Expr,
-    ahead,
-    folded,
-    interleaved,
-    lane_total,
+    fold_fours,
+    interleave_fours,
+    load_from,
     prefetch,
-    row,
+    prefetch_distance,
+    ramp,
+    reduce_add,
+    vector,
 )
 
 
-def tile_of(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
-    """Weight rows and activation rows that are multiplied together; the fewest tiles that cover m."""
+@dataclass(frozen=True)
+class _Operands:
+    """The arguments of `linear_w8a8`, and the temporaries correction and active, int32 [m]."""
+
+    q: Any
+    s: Any
+    w: Any
+    ws: Any
+    y: Any
+    correction: Any
+    active: Any
+
+
+def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
+    """Return weight rows and activation rows of a tile, so that the fewest tiles cover m."""
     if m == 1 or (m == 2 and dot.streams == 1):
         return min(dot.streams, n), m
-    widest = (3, 4) if dot.tile >= 12 else (2,)
+    widest = (3, 4) if dot.accumulators >= 12 else (2,)
     columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
-    return min(dot.tile // columns, n), columns
+    return min(dot.accumulators // columns, n), columns
 
 
 @kernel
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]); the sum is exact in int32.
+    """Return y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]), with the sum exact in int32.
 
-    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Rows of q that are zero are not
-    multiplied. Parallel over blocks of n; a block stays in the first cache while all rows of q pass, so weights are
-    read from memory once. The bias is added by another kernel: LLVM would contract the last product and the addition
-    into one rounding.
+    q int8 [m, k], s float32 [m], w int8 [n, k], ws float32 [n], y float32 [m, n]. Inactive rows are not multiplied.
+    Parallel over tiles of weight rows. Such a tile stays in the first-level cache while all rows of q pass, so weights
+    are read from memory once. The bias is added by another kernel: LLVM would contract the last product and the
+    addition into one rounding.
     """
     dot = INT8_DOTS[isa.int8]
-    lanes, width, step = dot.lanes, dot.width, dot.step
-    whole, tail = k // width, k % width
-    rows, columns = tile_of(m, n, dot)
-    later, further = ahead(rows, k)
-    streamed = m <= SMALL_BATCH
     scanned = k if m > 1 else 0
-    loop = T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial
-
-    def nothing(offset: int, size: int) -> Expr:
-        return T.Broadcast(T.int8(0), size)
-
-    @inlined
-    def tile(q, s, w, ws, y, excess, live, j, i, rs, cs):
-        with T.sblock("tile"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n], excess[0:m], live[0:m])
-            T.writes(y[0:m, 0:n])
-            acc = T.alloc_buffer((rs * cs * lanes,), "int32")
-            pairs = T.alloc_buffer((2 * lanes,), "int32")
-            fours = T.alloc_buffer((lanes,), "int32")
-            sums = T.alloc_buffer((-(-rs * cs // 4) * 4,), "int32")
-            for v in T.unroll(rs * cs):
-                acc[T.Ramp(v * lanes, 1, lanes)] = T.Broadcast(0, lanes)
-            for c in range(whole):
-                if streamed:
-                    for v in T.unroll(rs):
-                        T.evaluate(prefetch(w[j + later + v, c * width + further]))
-                for v in T.unroll(rs * cs):
-                    acc[T.Ramp(v * lanes, 1, lanes)] = step(
-                        acc[T.Ramp(v * lanes, 1, lanes)],
-                        row(w, [j + v // cs], c * width),
-                        row(q, [live[i + v % cs]], c * width),
-                    )
-            for p in T.unroll(-(-rs * cs // 4)):
-                for h in T.unroll(2):
-                    pairs[T.Ramp(h * lanes, 1, lanes)] = interleaved(
-                        acc[T.Ramp(T.min(p * 4 + 2 * h, rs * cs - 1) * lanes, 1, lanes)],
-                        acc[T.Ramp(T.min(p * 4 + 2 * h + 1, rs * cs - 1) * lanes, 1, lanes)],
-                        lanes,
-                        1,
-                    )
-                fours[T.Ramp(0, 1, lanes)] = interleaved(
-                    pairs[T.Ramp(0, 1, lanes)], pairs[T.Ramp(lanes, 1, lanes)], lanes, 2
-                )
-                sums[T.Ramp(p * 4, 1, 4)] = folded(row(fours, [], 0), lanes)
-            for t in range(tail):
-                for v in T.unroll(rs * cs):
-                    sums[v] += T.Cast("int32", q[live[i + v % cs], whole * width + t]) * T.Cast(
-                        "int32", w[j + v // cs, whole * width + t]
-                    )
-            for v in T.unroll(rs * cs):
-                y[live[i + v % cs], j + v // cs] = T.Cast("float32", sums[v] - excess[live[i + v % cs]]) * (
-                    s[live[i + v % cs]] * ws[j + v // cs]
-                )
+    tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial)
+    multiply, correct = _multiply(m, n, k, dot), _correct(k, dot)
 
     @T.prim_func(private=True, s_tir=True)
     def linear_i8(
@@ -108,31 +84,103 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         with T.sblock("root"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
             T.writes(y[0:m, 0:n])
-            excess = T.alloc_buffer((m,), "int32")
-            live = T.alloc_buffer((m,), "int32")
+            correction = T.alloc_buffer((m,), "int32")
+            active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
 
             count[0] = 0
             for i in range(m):
                 with T.sblock("row"):
                     T.reads(q[0:m, 0:k], s[0:m], count[0])
-                    T.writes(excess[0:m], live[0:m], count[0], y[0:m, 0:n])
-                    if dot.unsigned:
-                        acc = T.alloc_buffer((lanes,), "int32")
-                        acc[T.Ramp(0, 1, lanes)] = T.Broadcast(0, lanes)
-                        for c in range(whole):
-                            acc[T.Ramp(0, 1, lanes)] = step(acc[T.Ramp(0, 1, lanes)], nothing, row(q, [i], c * width))
-                        excess[i] = lane_total(acc[T.Ramp(0, 1, lanes)], lanes)
-                    else:
-                        excess[i] = 0
-                    seen = T.alloc_buffer((LANES,), "uint32")
-                    note_int8(q, i, scanned, seen)
-                    if scanned > 0 and none_seen(seen):
+                    T.writes(correction[0:m], active[0:m], count[0], y[0:m, 0:n])
+                    correct(q, i, correction)
+                    bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+                    or_int8(q, i, scanned, bits)
+                    if scanned > 0 and is_zero(bits):
                         for j in range(n):
+                            # The rounding steps of the formula: a scale that is no number stays visible.
                             y[i, j] = T.float32(0) * (s[i] * ws[j])
                     else:
-                        live[count[0]] = i
-                        count[0] += 1
-            in_tiles(loop, partial(tile, q, s, w, ws, y, excess, live), n, rows, count[0], columns)
+                        append_active(ActiveRows(active, count), i)
+            for_tiles(tiling, multiply, _Operands(q, s, w, ws, y, correction, active), count[0])
 
     return linear_i8
+
+
+def _zero_weights(_offset: int, size: int) -> Expr:
+    return T.Broadcast(T.int8(0), size)
+
+
+def _correct(k: int, dot: Int8Dot) -> Any:
+    """Return the macro (q, i, correction): what unsigned weights add to the sums of row i, or 0."""
+
+    @inlined
+    def correct(q, i, correction):
+        if dot.unsigned:
+            acc = T.alloc_buffer((dot.lanes,), "int32")
+            acc[vector(0, dot.lanes)] = T.Broadcast(0, dot.lanes)
+            for c in range(k // dot.width):
+                acc[vector(0, dot.lanes)] = dot.step(
+                    acc[vector(0, dot.lanes)], _zero_weights, load_from(q, [i], c * dot.width)
+                )
+            correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
+        else:
+            correction[i] = 0
+
+    return correct
+
+
+def _multiply(m: int, n: int, k: int, dot: Int8Dot) -> TileMacro:
+    lanes, width = dot.lanes, dot.width
+    steps, tail = divmod(k, width)
+    rows_ahead, bytes_ahead = prefetch_distance(tile_shape(m, n, dot)[0], k)
+    streamed = m <= SMALL_BATCH
+
+    @inlined
+    def add_products(o, tile, acc):
+        # c: steps of `width` along k. v: unrolled, one instruction per output; acc is in registers.
+        for v in T.unroll(tile.outputs):
+            acc[vector(v, lanes)] = T.Broadcast(0, lanes)
+        for c in range(steps):
+            if streamed:
+                for v in T.unroll(tile.rows):
+                    T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, c * width + bytes_ahead]))
+            for v in T.unroll(tile.outputs):
+                acc[vector(v, lanes)] = dot.step(
+                    acc[vector(v, lanes)],
+                    load_from(o.w, [tile.weight_row(v)], c * width),
+                    load_from(o.q, [o.active[tile.active_row(v)]], c * width),
+                )
+
+    def four_vectors(acc: Any, tile: Tile, p: Expr) -> list[Expr]:
+        # The last vector stands for those that do not exist.
+        return [acc[vector(T.min(p * 4 + v, tile.outputs - 1), lanes)] for v in range(4)]
+
+    @inlined
+    def add_tail(o, tile, sums):
+        for t in range(tail):
+            for v in T.unroll(tile.outputs):
+                sums[v] += T.Cast("int32", o.q[o.active[tile.active_row(v)], steps * width + t]) * T.Cast(
+                    "int32", o.w[tile.weight_row(v), steps * width + t]
+                )
+
+    @inlined
+    def multiply(o, tile):
+        with T.sblock("tile"):
+            T.reads(o.q[0:m, 0:k], o.s[0:m], o.w[0:n, 0:k], o.ws[0:n], o.correction[0:m], o.active[0:m])
+            T.writes(o.y[0:m, 0:n])
+            acc = T.alloc_buffer((tile.outputs * lanes,), "int32")
+            pairs = T.alloc_buffer((2 * lanes,), "int32")
+            fours = T.alloc_buffer((lanes,), "int32")
+            sums = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "int32")
+            add_products(o, tile, acc)
+            for p in T.unroll(-(-tile.outputs // 4)):
+                interleave_fours(four_vectors(acc, tile, p), lanes, pairs, fours)
+                sums[ramp(p * 4, 4)] = fold_fours(load_from(fours, [], 0), lanes)
+            add_tail(o, tile, sums)
+            for v in T.unroll(tile.outputs):
+                o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = T.Cast(
+                    "float32", sums[v] - o.correction[o.active[tile.active_row(v)]]
+                ) * (o.s[o.active[tile.active_row(v)]] * o.ws[tile.weight_row(v)])
+
+    return multiply

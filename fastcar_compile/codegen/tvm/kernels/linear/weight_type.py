@@ -1,4 +1,4 @@
-"""How a kernel reads a weight: float32, or bfloat16 widen_weight to it."""
+"""How a kernel reads a float weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WeightType = Literal["float32", "bfloat16"]
 
 
 def widen_weight(value: Any, dtype: WeightType) -> Any:
-    """A loaded weight as float32; the bits of a bfloat16 are the upper half of those of the same float32."""
+    """Return a loaded weight as float32. The bits of a bfloat16 are the upper half of those of the same float32."""
     if dtype == "float32":
         return value
     return T.reinterpret("float32", T.shift_left(T.Cast("uint32", T.reinterpret("uint16", value)), T.uint32(16)))

@@ -1,87 +1,106 @@
 """Root-mean-square and layer normalisation of rows, alone and with dynamic int8 quantisation.
 
-Both kernels of a norm share the lines that make a row, with its sums in one order: the rows that the second one
-quantises are bit for bit those that the first one gives.
+Both kernels of a norm share the macro that normalises a row, so its sums have one order. The rows that the second
+kernel quantises are bit for bit those that the first kernel writes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS, quantize_row
+from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_row, row_loop
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import fence
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, fence, ramp
 
-LANES = 32
+SUM_LANES = 32
+"""Partial sums of a row on every instruction set, so that all have one order of summation."""
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """x float32 [m, k], w and b float32 [k], y float32 [., k]."""
+
+    x: Any
+    w: Any
+    y: Any
+    b: Any = None
+
+
+def _value(x: Any, i: Expr, c: Expr) -> Expr:
+    return x[i, c]
+
+
+def _square(x: Any, i: Expr, c: Expr) -> Expr:
+    return x[i, c] * x[i, c]
+
+
+def _squared_deviation(x: Any, mean: Any, i: Expr, c: Expr) -> Expr:
+    return (x[i, c] - mean[0]) * (x[i, c] - mean[0])
 
 
 @inlined
-def _rms_row(x, w, i, y, at, k, epsilon):
-    """y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
-    squares = T.alloc_buffer((LANES,), "float32")
-    for v in T.vectorized(LANES):
-        squares[v] = T.float32(0)
-    for c in range(k // LANES):
-        for v in T.vectorized(LANES):
-            squares[v] += x[i, c * LANES + v] * x[i, c * LANES + v]
-    for t in range(k % LANES):
-        squares[t] += x[i, k // LANES * LANES + t] * x[i, k // LANES * LANES + t]
-    for v in range(1, LANES):
-        squares[0] += squares[v]
+def _sum_row(acc, k, term: Callable[[Expr], Expr]):
+    """Write the sum of term(c), c < k, to acc[0]: term(c) goes to lane c mod 32, then the lanes are added in order."""
+    for v in T.vectorized(SUM_LANES):
+        acc[v] = T.float32(0)
+    for c in range(k // SUM_LANES):
+        for v in T.vectorized(SUM_LANES):
+            acc[v] += term(c * SUM_LANES + v)
+    for t in range(k % SUM_LANES):
+        acc[t] += term(k // SUM_LANES * SUM_LANES + t)
+    for v in range(1, SUM_LANES):
+        acc[0] += acc[v]
+
+
+@inlined
+def _rms_row(o, i, at, k, epsilon):
+    """Write y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
+    squares = T.alloc_buffer((SUM_LANES,), "float32")
+    _sum_row(squares, k, partial(_square, o.x, i))
     squares[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(k) + T.float32(epsilon))
     for c in range(k):
-        y[at, c] = (x[i, c] * squares[0]) * w[c]
+        o.y[at, c] = (o.x[i, c] * squares[0]) * o.w[c]
 
 
 @inlined
-def _layer_row(x, w, b, i, y, at, k, epsilon):
-    """y[at] = (x[i] - mean) / sqrt(variance + epsilon) * w + b; two passes, as deviations are small beside a mean."""
-    sums = T.alloc_buffer((LANES,), "float32")
-    squares = T.alloc_buffer((LANES,), "float32")
-    for v in T.vectorized(LANES):
-        sums[v] = T.float32(0)
-        squares[v] = T.float32(0)
-    for c in range(k // LANES):
-        for v in T.vectorized(LANES):
-            sums[v] += x[i, c * LANES + v]
-    for t in range(k % LANES):
-        sums[t] += x[i, k // LANES * LANES + t]
-    for v in range(1, LANES):
-        sums[0] += sums[v]
-    sums[0] = sums[0] / T.float32(k)
-    for c in range(k // LANES):
-        for v in T.vectorized(LANES):
-            squares[v] += (x[i, c * LANES + v] - sums[0]) * (x[i, c * LANES + v] - sums[0])
-    for t in range(k % LANES):
-        squares[t] += (x[i, k // LANES * LANES + t] - sums[0]) * (x[i, k // LANES * LANES + t] - sums[0])
-    for v in range(1, LANES):
-        squares[0] += squares[v]
+def _layer_row(o, i, at, k, epsilon):
+    """Write y[at] = (x[i] - mean) / sqrt(variance + epsilon) * w + b.
+
+    The variance takes a second pass: the deviations can be small beside the mean. The fence keeps the product with w
+    and the addition of b two roundings, here and in the remainder.
+    """
+    mean = T.alloc_buffer((SUM_LANES,), "float32")
+    squares = T.alloc_buffer((SUM_LANES,), "float32")
+    _sum_row(mean, k, partial(_value, o.x, i))
+    mean[0] = mean[0] / T.float32(k)
+    _sum_row(squares, k, partial(_squared_deviation, o.x, mean, i))
     squares[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(k) + T.float32(epsilon))
-    for c in range(k // LANES):
-        y[at, T.Ramp(c * LANES, 1, LANES)] = (
+    for c in range(k // SUM_LANES):
+        o.y[at, ramp(c * SUM_LANES, SUM_LANES)] = (
             fence(
-                f"float32x{LANES}",
-                (x[i, T.Ramp(c * LANES, 1, LANES)] - T.Broadcast(sums[0], LANES))
-                * T.Broadcast(squares[0], LANES)
-                * w[T.Ramp(c * LANES, 1, LANES)],
+                f"float32x{SUM_LANES}",
+                (o.x[i, ramp(c * SUM_LANES, SUM_LANES)] - T.Broadcast(mean[0], SUM_LANES))
+                * T.Broadcast(squares[0], SUM_LANES)
+                * o.w[ramp(c * SUM_LANES, SUM_LANES)],
             )
-            + b[T.Ramp(c * LANES, 1, LANES)]
+            + o.b[ramp(c * SUM_LANES, SUM_LANES)]
         )
-    for t in range(k % LANES):
-        c: T.let = k // LANES * LANES + t
-        y[at, c] = fence("float32", (x[i, c] - sums[0]) * squares[0] * w[c]) + b[c]
-
-
-def _parallel(m: int, k: int) -> bool:
-    return m > 1 and m * k >= PARALLEL_ROW_ELEMENTS
+    for t in range(k % SUM_LANES):
+        c: T.let = k // SUM_LANES * SUM_LANES + t
+        o.y[at, c] = fence("float32", (o.x[i, c] - mean[0]) * squares[0] * o.w[c]) + o.b[c]
 
 
 @kernel
 def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
-    """x float32 [m, k], w float32 [k] -> y float32 [m, k] = x / sqrt(mean(x^2) + epsilon) * w."""
-    loop = T.parallel if _parallel(m, k) else T.serial
+    """Return y float32 [m, k] = x / sqrt(mean(x^2) + epsilon) * w, x float32 [m, k], w float32 [k]."""
+    loop = row_loop(m, k)
 
     @T.prim_func(private=True, s_tir=True)
     def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
@@ -90,15 +109,15 @@ def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k])
                 T.writes(y[0:m, 0:k])
-                _rms_row(x, w, i, y, i, k, epsilon)
+                _rms_row(_Operands(x, w, y), i, i, k, epsilon)
 
     return normalize_rows
 
 
 @kernel
 def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
-    """x float32 [m, k], w float32 [k] -> q int8 [m, k], scale float32 [m] of the normalised rows."""
-    loop = T.parallel if _parallel(m, k) else T.serial
+    """Return q int8 [m, k] and scale float32 [m] of the rows that `rms_norm` gives."""
+    loop = row_loop(m, k)
 
     @T.prim_func(private=True, s_tir=True)
     def normalize_quantize_rows(
@@ -113,7 +132,7 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
                 T.reads(x[0:m, 0:k], w[0:k])
                 T.writes(q[0:m, 0:k], s[0:m])
                 y = T.alloc_buffer((1, k), "float32")
-                _rms_row(x, w, i, y, 0, k, epsilon)
+                _rms_row(_Operands(x, w, y), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
 
     return normalize_quantize_rows
@@ -121,8 +140,8 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
 
 @kernel
 def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
-    """x float32 [m, k], w and b float32 [k] -> y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b."""
-    loop = T.parallel if _parallel(m, k) else T.serial
+    """Return y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b, x float32 [m, k], w, b float32 [k]."""
+    loop = row_loop(m, k)
 
     @T.prim_func(private=True, s_tir=True)
     def center_rows(
@@ -136,15 +155,15 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k], b[0:k])
                 T.writes(y[0:m, 0:k])
-                _layer_row(x, w, b, i, y, i, k, epsilon)
+                _layer_row(_Operands(x, w, y, b), i, i, k, epsilon)
 
     return center_rows
 
 
 @kernel
 def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
-    """x float32 [m, k], w and b float32 [k] -> q int8 [m, k], scale float32 [m] of the normalised rows."""
-    loop = T.parallel if _parallel(m, k) else T.serial
+    """Return q int8 [m, k] and scale float32 [m] of the rows that `layer_norm` gives."""
+    loop = row_loop(m, k)
 
     @T.prim_func(private=True, s_tir=True)
     def center_quantize_rows(
@@ -160,7 +179,7 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
                 T.reads(x[0:m, 0:k], w[0:k], b[0:k])
                 T.writes(q[0:m, 0:k], s[0:m])
                 y = T.alloc_buffer((1, k), "float32")
-                _layer_row(x, w, b, i, y, 0, k, epsilon)
+                _layer_row(_Operands(x, w, y, b), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
 
     return center_quantize_rows

@@ -5,19 +5,18 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
-Shape = tuple[int, int, int, int]
 PARALLEL_ROTARY_ELEMENTS = 1 << 17
 """Elements from which a second thread pays for launching and awaiting a parallel region."""
 
 
 @kernel
-def rotary(shape: Shape, tables: int) -> PrimFunc:
-    """x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin of x [B, H, T, D].
+def rotary(shape: HeadShape, tables: int) -> PrimFunc:
+    """Return x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin, x float32 [B, H, T, D].
 
-    cos and sin are [tables, 1, T, D], tables 1 or B.
+    cos and sin are float32 [tables, 1, T, D], tables 1 or B. Parallel over heads.
     """
     b, h, t, d = shape
     half = d // 2
@@ -33,6 +32,7 @@ def rotary(shape: Shape, tables: int) -> PrimFunc:
     ):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for head in loop(b * h):
+            # i: query rows. c: vectors of half a head. v: one vector; both halves of a pair are computed together.
             for i, c in T.grid(t, half // lanes):
                 with T.sblock("lanes"):
                     T.reads(x[0:b, 0:h, 0:t, 0:d], cos[0:tables, 0:1, 0:t, 0:d], sin[0:tables, 0:1, 0:t, 0:d])

@@ -1,7 +1,7 @@
-"""float16 in a cache: read as float32, written rounded. Without instructions for it, by integer arithmetic.
+"""float16 of a cache to float32 and back.
 
-`__extendhfsf2` and `__truncsfhf2`, which LLVM would call there, take one element at a time. Values are scalars, in a
-vectorised loop too.
+An instruction set without conversions takes integer arithmetic: LLVM would call `__extendhfsf2` and `__truncsfhf2`,
+which take one element at a time. Values are scalars, in a vectorised loop too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LEAST_NORMAL = (_BIAS + 1) << 23
 
 
 def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
-    """A loaded float32, or a loaded float16 as the float32 that it is; subnormals, infinities and NaN too."""
+    """Return a loaded element of `dtype` as float32, exactly: subnormals, infinities and NaN too."""
     if dtype == "float32":
         return value
     if isa.float16:
         return T.Cast("float32", value)
     bits = T.Cast("uint32", T.reinterpret("uint16", value))
     magnitude = T.bitwise_and(bits, T.uint32(_MAGNITUDE))
-    # A product with a power of two moves the exponent, and makes a subnormal float16 a normal float32.
+    # The product with a power of two moves the exponent, and makes a subnormal float16 a normal float32.
     number = T.reinterpret("float32", T.shift_left(magnitude, T.uint32(_MANTISSA_SHIFT))) * T.float32(2.0**_BIAS)
     special = T.Select(magnitude >= T.uint32(_INFINITY), T.uint32(_FLOAT32_INFINITY), T.uint32(0))
     sign = T.shift_left(T.bitwise_and(bits, T.uint32(_SIGN)), T.uint32(_SIGN_SHIFT))
@@ -39,7 +39,7 @@ def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
 
 
 def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
-    """A float32 for a cache of `dtype`: as it is, or rounded as `ops.cached.stored` does."""
+    """Return a float32 as an element of `dtype`, rounded as `ops.cached.stored` does."""
     if dtype == "float32":
         return value
     # T.min and T.max give their second operand where one is NaN.
@@ -52,7 +52,7 @@ def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     half_less = (1 << (_MANTISSA_SHIFT - 1)) - 1
     rebias = T.uint32((half_less - (_BIAS << 23)) % (1 << 32))
     normal = T.shift_right(magnitude + rebias + odd, T.uint32(_MANTISSA_SHIFT))
-    # In 0.5 + x the last place is 2^-24, that of a subnormal float16: the sum's own rounding is the right one.
+    # The last place of 0.5 + x is 2^-24, as of a subnormal float16. So the sum's own rounding is the right one.
     sum_ = T.reinterpret("float32", magnitude) + T.float32(0.5)
     subnormal = T.bitwise_and(T.reinterpret("uint32", sum_), T.uint32(_MAGNITUDE))
     rounded = T.Select(magnitude < T.uint32(_LEAST_NORMAL), subnormal, normal)

@@ -1,7 +1,7 @@
-"""What kernels share: vector loads, the sums of four vectors at once, the arithmetic fence.
+"""Vector building blocks: loads, casts, sums across lanes, the arithmetic fence, prefetches.
 
-A kernel's temporaries are buffers without a scope and below 1024 bytes: TVM puts only those on the stack, where LLVM
-finds registers for them. A vector that is used twice goes through one, because an expression is a tree.
+Temporaries of a kernel are buffers without a scope and below 1024 bytes. TVM puts only those on the stack, and LLVM
+keeps them in registers. A vector that is used twice goes through such a buffer, because a TIR expression is a tree.
 """
 
 from __future__ import annotations
@@ -11,105 +11,153 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from fastcar_compile.codegen.tvm.kernels.script import inlined
+
 Expr = Any
 """A TIR expression."""
 
 Load = Callable[[int, int], Expr]
-"""`load(offset, lanes)`: that many elements from an offset on."""
+"""`load(offset, lanes)`: `lanes` elements from `offset` on."""
 
 
 def vector_lanes(d: int) -> int:
-    """Lanes of a vector that divides a head's dimension."""
+    """Return the most lanes, at most 16, of vectors that cover a head dimension of d."""
     return next(v for v in (16, 8, 4, 2, 1) if d % v == 0)
 
 
-def row(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
-    """Loads from `start` on along the last axis of a buffer."""
+def vector(number: Expr, lanes: int) -> Expr:
+    """Return the index of a buffer's vector of that number."""
+    return T.Ramp(number * lanes, 1, lanes)
+
+
+def load_from(buffer: Any, index: Sequence[Expr], start: Expr) -> Load:
+    """Return loads from `start` on along the last axis of a buffer."""
     return lambda offset, lanes: buffer[(*index, T.Ramp(start + offset, 1, lanes))]
 
 
-def along(start: Expr, lanes: int) -> Expr:
-    """The index of that many elements, or of one. TVM takes a loop with T.nearbyint or T.if_then_else one lane at a
-    time, T.vectorized or not; vectors stay vectors."""
+def ramp(start: Expr, lanes: int) -> Expr:
+    """Return the index of `lanes` elements, or of one element.
+
+    TVM scalarises a T.vectorized loop that holds T.nearbyint or T.if_then_else. A vector index keeps vectors.
+    """
     return T.Ramp(start, 1, lanes) if lanes > 1 else start
 
 
-def spread(value: Expr, lanes: int) -> Expr:
-    """A scalar in all lanes; arithmetic does so by itself, T.Select does not."""
+def broadcast(value: Expr, lanes: int) -> Expr:
+    """Return a scalar in all lanes. Arithmetic broadcasts by itself, T.Select does not."""
     return T.Broadcast(value, lanes) if lanes > 1 else value
 
 
-def typed(dtype: str, lanes: int) -> str:
-    """The type of a vector, or of a scalar."""
+def vector_type(dtype: str, lanes: int) -> str:
+    """Return TVM's name of a vector type, or of the scalar type for one lane."""
     return f"{dtype}x{lanes}" if lanes > 1 else dtype
 
 
 def cast(dtype: str, value: Expr, lanes: int) -> Expr:
-    """A conversion, lane by lane."""
-    return T.Cast(typed(dtype, lanes), value)
+    """Return a value of `lanes` lanes as another type."""
+    return T.Cast(vector_type(dtype, lanes), value)
 
 
-def magnitudes(values: Expr, lanes: int) -> Expr:
-    """Bits of float32 without their sign, int32: in the order of the magnitudes, a NaN above them all."""
-    return T.bitwise_and(T.reinterpret(typed("int32", lanes), values), spread(T.int32(0x7FFFFFFF), lanes))
+def magnitude_bits(values: Expr, lanes: int) -> Expr:
+    """Return the bits of float32 without their sign, as int32. They sort as magnitudes do, a NaN above all."""
+    return T.bitwise_and(T.reinterpret(vector_type("int32", lanes), values), broadcast(T.int32(0x7FFFFFFF), lanes))
 
 
-def pure(dtype: str, name: str, *arguments: Expr) -> Expr:
-    """A call of an LLVM intrinsic without side effects."""
+def intrinsic(dtype: str, name: str, *arguments: Expr) -> Expr:
+    """Return the call of an LLVM intrinsic without side effects."""
     return T.call_llvm_pure_intrin(dtype, name, *arguments)
 
 
+def vpdpbusd(acc: Expr, unsigned: Expr, signed: Expr, width: int) -> Expr:
+    """Return acc plus four products of an unsigned and a signed byte per int32 lane. It does not saturate."""
+    return intrinsic(f"int32x{width // 4}", f"llvm.x86.avx512.vpdpbusd.{width * 8}", acc, unsigned, signed)
+
+
+def flip_sign(values: Expr, width: int) -> Expr:
+    """Return int8 plus 128 as unsigned bytes: of two's complement that is the sign bit inverted."""
+    return T.bitwise_xor(values, T.Broadcast(T.int8(-128), width))
+
+
 def fence(dtype: str, value: Expr) -> Expr:
-    """The value, rounded: LLVM must not contract its product with a sum that follows."""
-    return pure(dtype, "llvm.arithmetic.fence", value)
+    """Return the value, rounded to its type: LLVM must not contract its product with a sum that follows."""
+    return intrinsic(dtype, "llvm.arithmetic.fence", value)
 
 
-def gather(values: Sequence[Expr]) -> Expr:
-    """A vector of scalars."""
+def vector_of(values: Sequence[Expr]) -> Expr:
+    """Return a vector of scalars."""
     return T.Shuffle(list(values), list(range(len(values))))
 
 
-def lane_total(vector: Expr, lanes: int) -> Expr:
-    """The sum of one int32 vector, a scalar."""
-    return pure("int32", f"llvm.vector.reduce.add.v{lanes}i32", vector)
+def reduce_add(values: Expr, lanes: int) -> Expr:
+    """Return the sum of an int32 vector's lanes."""
+    return intrinsic("int32", f"llvm.vector.reduce.add.v{lanes}i32", values)
 
 
-def interleaved(a: Expr, b: Expr, lanes: int, width: int) -> Expr:
-    """In every block of four: runs of `width` lanes of a and b in turn, the block's halves added.
+@inlined
+def add_lanes(acc, start, lanes):
+    """Add the float32 acc[start .. start + lanes - 1] into acc[start], in one order for every instruction set.
 
-    The sums of four vectors a, b, c, d cost a third of four single sums as `folded` of
-    interleaved(interleaved(a, b, 1), interleaved(c, d, 1), 2).
+    Halves are added as vectors down to four lanes, then lanes 1, 2 and 3 in turn.
     """
-    runs = [range(start, start + width) for start in range(0, 4, width)]
-    order = [which * lanes + lane for run in runs for which in (0, 1) for lane in run]
+    if lanes >= 32:
+        for v in T.vectorized(16):
+            acc[start + v] += acc[start + v + 16]
+    if lanes >= 16:
+        for v in T.vectorized(8):
+            acc[start + v] += acc[start + v + 8]
+    if lanes >= 8:
+        for v in T.vectorized(4):
+            acc[start + v] += acc[start + v + 4]
+    for v in T.unroll(min(lanes, 4) - 1):
+        acc[start] += acc[start + v + 1]
+
+
+def interleave_add(a: Expr, b: Expr, lanes: int, run: int) -> Expr:
+    """Return, for every block of four lanes, runs of `run` lanes of a and b in turn, with the block's halves added.
+
+    `interleave_fours` takes three of them for the sums of four vectors: a third of the cost of four `reduce_add`.
+    """
+    runs = [range(start, start + run) for start in range(0, 4, run)]
+    order = [which * lanes + lane for run_lanes in runs for which in (0, 1) for lane in run_lanes]
     halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
     return T.Shuffle([a, b], halves[0]) + T.Shuffle([a, b], halves[1])
 
 
-def folded(load: Load, lanes: int) -> Expr:
-    """int32x4: lanes that are equal modulo four, added."""
+def fold_fours(load: Load, lanes: int) -> Expr:
+    """Return a vector of four: the lanes that are equal modulo four, added in ascending order."""
     sums = load(0, 4)
     for offset in range(4, lanes, 4):
         sums = sums + load(offset, 4)
     return sums
 
 
+@inlined
+def interleave_fours(four, lanes, pairs, fours):
+    """Interleave four int32 vectors to fours int32 [lanes], whose `fold_fours` is their four sums."""
+    pairs[vector(0, lanes)] = interleave_add(four[0], four[1], lanes, 1)
+    pairs[vector(1, lanes)] = interleave_add(four[2], four[3], lanes, 1)
+    fours[vector(0, lanes)] = interleave_add(pairs[vector(0, lanes)], pairs[vector(1, lanes)], lanes, 2)
+
+
 PREFETCH_BYTES = 1 << 15
-"""How far ahead rows that are read side by side are asked for, as keys and values are. The second cache keeps more
-misses under way than the first."""
+"""The prefetch distance of rows that are read in parallel, keys and values among them. The second-level cache keeps
+more misses outstanding than the first."""
 
 NEAR_BYTES = 1 << 9
-"""How far ahead one stream is asked for. Measured: 256 to 1024 are alike, beyond a page it gets slower."""
+"""The prefetch distance of a single stream. Measured: 256 to 1024 bytes are alike, more than a page is slower."""
 
 LINE = 64
 """Bytes of a cache line."""
 
 
-def ahead(rows: int, row_bytes: int) -> tuple[int, int]:
-    """Weight rows, and bytes of a row, by which to prefetch while `rows` of them are read together."""
+def prefetch_distance(rows: int, row_bytes: int) -> tuple[int, int]:
+    """Return how far ahead to prefetch while `rows` weight rows are read in parallel, in weight rows and in bytes."""
     return (0, NEAR_BYTES) if rows == 1 else (max(rows, -(-PREFETCH_BYTES // row_bytes)), 0)
 
 
 def prefetch(element: Expr) -> Expr:
-    """Ask for the line of a buffer's element, into the second cache; it may lie past the buffer's end."""
+    """Return the prefetch of the line that holds a buffer's element, into the second-level cache.
+
+    The element may lie past the buffer's end.
+    """
     return T.call_intrin("void", "tirx.prefetch", T.address_of(element), 0, 2, 1)
