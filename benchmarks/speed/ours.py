@@ -14,7 +14,7 @@ from torch import fx
 
 import fastcar_compile as fc
 from fastcar_compile.ir.program import DecoderProgram, StateRole
-from fastcar_compile.runtime.backends import open_backend
+from fastcar_compile.runtime.backends import BACKENDS, BackendOptions
 from speed.base import Engine
 from speed.sizes import DENSE, GROUP, Job, Traffic
 
@@ -95,7 +95,7 @@ class Ours(Engine):
 
     def __init__(self, job: Job) -> None:
         self._job, artifact = job, fc.load(Path(job.folder) / "artifact")
-        self._backend: Any = open_backend(artifact, "cpu", job.sizes.threads)
+        self._backend: Any = BACKENDS.load("cpu")(artifact, BackendOptions(job.sizes.threads))
         self._layers = job.sizes.layers
         self._replays = np.zeros((1, self._layers), bool)
         self._at = 0
