@@ -13,7 +13,7 @@ from tvm.relax.backend.cpu_generic import pipeline
 
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.program import StateRole
-from fastcar_compile.runtime.backends.base import Backend
+from fastcar_compile.runtime.backends.base import Stepper
 
 from .programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, eager_backend, export, lowered, program, tokens
 
@@ -31,13 +31,13 @@ INF = float("inf")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Backend, Backend]:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Stepper, Stepper]:
     folder = tmp_path_factory.mktemp("libraries")
     case = request.param
-    return case, eager_backend(case), cpu_backend(case, folder, export(case, folder))
+    return case, eager_backend(case), cpu_backend(case, export(case, folder))
 
 
-def _median_scores(case: Case, eager: Backend) -> np.ndarray:
+def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
     """Thresholds that replay about half of the rows: between two scores, far from rounding errors of either."""
     eager.reset()
     never = np.full(LAYERS, INF, np.float32)
@@ -49,7 +49,7 @@ def _median_scores(case: Case, eager: Backend) -> np.ndarray:
 
 
 @pytest.mark.parametrize("thresholds", ["never", "mixed", "always"])
-def test_decode_equals_eager(built: tuple[Case, Backend, Backend], thresholds: str) -> None:
+def test_decode_equals_eager(built: tuple[Case, Stepper, Stepper], thresholds: str) -> None:
     case, eager, cpu = built
     values = {"never": np.full(LAYERS, INF), "always": np.full(LAYERS, -INF), "mixed": _median_scores(case, eager)}
     limits = values[thresholds].astype(np.float32)
@@ -71,7 +71,7 @@ def _tolerance(case: Case) -> float:
     return {"none": 1e-4, "w8a8": 5e-2, "w4a8": 1e-1}[case.quant]
 
 
-def test_prefill_then_decode_equals_eager(built: tuple[Case, Backend, Backend]) -> None:
+def test_prefill_then_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) -> None:
     case, eager, cpu = built
     never = np.full(LAYERS, INF, np.float32)
     chunk = tokens(case, 6)[:, :, 0].T
@@ -87,9 +87,9 @@ def test_prefill_then_decode_equals_eager(built: tuple[Case, Backend, Backend]) 
 
 def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
     case = Case()
-    programs = export(case, tmp_path)
+    libraries = export(case, tmp_path)
     always = np.full(LAYERS, -INF, np.float32)
-    first, second = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs)
+    first, second = cpu_backend(case, libraries), cpu_backend(case, libraries)
     alone = [first.decode(t, i, i, always).logits for i, t in enumerate(tokens(case, STEPS))]
     first.reset()
     for i, (token, other) in enumerate(zip(tokens(case, STEPS), tokens(case, STEPS, seed=4), strict=True)):
@@ -100,16 +100,16 @@ def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
 def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
     """With poisoned MLP weights the logits stay finite exactly while every row replays."""
     case = Case()
-    programs = export(case, tmp_path)
+    libraries = export(case, tmp_path)
     healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
     poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
-    source, victim = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs, poisoned)
+    source, victim = cpu_backend(case, libraries), cpu_backend(case, libraries, poisoned)
     inputs = tokens(case, FRAME + 1)
     for i in range(FRAME):
         source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))
     for limit, finite in ((-INF, True), (INF, False)):
-        for name, value in source._state.tensors.items():
-            victim._state.tensors[name].copy_(value)
+        for name, value in source._state.arrays.items():
+            victim._state.arrays[name][...] = value
         logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
         assert np.isfinite(logits).all() == finite
 
@@ -117,13 +117,13 @@ def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
 def test_state_is_updated_in_place(tmp_path: Path) -> None:
     """No result is a copy: every state comes back as the very memory that went in."""
     case = Case()
-    backend = cpu_backend(case, tmp_path, export(case, tmp_path))
-    before = {n: t.data_ptr() for n, t in backend._state.tensors.items()}
+    backend = cpu_backend(case, export(case, tmp_path))
+    before = {n: a.ctypes.data for n, a in backend._state.arrays.items()}
     backend._step.set(tokens(case, 1)[0], 0)
     results = backend._decode(*before)
     assert {n: a.ctypes.data for n, a in zip(before, results, strict=True) if a is not None} == before
-    assert {n: t.data_ptr() for n, t in backend._state.tensors.items()} == before
-    assert backend._state.tensors["key_cache_0"][:, :, 0].any()
+    assert {n: a.ctypes.data for n, a in backend._state.arrays.items()} == before
+    assert backend._state.arrays["key_cache_0"][:, :, 0].any()
 
 
 def test_storage_does_not_grow_with_the_cache() -> None:
