@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import tvm
-from tvm.runtime import from_dlpack
+from tvm.runtime import from_dlpack as adopt
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import (
@@ -129,11 +129,11 @@ def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
         scales = torch.ones(n, group_count(k), dtype=torch.float16) if four else torch.ones(n)
     bytes_of_call = math.prod(shape) * dtype.itemsize + (0 if scales is None else scales.nbytes)
     copies = -(-STREAMED // bytes_of_call)
-    weights = [from_dlpack(torch.randint(0, 127, shape).to(dtype)) for _ in range(copies)]
+    weights = [adopt(torch.randint(0, 127, shape).to(dtype)) for _ in range(copies)]
     if scales is None:
-        given = [from_dlpack(x)], [from_dlpack(y)]
+        given = [adopt(x)], [adopt(y)]
     else:
-        given = [from_dlpack(x), from_dlpack(torch.ones(m))], [from_dlpack(scales), from_dlpack(y)]
+        given = [adopt(x), adopt(torch.ones(m))], [adopt(scales), adopt(y)]
     return lambda i: function(*given[0], weights[i % copies], *given[1]), bytes_of_call
 
 
@@ -147,9 +147,9 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     )
     rows = stored(torch.randn(shape), dtype)
     copies = -(-STREAMED // (2 * rows.nbytes))
-    caches = [(from_dlpack(rows.clone()), from_dlpack(rows.clone())) for _ in range(copies)]
-    query, position = from_dlpack(torch.randn(m, heads, 1, HEAD_DIM)), from_dlpack(torch.tensor([n - 1]))
-    y = from_dlpack(torch.zeros(m, heads, 1, HEAD_DIM))
+    caches = [(adopt(rows.clone()), adopt(rows.clone())) for _ in range(copies)]
+    query, position = adopt(torch.randn(m, heads, 1, HEAD_DIM)), adopt(torch.tensor([n - 1]))
+    y = adopt(torch.zeros(m, heads, 1, HEAD_DIM))
     return lambda i: function(query, *caches[i % copies], position, y), 2 * rows.nbytes
 
 
