@@ -13,7 +13,7 @@ from tvm.relax.backend.cpu_generic import pipeline
 
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.program import StateRole
-from fastcar_compile.runtime.backends.base import Backend
+from fastcar_compile.runtime.backends.base import Stepper
 
 from .programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, eager_backend, export, lowered, program, tokens
 
@@ -31,13 +31,13 @@ INF = float("inf")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Backend, Backend]:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Stepper, Stepper]:
     folder = tmp_path_factory.mktemp("libraries")
     case = request.param
     return case, eager_backend(case), cpu_backend(case, folder, export(case, folder))
 
 
-def _median_scores(case: Case, eager: Backend) -> np.ndarray:
+def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
     """Thresholds that replay about half of the rows: between two scores, far from rounding errors of either."""
     eager.reset()
     never = np.full(LAYERS, INF, np.float32)
@@ -49,7 +49,7 @@ def _median_scores(case: Case, eager: Backend) -> np.ndarray:
 
 
 @pytest.mark.parametrize("thresholds", ["never", "mixed", "always"])
-def test_decode_equals_eager(built: tuple[Case, Backend, Backend], thresholds: str) -> None:
+def test_decode_equals_eager(built: tuple[Case, Stepper, Stepper], thresholds: str) -> None:
     case, eager, cpu = built
     values = {"never": np.full(LAYERS, INF), "always": np.full(LAYERS, -INF), "mixed": _median_scores(case, eager)}
     limits = values[thresholds].astype(np.float32)
@@ -71,7 +71,7 @@ def _tolerance(case: Case) -> float:
     return {"none": 1e-4, "w8a8": 5e-2, "w4a8": 1e-1}[case.quant]
 
 
-def test_prefill_then_decode_equals_eager(built: tuple[Case, Backend, Backend]) -> None:
+def test_prefill_then_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) -> None:
     case, eager, cpu = built
     never = np.full(LAYERS, INF, np.float32)
     chunk = tokens(case, 6)[:, :, 0].T
