@@ -32,7 +32,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev,csim,example]"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig, State
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.writer import store_thresholds
+from fastcar_compile.extras import needs
 from fastcar_compile.runtime.session import Session, open_session
 
 if TYPE_CHECKING:
@@ -60,14 +61,16 @@ class Artifact(StoredArtifact):
     @cached_property
     def params(self) -> dict[str, Tensor]:
         """Every parameter of the rewritten graph, by name."""
-        from fastcar_compile.ir.program_json import read_params
+        with needs("compile"):
+            from fastcar_compile.ir.program_json import read_params
 
         return read_params(self)
 
     @cached_property
     def program(self) -> DecoderProgram:
         """The rewritten program."""
-        from fastcar_compile.ir.program_json import program_from_json
+        with needs("compile"):
+            from fastcar_compile.ir.program_json import program_from_json
 
         return program_from_json(self.json(GRAPH_AFTER), self.params)
 
@@ -83,7 +86,8 @@ class Artifact(StoredArtifact):
         Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: there they are
         tensors on the meta device, so that the graph can be read but not run.
         """
-        from fastcar_compile.ir.program_json import program_from_json
+        with needs("compile"):
+            from fastcar_compile.ir.program_json import program_from_json
 
         if self._original is not None:
             return self._original
@@ -97,7 +101,8 @@ class Artifact(StoredArtifact):
         """
         if node is None:
             return explain(self.manifest, layer)
-        from fastcar_compile.ir.explain_node import explain_node
+        with needs("compile"):
+            from fastcar_compile.ir.explain_node import explain_node
 
         return explain_node(self.graph, node)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from fastcar_compile.errors import UserError
+from fastcar_compile.extras import needs
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Registry:
         group: of the entry points; their names may not be built in.
         built_in: name -> "module:attribute".
         error: raised for an unknown name.
+        extras: name -> the extra of this package that it needs, where that is not `compile`.
     """
 
     what: str
     group: str
     built_in: Mapping[str, str]
     error: type[UserError]
+    extras: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def added(self) -> dict[str, EntryPoint]:
         """Return the entry points of other packages by name, sorted.
@@ -56,7 +59,8 @@ class Registry:
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
-            return getattr(import_module(module), attribute)
+            with needs(self.extras.get(name, "compile")):
+                return getattr(import_module(module), attribute)
         added = self.added()
         if name not in added:
             raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {', '.join(self.names())}")

@@ -1,38 +1,99 @@
-"""The installed package: built as a wheel, it holds everything that the compiler reads at run time."""
+"""The installed package: what the wheel holds, and what an installation without torch can do."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
+
+import numpy as np
+import pytest
+from decoders import llama
+
+import fastcar_compile as fc
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("hls_templates", "fastcar_compile")
 
 
-def test_wheel_holds_targets_templates_and_type_marker(tmp_path: Path) -> None:
-    copy = tmp_path / "source"  # setuptools builds in the source tree
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"  # setuptools builds in the source tree
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(copy),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    options = ["--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_wheel_holds_targets_templates_and_type_marker(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
     wanted = {p.relative_to(ROOT).as_posix() for p in sources if "__pycache__" not in p.parts}
     assert sorted(wanted - names) == []
     assert "fastcar_compile/py.typed" in names
+
+
+@pytest.fixture(scope="module")
+def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of a virtual environment with the package and its base dependencies, from the package index."""
+    folder = tmp_path_factory.mktemp("device") / "venv"
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", str(wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "bin"
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    """A finished process that sees only what its virtual environment holds."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    command = [str(word) for word in words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_a_device_without_torch_decodes_the_same_tokens(device: Path, tmp_path: Path) -> None:
+    replay = fc.ReplayConfig(threshold=-100.0)
+    artifact = fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, quant="bf16", output=tmp_path / "a")
+    done = run(device / "fastcar", "run", artifact.path, "--prompt", "1,2,3", "--num-tokens", 20, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    session = artifact.session("cpu")
+    assert report["tokens"] == session.generate(np.array([[1, 2, 3]]), 20).tolist()
+    assert report["replay_ratio"] == session.stats.replay_ratio > 0
+    absent = run(device / "python", "-c", "import torch")
+    assert "No module named 'torch'" in absent.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("fc.compile", "compile"),
+        ("fc.train_gate", "train"),
+        ("fc.load(sys.argv[1]).graph", "compile"),
+        ("fc.load(sys.argv[1]).session('eager')", "compile"),
+        ("fc.load(sys.argv[1]).session('onnxruntime')", "onnxruntime"),
+    ],
+)
+def test_what_is_missing_is_named(device: Path, small: Path, code: str, extra: str) -> None:
+    done = run(device / "python", "-c", f"import sys, fastcar_compile as fc; {code}", small)
+    assert done.returncode != 0
+    assert "BackendError: the package" in done.stderr
+    assert f'pip install "fastcar_compile[{extra}]"' in done.stderr
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense artifact."""
+    folder = tmp_path_factory.mktemp("small") / "artifact"
+    return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=None, output=folder).path

@@ -128,6 +128,17 @@ def test_stored_thresholds_are_found_and_can_be_swapped(artifact: fc.Artifact, t
     assert sorted(p.name for p in artifact.path.parent.iterdir()) == ["artifact"]
 
 
+def test_an_open_session_takes_calibrated_thresholds(artifact: fc.Artifact) -> None:
+    session = artifact.session("eager")
+    session.set_threshold(result((0.25, None)))
+    assert session.thresholds.tolist() == [0.25, -float("inf")]
+    with pytest.raises(
+        fc.ArtifactError, match="thresholds of gate tas for 2 layers do not fit an artifact of 2 layers"
+    ):
+        session.set_threshold(result((1.0, 2.0), "tas"))
+    assert session.thresholds.tolist() == [0.25, -float("inf")]
+
+
 def test_thresholds_of_something_else_are_refused(artifact: fc.Artifact, tmp_path: Path) -> None:
     text = "thresholds of gate tas for 2 layers do not fit an artifact of 2 layers with gate input_delta"
     with pytest.raises(fc.ArtifactError, match=text):

@@ -34,7 +34,7 @@ INF = float("inf")
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Stepper, Stepper]:
     folder = tmp_path_factory.mktemp("libraries")
     case = request.param
-    return case, eager_backend(case), cpu_backend(case, folder, export(case, folder))
+    return case, eager_backend(case), cpu_backend(case, export(case, folder))
 
 
 def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
@@ -87,9 +87,9 @@ def test_prefill_then_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) 
 
 def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
     case = Case()
-    programs = export(case, tmp_path)
+    libraries = export(case, tmp_path)
     always = np.full(LAYERS, -INF, np.float32)
-    first, second = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs)
+    first, second = cpu_backend(case, libraries), cpu_backend(case, libraries)
     alone = [first.decode(t, i, i, always).logits for i, t in enumerate(tokens(case, STEPS))]
     first.reset()
     for i, (token, other) in enumerate(zip(tokens(case, STEPS), tokens(case, STEPS, seed=4), strict=True)):
@@ -100,16 +100,16 @@ def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
 def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
     """With poisoned MLP weights the logits stay finite exactly while every row replays."""
     case = Case()
-    programs = export(case, tmp_path)
+    libraries = export(case, tmp_path)
     healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
     poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
-    source, victim = cpu_backend(case, tmp_path, programs), cpu_backend(case, tmp_path, programs, poisoned)
+    source, victim = cpu_backend(case, libraries), cpu_backend(case, libraries, poisoned)
     inputs = tokens(case, FRAME + 1)
     for i in range(FRAME):
         source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))
     for limit, finite in ((-INF, True), (INF, False)):
-        for name, value in source._state.tensors.items():
-            victim._state.tensors[name].copy_(value)
+        for name, value in source._state.arrays.items():
+            victim._state.arrays[name][...] = value
         logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
         assert np.isfinite(logits).all() == finite
 
@@ -117,12 +117,12 @@ def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
 def test_state_is_updated_in_place(tmp_path: Path) -> None:
     """No result is a copy: every state comes back as the very memory that went in."""
     case = Case()
-    backend = cpu_backend(case, tmp_path, export(case, tmp_path))
-    before = {n: t.data_ptr() for n, t in backend._state.tensors.items()}
+    backend = cpu_backend(case, export(case, tmp_path))
+    before = {n: a.ctypes.data for n, a in backend._state.arrays.items()}
     backend._step.set(tokens(case, 1)[0], 0)
     results = backend._decode(*before)
     assert {n: a.ctypes.data for n, a in zip(before, results, strict=True) if a is not None} == before
-    assert {n: t.data_ptr() for n, t in backend._state.tensors.items()} == before
+    assert {n: a.ctypes.data for n, a in backend._state.arrays.items()} == before
     assert backend._state.tensors["key_cache_0"][:, :, 0].any()
 
 

@@ -52,7 +52,7 @@ def test_parts_are_in_order(count: int, size: int) -> None:
 def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: Path) -> None:
     """More layers than one kernel takes, one of which never replays; a prime number of them and others."""
     case = Case(thresholds=(0.0,) * (layers - 1) + (None,))
-    eager, cpu = eager_backend(case), cpu_backend(case, tmp_path, export(case, tmp_path))
+    eager, cpu = eager_backend(case), cpu_backend(case, export(case, tmp_path))
     random = np.random.default_rng(layers)
     seen = np.zeros((layers, 2), bool)
     for i, token in enumerate(tokens(case, 3 * FRAME)):

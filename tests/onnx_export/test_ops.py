@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from lowering.test_cached import many_rows
 from torch import Tensor, nn
 
-from fastcar_compile.codegen.onnx.ops import ZERO_POINT, translation_table
+from fastcar_compile.codegen.onnx.kv import KV_TYPES as ONNX_KV_TYPES
+from fastcar_compile.codegen.onnx.linear import LINEARS, ZERO_POINT
+from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
+from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS
 from fastcar_compile.ops.cached import stored
@@ -155,3 +159,17 @@ def test_activation_factor_is_exact(path: Path, activation: str) -> None:
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-16.0, 16.0, 0.0, -0.0])])
     actual = run_onnx(fastcar.activation_factor.default, (x,), (activation,), path)
     assert torch.equal(actual, fastcar.activation_factor(x, activation))
+
+
+def test_every_definition_takes_its_operators_arguments() -> None:
+    """By the names of the schema, and with its defaults: the exporter binds arguments by name."""
+    for operator, definition in translation_table().items():
+        parameters = inspect.signature(definition).parameters.values()
+        found = [(p.name, None if p.default is p.empty else p.default) for p in parameters]
+        declared = operator._schema.arguments
+        assert found == [(a.name, a.default_value if a.has_default_value() else None) for a in declared], operator
+
+
+def test_every_format_has_a_definition() -> None:
+    assert set(ONNX_KV_TYPES) == set(KV_TYPES)
+    assert set(LINEARS) == {name for name in QUANT_FORMATS if name != "none"}

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.artifact.tensor_files import Placement
-from fastcar_compile.codegen.onnx.ops import ZERO_POINT
+from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError

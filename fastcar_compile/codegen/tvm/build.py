@@ -104,7 +104,7 @@ def _check_operators(module: fx.GraphModule, isa: InstructionSet) -> None:
 
 
 def _distinct_layers(segments: Sequence[Segment]) -> int:
-    return len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)})
+    return len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.part.nodes)})
 
 
 def _pack_objects(path: str, objects: Sequence[str], **_options: object) -> None:

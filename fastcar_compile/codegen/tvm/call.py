@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tvm
@@ -17,12 +17,23 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.schema import bound
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import dispatch
+from fastcar_compile.codegen.tvm.relax_api import (
+    Shape,
+    add_kernel,
+    call_in_place,
+    call_kernel,
+    call_packed,
+    dtype_of,
+    reshape,
+    shape_of,
+    tensor_type,
+    type_of,
+)
 from fastcar_compile.errors import InternalError
 
 Value = relax.Expr | tuple[relax.Expr, ...]
 """What a converter returns: the operator's result, or its results."""
 
-Shape = tuple[int, ...]
 _RESHAPE = tvm.ir.Op.get("relax.reshape")
 
 
@@ -59,15 +70,6 @@ class Context:
     stock: Callable[[fx.Node], relax.Expr]
 
 
-def tensor_type(value: Tensor) -> relax.TensorType:
-    """Return the Relax type of a fake tensor."""
-    return relax.TensorType(tuple(int(d) for d in value.shape), _dtype(value))
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
 class Call:
     """A call that a converter lowers.
 
@@ -90,7 +92,7 @@ class Call:
     @property
     def dtype(self) -> str:
         """TVM's name of the type of the one result."""
-        return _dtype(self._node.meta["val"])
+        return dtype_of(self._node.meta["val"])
 
     @property
     def results(self) -> list[Tensor]:
@@ -157,35 +159,32 @@ class Call:
         self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None, dtype: str | None = None
     ) -> relax.Var:
         """Emit a kernel of one result, by default of the shape and dtype of the call's own."""
-        out = relax.TensorType(self.shape if shape is None else shape, self.dtype if dtype is None else dtype)
-        return self.emit(relax.call_tir(self._added(function), list(args), out))
+        out = tensor_type(self.shape if shape is None else shape, self.dtype if dtype is None else dtype)
+        return self.emit(call_kernel(add_kernel(self._builder, function), args, out))
 
     def kernels(
         self, function: PrimFunc, args: Sequence[relax.Expr], types: Sequence[tuple[Shape, str]]
     ) -> list[relax.Var]:
         """Emit a kernel of several results of these shapes and dtypes."""
-        outs = [relax.TensorType(shape, dtype) for shape, dtype in types]
-        both = self.emit(relax.call_tir(self._added(function), list(args), outs))
+        outs = [tensor_type(shape, dtype) for shape, dtype in types]
+        both = self.emit(call_kernel(add_kernel(self._builder, function), args, outs))
         return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
 
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
-        out = relax.TensorType(self.shape, self.dtype)
-        return self.emit(relax.op.call_tir_inplace(self._added(function), list(args), [0], out))
+        out = tensor_type(self.shape, self.dtype)
+        return self.emit(call_in_place(add_kernel(self._builder, function), args, out))
 
     def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a call of a packed function that the runtime registers."""
         val = self._node.meta["val"]
-        types = tensor_type(val) if isinstance(val, Tensor) else [tensor_type(v) for v in val]
-        return self.emit(relax.call_dps_packed(name, list(args), types))
+        return self.emit(call_packed(name, args, type_of(val) if isinstance(val, Tensor) else [*map(type_of, val)]))
 
     def reshape(self, value: relax.Expr, shape: Shape) -> relax.Expr:
         """Return the value in another shape. A reshape of a reshape is one: TVM would fuse two into a copy."""
         while (before := self._reshaped(value)) is not None:
             value = before
-        if tuple(int(d) for d in cast(Any, value.ty).shape) == shape:  # values are tensors: their type has a shape
-            return value
-        return self.emit(relax.op.reshape(value, shape))
+        return value if shape_of(value) == shape else self.emit(reshape(value, shape))
 
     def constant(self, value: np.ndarray) -> relax.Expr:
         """Return an array as a constant of the module."""
@@ -193,10 +192,7 @@ class Call:
 
     def _operand(self, node: fx.Node) -> Operand:
         val = node.meta["val"]
-        return Operand(self._context.values[node], tuple(int(d) for d in val.shape), _dtype(val))
-
-    def _added(self, function: PrimFunc) -> tvm.ir.GlobalVar:
-        return self._builder.add_func(function, function.__name__)
+        return Operand(self._context.values[node], tuple(int(d) for d in val.shape), dtype_of(val))
 
     def _reshaped(self, value: relax.Expr) -> relax.Expr | None:
         """Return what the value is a reshape of; None where it is none."""

@@ -14,6 +14,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch
+from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, call_kernel, module_pass, tensor_type
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -25,14 +26,13 @@ def combine_parallel_matmuls(isa: InstructionSet) -> tvm.transform.Pass:
     matmuls of one input have the very same rows. The single kernels stay in the module.
     """
 
-    @tvm.transform.module_pass(opt_level=0)
-    def run(module: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    def run(module: tvm.IRModule) -> tvm.IRModule:
         for variable, function in module.functions_items():
             if isinstance(function, relax.Function):
                 module = _Combiner(module, function, isa).result(variable, function)
         return module
 
-    return run
+    return module_pass("combine-parallel-matmuls", run)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class _Combiner(PyExprMutator):
     def result(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> tvm.IRModule:
         """Return the module with that function rewritten."""
         if self._group_of:
-            self.builder_.update_func(variable, self.visit_expr(function))
+            rewritten = self.visit_expr(function)
+            assert isinstance(rewritten, relax.Function)
+            self.builder_.update_func(variable, rewritten)
         return self.builder_.get()
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -87,26 +89,23 @@ class _Combiner(PyExprMutator):
         first = group[0]
         kernel = dispatch(self._isa, "linears", first.kind, first.m, tuple(one.n for one in group), first.k)
         arguments = [*first.rows, *(weight for one in group for weight in one.weights)]
-        target = self.builder_.add_func(kernel, kernel.__name__)
-        types = [relax.TensorType((one.m, one.n), "float32") for one in group]
-        return relax.call_tir(target, [self.visit_expr(a) for a in arguments], types)
+        types = [tensor_type((one.m, one.n), "float32") for one in group]
+        return call_kernel(add_kernel(self.builder_, kernel), [self.visit_expr(a) for a in arguments], types)
 
 
 def _groups(module: tvm.IRModule, function: relax.Function) -> list[list[_Matmul]]:
     """Return matmuls that can run together, two or more, in the order of the function."""
     parameters = set(function.params)
     groups: dict[tuple[object, ...], list[_Matmul]] = {}
-    for block in cast(relax.SeqExpr, function.body).blocks:  # a normalised function's body
-        for binding in block.bindings:
-            found = _matmul(module, binding)
-            if found is not None and parameters.issuperset(found.weights):
-                groups.setdefault((found.kind, found.m, found.k, *found.rows), []).append(found)
+    for variable, value in bindings_of(function.body):
+        found = _matmul(module, variable, value)
+        if found is not None and parameters.issuperset(found.weights):
+            groups.setdefault((found.kind, found.m, found.k, *found.rows), []).append(found)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _matmul(module: tvm.IRModule, binding: relax.Binding) -> _Matmul | None:
-    """Return the matmul that is bound, if its kernel can be combined; else None."""
-    call = binding.value if isinstance(binding, relax.VarBinding) else None
+def _matmul(module: tvm.IRModule, variable: relax.Var, call: relax.Expr) -> _Matmul | None:
+    """Return the matmul that is bound to the variable, if its kernel can be combined; else None."""
     if not isinstance(call, relax.Call) or call.op != _CALL_TIR:
         return None
     kernel = module[call.args[0]]
@@ -114,7 +113,7 @@ def _matmul(module: tvm.IRModule, binding: relax.Binding) -> _Matmul | None:
         return None
     kind = str(kernel.attrs[KIND])
     m, n, k = json.loads(str(kernel.attrs[OPTIONS]))
-    linear, arguments = LINEARS[kind], tuple(call.args[1])
+    linear, arguments = LINEARS[kind], tuple(cast(relax.Tuple, call.args[1]).fields)
     if linear.max_rows is not None and m > linear.max_rows:
         return None
-    return _Matmul(binding.var, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])
+    return _Matmul(variable, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])

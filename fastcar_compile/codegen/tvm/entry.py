@@ -11,7 +11,7 @@ from tvm.ir import GlobalVar, StringImm
 from tvm.tirx import IntImm
 
 from fastcar_compile.codegen.segment import Segment
-from fastcar_compile.codegen.tvm.call import tensor_type
+from fastcar_compile.codegen.tvm.relax_api import type_of
 from fastcar_compile.ir.query import output_nodes
 
 
@@ -40,7 +40,7 @@ def add_entry(
         functions: the function of every segment's key.
     """
     arguments = [*module.graph.find_nodes(op="placeholder"), *parameters(segments).values()]
-    variables = [relax.Var(f"argument_{i}", tensor_type(n.meta["val"])) for i, n in enumerate(arguments)]
+    variables = [relax.Var(f"argument_{i}", type_of(n.meta["val"])) for i, n in enumerate(arguments)]
     values: dict[Any, Any] = dict(zip(map(_identity, arguments), variables, strict=True))
     with builder.function(name, variables):
         for part in segments:

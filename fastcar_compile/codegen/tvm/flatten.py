@@ -1,12 +1,12 @@
-"""One function for a step: layers are compiled once, and called nowhere."""
+"""flatten: one function for a step. Layers are compiled once, and called nowhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import tvm
 from tvm import relax
+
+from fastcar_compile.codegen.tvm.aliases import all_bindings, reachable
+from fastcar_compile.codegen.tvm.relax_api import bindings_of, block, body_of, module_pass, with_functions
 
 _STORAGE, _TENSOR, _KILL, _NULL = (
     tvm.ir.Op.get(f"relax.{name}") for name in ("vm.alloc_storage", "vm.alloc_tensor", "vm.kill_object", "null_value")
@@ -15,37 +15,43 @@ _VIEW = "vm.builtin.reshape"
 _CHECKS = frozenset({"vm.builtin.check_tensor_info", "vm.builtin.match_shape"})
 
 Values = dict[relax.Var, relax.Expr]
+"""Variable of an inlined function -> what stands for it in the entry."""
 
 
-def flatten(entry: str, check: str) -> Any:
-    """A module pass: the entry with the statements of the functions that it calls, and of those that they call.
+def flatten(entry: str, check: str) -> tvm.transform.Pass:
+    """Return the pass that puts the statements of all called functions into the entry.
 
     TVM lowers each distinct layer once. Its virtual machine then takes as much time as all the small kernels of a
     layer: for a call it counts references to every argument, for every buffer it asks an allocator, and every function
-    checks its arguments. Here buffers that a layer cannot return are made once for all layers, as no two calls run at a
-    time, and the checks of the entry's arguments are a function of their own, `check`, for a caller whose arguments
-    stay the same. Runs after `VMShapeLower`, on functions that do not call themselves.
+    checks its arguments. Two things follow from the inlining:
+
+    - Layers share buffers. No two calls run at a time, so a buffer that a layer cannot return is made once.
+    - The checks of the entry's arguments are a function of their own, `check`. A caller whose arguments stay the same
+      calls it once.
+
+    The pass runs after `VMShapeLower`, on functions that do not call themselves.
     """
 
-    @tvm.transform.module_pass(opt_level=0)
-    def run(module: tvm.IRModule, _context: Any) -> tvm.IRModule:
+    def run(module: tvm.IRModule) -> tvm.IRModule:
         inner = {v.name_hint: f for v, f in module.functions_items() if isinstance(f, relax.Function)}
         whole = inner.pop(entry)
         kept = {v: f for v, f in module.functions_items() if v.name_hint not in inner}
         kept[module.get_global_var(entry)] = _Flattener(inner).entry(whole)
         kept[tvm.ir.GlobalVar(check)] = _checks(whole, check)
+        # The kills that the statements lost are placed anew, after the last use in the entry.
         names = ("Normalize", "KillAfterLastUse", "LowerRuntimeBuiltin")
         finish = [getattr(relax.transform, name)() for name in names]
-        return tvm.transform.Sequential(finish)(tvm.IRModule(kept, attrs=module.attrs))
+        return tvm.transform.Sequential(finish)(with_functions(module, kept))
 
-    return run
+    return module_pass("flatten", run)
 
 
 class _Flattener:
     """Collects the statements of an entry.
 
     Attributes:
-        made: buffers that calls share. shared: by function, its variables for them.
+        _made: buffers that calls share, with what makes them; they stand before all other statements.
+        _shared: by function, its variables for those buffers.
     """
 
     def __init__(self, functions: dict[str, relax.Function]) -> None:
@@ -54,84 +60,92 @@ class _Flattener:
         self._shared: dict[str, Values] = {}
 
     def entry(self, function: relax.Function) -> relax.Function:
-        """The entry's own buffers are made where they were, as its results are among them."""
+        """Return the flat entry. Its own buffers are made where they were: its results are among them."""
         values = _checked(function)
-        body = self._body(function.body, values)
-        result = _replaced(function.body.body, values)
-        blocks = [relax.BindingBlock(self._made), relax.BindingBlock(body)]
-        return relax.Function(
-            function.params, relax.SeqExpr(blocks, result), function.ret_ty, function.is_pure, function.attrs
-        )
+        body = body_of(function)
+        statements = self._statements(body, values)
+        whole = relax.SeqExpr([block(self._made), block(statements)], _replaced(body.body, values))
+        return relax.Function(function.params, whole, function.ret_ty, function.is_pure, function.attrs)
 
-    def _body(self, body: relax.SeqExpr, values: Values) -> list[relax.VarBinding]:
-        """The statements, with `values` for variables that were replaced; adds those that these statements define."""
+    def _statements(self, body: relax.Expr, values: Values) -> list[relax.VarBinding]:
+        """Return the statements with `values` for their variables, and add to `values` those that they define."""
         found: list[relax.VarBinding] = []
-        for block in body.blocks:
-            for binding in block.bindings:
-                if binding.var not in values:
-                    found += self._statement(binding.var, binding.value, values)
+        for var, value in bindings_of(body):
+            # A variable with a value before its statement is a shared buffer, or the result of a check.
+            if var not in values:
+                found += self._statement(var, value, values)
         return found
 
-    def _statement(self, var: relax.Var, value: Any, values: Values) -> list[relax.VarBinding]:
-        if _operator(value) == _KILL:  # they are placed anew
+    def _statement(self, var: relax.Var, value: relax.Expr, values: Values) -> list[relax.VarBinding]:
+        if _operator(value) == _KILL:
             return []
         if isinstance(value, relax.Var | relax.Tuple | relax.TupleGetItem):
             values[var] = _replaced(value, values)
             return []
-        if isinstance(_operator(value), tvm.ir.GlobalVar) and value.op.name_hint in self._functions:
-            statements, values[var] = self._call(value.op.name_hint, [_replaced(a, values) for a in value.args])
+        callee = self._callee(value)
+        if callee is not None and isinstance(value, relax.Call):
+            statements, values[var] = self._call(callee, [_replaced(a, values) for a in value.args])
             return statements
         if isinstance(value, relax.If):
-            branches = (self._branch(b, values) for b in (value.true_branch, value.false_branch))
-            value = relax.If(_replaced(value.cond, values), *branches)
+            then, otherwise = (self._branch(b, values) for b in (value.true_branch, value.false_branch))
+            value = relax.If(_replaced(value.cond, values), then, otherwise)
         else:
             value = _replaced(value, values)
-        values[var] = relax.Var(var.name, var.ty)
-        return [relax.VarBinding(values[var], value)]
+        result = relax.Var(var.name, var.ty)
+        values[var] = result
+        return [relax.VarBinding(result, value)]
 
-    def _branch(self, branch: relax.SeqExpr, values: Values) -> relax.SeqExpr:
-        inside = dict(values)
-        statements = self._body(branch, inside)
-        return relax.SeqExpr([relax.BindingBlock(statements)], _replaced(branch.body, inside))
+    def _callee(self, value: relax.Expr) -> str | None:
+        """Return the name of the function that the value calls, if it is one to inline."""
+        target = _operator(value)
+        name = target.name_hint if isinstance(target, tvm.ir.GlobalVar) else None
+        return name if name in self._functions else None
+
+    def _branch(self, branch: relax.Expr, values: Values) -> relax.SeqExpr:
+        assert isinstance(branch, relax.SeqExpr)
+        inside = dict(values)  # what a branch defines is not seen outside of it
+        statements = self._statements(branch, inside)
+        return relax.SeqExpr([block(statements)], _replaced(branch.body, inside))
 
     def _call(self, name: str, arguments: list[relax.Expr]) -> tuple[list[relax.VarBinding], relax.Expr]:
+        """Return the statements of one call, and its result."""
         function = self._functions[name]
         if name not in self._shared:
             self._shared[name] = self._share(function)
         values = {**self._shared[name], **dict(zip(function.params, arguments, strict=True)), **_checked(function)}
-        return self._body(function.body, values), _replaced(function.body.body, values)
+        statements = self._statements(function.body, values)
+        return statements, _replaced(body_of(function).body, values)
 
     def _share(self, function: relax.Function) -> Values:
         """Make the function's buffers, and views of them, that no result of it can share memory with."""
-        kept = _reachable(function)
+        kept = reachable(function)
         shared: Values = {}
-        for block in function.body.blocks:
-            for binding in block.bindings:
-                var, value = binding.var, binding.value
-                source = value.args[0] if _operator(value) == _TENSOR or _is_view(value) else None
-                if var not in kept and (_operator(value) == _STORAGE or source in shared):
-                    shared[var] = relax.Var(var.name, var.ty)
-                    self._made.append(relax.VarBinding(shared[var], _replaced(value, shared)))
+        for var, value in bindings_of(function.body):
+            source = value.args[0] if isinstance(value, relax.Call) and _derives(value) else None
+            if var not in kept and (_operator(value) == _STORAGE or source in shared):
+                made = relax.Var(var.name, var.ty)
+                self._made.append(relax.VarBinding(made, _replaced(value, shared)))
+                shared[var] = made
         return shared
 
 
 def _checked(function: relax.Function) -> Values:
-    """The variables of the function's checks, standing for themselves, as nothing uses them."""
-    return {var: var for var, value in _bindings(function.body) if _is_check(value)}
+    """Return the variables of the function's checks, standing for themselves: nothing uses them."""
+    return {var: var for var, value in all_bindings(function.body) if _is_check(value)}
 
 
 def _checks(function: relax.Function, name: str) -> relax.Function:
-    """A function of the same arguments that only checks them."""
-    found = [relax.VarBinding(var, value) for var, value in _bindings(function.body) if _is_check(value)]
-    body = relax.SeqExpr([relax.BindingBlock(found)], relax.Tuple([]))
+    """Return a function of the same arguments that only checks them."""
+    found = [relax.VarBinding(var, value) for var, value in all_bindings(function.body) if _is_check(value)]
+    body = relax.SeqExpr([block(found)], relax.Tuple([]))
     only = relax.Function(function.params, body, relax.TupleType([]), function.is_pure, function.attrs)
     named = relax.utils.copy_with_new_vars(only).with_attr("global_symbol", name)
     assert isinstance(named, relax.Function)
     return named
 
 
-def _replaced(value: Any, values: Values) -> Any:
-    """The expression with its variables replaced, and without tuples that are taken apart."""
+def _replaced(value: relax.Expr, values: Values) -> relax.Expr:
+    """Return the expression with its variables replaced, an element of a known tuple as that element."""
     if isinstance(value, relax.Var):
         return values.get(value, value)
     if isinstance(value, relax.Call):
@@ -144,57 +158,21 @@ def _replaced(value: Any, values: Values) -> Any:
     return value
 
 
-def _reachable(function: relax.Function) -> set[relax.Var]:
-    """Variables whose memory a result may be in: through every operand, as a callee may return its argument."""
-    values = dict(_bindings(function.body))
-    found: set[relax.Var] = set()
-    ahead = list(_variables(function.body.body))
-    while ahead:
-        var = ahead.pop()
-        if var not in found:
-            found.add(var)
-            ahead += _variables(values.get(var))
-    return found
-
-
-def _variables(value: Any) -> Iterator[relax.Var]:
-    """The variables that the value is, or is made of."""
-    if isinstance(value, relax.Var):
-        yield value
-    elif isinstance(value, relax.If):
-        yield from _variables(value.true_branch.body)
-        yield from _variables(value.false_branch.body)
-    elif isinstance(value, relax.TupleGetItem):
-        yield from _variables(value.tuple_value)
-    elif isinstance(value, relax.Call | relax.Tuple):
-        for part in value.args if isinstance(value, relax.Call) else value.fields:
-            yield from _variables(part)
-
-
-def _bindings(body: relax.SeqExpr) -> Iterator[tuple[relax.Var, Any]]:
-    """All variables with their values, those in branches too."""
-    for block in body.blocks:
-        for binding in block.bindings:
-            yield binding.var, binding.value
-            if isinstance(binding.value, relax.If):
-                yield from _bindings(binding.value.true_branch)
-                yield from _bindings(binding.value.false_branch)
-
-
-def _operator(value: Any) -> Any:
+def _operator(value: relax.Expr) -> object:
     return value.op if isinstance(value, relax.Call) else None
 
 
-def _packed(value: Any) -> str:
-    """Name of the packed function that the value is a call of."""
+def _packed(value: relax.Expr) -> str:
+    """Return the name of the packed function that the value is a call of."""
     operator = _operator(value)
     return str(operator.global_symbol) if isinstance(operator, relax.ExternFunc) else ""
 
 
-def _is_view(value: Any) -> bool:
-    return _packed(value) == _VIEW
+def _derives(value: relax.Call) -> bool:
+    """Whether the value is a tensor in a storage, or a view of a tensor: its memory is that of its first argument."""
+    return _operator(value) == _TENSOR or _packed(value) == _VIEW
 
 
-def _is_check(value: Any) -> bool:
-    """What `VMShapeLower` puts into every function; shapes are static, so that nothing uses its result."""
+def _is_check(value: relax.Expr) -> bool:
+    """Whether `VMShapeLower` put the value into the function. Shapes are static, so nothing uses its result."""
     return _packed(value) in _CHECKS or _operator(value) == _NULL

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import tvm
 from torch import fx
+from torch.fx.node import Target
 from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from fastcar_compile.codegen.tvm.call import Call, Context, tensor_type
+from fastcar_compile.codegen.tvm.call import Call, Context, Value
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.relax_api import type_of
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.provenance import where
@@ -37,9 +39,9 @@ class SegmentImporter(ExportedProgramImporter):
         super().__init__()
         self.block_builder, self._isa = builder, isa
 
-    def knows(self, target: Any) -> bool:
+    def knows(self, target: Target) -> bool:
         """Whether an operator can be imported."""
-        return target is _COND or target in CONVERTERS or target.__name__ in self.convert_map
+        return target is _COND or target in CONVERTERS or _name(target) in self.convert_map
 
     def add_function(self, module: fx.GraphModule, name: str, literals: int) -> tvm.ir.GlobalVar:
         """Add a graph of placeholders, operators and branches. Its branches become functions before it does.
@@ -57,35 +59,41 @@ class SegmentImporter(ExportedProgramImporter):
             for node in module.graph.find_nodes(op="get_attr")
         }
         placeholders = module.graph.find_nodes(op="placeholder")
-        arguments = [relax.Var(n.name, tensor_type(n.meta["val"])) for n in placeholders]
+        arguments = [relax.Var(n.name, type_of(n.meta["val"])) for n in placeholders]
         own = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(literals)]
-        self.env = {**branches, **dict(zip(placeholders, arguments, strict=True))}
+        values: dict[fx.Node, Any] = {**branches, **dict(zip(placeholders, arguments, strict=True))}
+        self.env = values
         with self.block_builder.function(name, [*arguments, *own]):
             for node in [n for n in module.graph.nodes if n.op == "call_function"]:
-                self.env[node] = self._emit(node, own)
-            results = [self.env[n] for n in output_nodes(module.graph)]
-            self.block_builder.emit_func_output(results[0] if len(results) == 1 else tuple(results))
+                values[node] = self._emit(node, own)
+            results = [values[n] for n in output_nodes(module.graph)]
+            self.block_builder.emit_func_output(results[0] if len(results) == 1 else results)
         return self.block_builder.get().get_global_var(name)
 
-    def _emit(self, node: fx.Node, literals: Sequence[relax.Var]) -> Any:
+    def _emit(self, node: fx.Node, literals: Sequence[relax.Var]) -> Value:
         if node.target is _COND:
             return self._emit_cond(node, literals)
-        converter = CONVERTERS.get(node.target)
+        context = Context(self.block_builder, self._isa, self.env, literals, self._stock)
         try:
-            if converter is None:
-                return self._stock(node)
-            return converter(Call(node, Context(self.block_builder, self._isa, self.env, literals, self._stock)))
+            converter = CONVERTERS.get(node.target)
+            return self._stock(node) if converter is None else converter(Call(node, context))
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise CompileError(f"TVM cannot import {node.target}: {error}", where=where(node)) from error
 
     def _stock(self, node: fx.Node) -> relax.Expr:
-        return self.convert_map[node.target.__name__](node)
+        return self.convert_map[_name(node.target)](node)
 
     def _emit_cond(self, node: fx.Node, literals: Sequence[relax.Var]) -> relax.Var:
-        condition, true, false, operands = node.args
+        """Emit an `If` whose branches call the branches' functions."""
+        condition, true, false, operands = cast("tuple[fx.Node, fx.Node, fx.Node, Sequence[fx.Node]]", node.args)
         arguments = [*(self.env[n] for n in operands), *literals]
-        calls = (relax.Call(self.env[branch], arguments) for branch in (true, false))
-        return self.block_builder.emit(relax.If(self.env[condition], *calls))
+        then, otherwise = (relax.Call(self.env[branch], arguments) for branch in (true, false))
+        return self.block_builder.emit(relax.If(self.env[condition], then, otherwise))
+
+
+def _name(target: Target) -> str:
+    """Return the name by which TVM's importer knows an operator: without its namespace."""
+    return target if isinstance(target, str) else target.__name__
 
 
 def _branch(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tvm
 from torch import fx
 from tvm import relax
+from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls
@@ -52,8 +53,18 @@ def cpu_passes(isa: InstructionSet) -> list[tvm.transform.Pass]:
         specialise_kernels(isa),
         relax.transform.ConvertToDataflow(),  # TVM's passes look into dataflow blocks only
         relax.transform.DeadCodeElimination([ENTRY]),
-        relax.backend.cpu_generic.get_default_pipeline(host_target(isa)),
+        *tvm_passes(host_target(isa)),
         flatten(ENTRY, CHECK),
+    ]
+
+
+def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
+    """Return TVM's own passes for CPUs, as its default pipeline runs them."""
+    return [
+        *cpu.library_dispatch_passes(target),
+        *cpu.legalize_passes(target),
+        *cpu.dataflow_lower_passes(target),
+        *cpu.finalize_passes(target),
     ]
 
 
@@ -81,5 +92,6 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 def compile_module(module: tvm.IRModule, isa: InstructionSet) -> relax.VMExecutable:
     """Return the virtual machine's executable of an imported module, with the kernels of an instruction set."""
-    pipeline = tvm.transform.Sequential(cpu_passes(isa))
-    return tvm.compile(module, target=host_target(isa), relax_pipeline=pipeline)
+    executable = tvm.compile(module, target=host_target(isa), relax_pipeline=tvm.transform.Sequential(cpu_passes(isa)))
+    assert isinstance(executable, relax.VMExecutable)
+    return executable

@@ -6,13 +6,9 @@ import tvm
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import specialise
+from fastcar_compile.codegen.tvm.relax_api import module_pass
 
 
 def specialise_kernels(isa: InstructionSet) -> tvm.transform.Pass:
-    """Return the pass that gives a module the kernels of `isa`. An imported module becomes any library this way."""
-
-    @tvm.transform.module_pass(opt_level=0)
-    def run(module: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        return specialise(module, isa)
-
-    return run
+    """Return the pass that gives a module the kernels of `isa`, so that one import serves every library."""
+    return module_pass("specialise-kernels", lambda module: specialise(module, isa))

@@ -102,5 +102,6 @@ BACKENDS = Registry(
         "board": "fastcar_compile.runtime.backends.board:open_stepper",
     },
     BackendError,
+    {"onnxruntime": "onnxruntime"},
 )
 """Name of a backend -> its `OpenStepper`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from tvm import relax
 
-from fastcar_compile.codegen.tvm.call import Call, Shape, Value
+from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.attention.window import ring_row
 from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.relax_api import Shape
 
 fastcar = torch.ops.fastcar
 
@@ -44,12 +45,13 @@ def _limit(call: Call) -> Value:
 
 @converts(fastcar.slot_read.default)
 def _slot_read(call: Call) -> Value:
-    shape = call.tensor("cache").shape
-    kernel = chain_read(*shape) if len(shape) == 2 else slot_read(shape)
+    slots, batch, *width = call.tensor("cache").shape
+    kernel = slot_read((slots, batch, width[0])) if width else chain_read(slots, batch)
     return call.kernel(kernel, call.values("cache", "step"))
 
 
 @converts(fastcar.slot_write.default)
 def _slot_write(call: Call) -> Value:
-    kernel = chain_write(*call.shape) if len(call.shape) == 2 else slot_write(call.shape)
+    slots, batch, *width = call.shape
+    kernel = slot_write((slots, batch, width[0])) if width else chain_write(slots, batch)
     return call.in_place(kernel, call.values("cache", "value", "step"))

@@ -6,6 +6,7 @@ import math
 
 import torch
 from tvm import relax
+from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.call import Call, Operand, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
@@ -65,7 +66,7 @@ def _gated_quantize(call: Call) -> Value:
     return quantized(call, activate_quantize(*gate.rows, activation), values, gate)
 
 
-def quantized(call: Call, kernel: relax.PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
+def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
     """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
     m, k = x.rows
     rows, scales = call.kernels(kernel, args, [((m, k), "int8"), ((m,), "float32")])

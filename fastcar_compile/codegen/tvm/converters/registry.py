@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch._ops import OpOverload
+from torch.fx.node import Target
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 
 Converter = Callable[[Call], Value]
-CONVERTERS: dict[OpOverload, Converter] = {}
+CONVERTERS: dict[Target, Converter] = {}
 """Operator -> what lowers it. TVM's importer lowers the operators that are not here."""
 
 

@@ -1,0 +1,83 @@
+"""The fusions on real graphs: a fused segment computes the same bits in PyTorch, and the program stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fastcar_compile.codegen.segment import segment
+from fastcar_compile.codegen.tvm.converters import CONVERTERS
+from fastcar_compile.codegen.tvm.fusion.split_linears import QUANTIZED_LINEARS
+from fastcar_compile.codegen.tvm.pipeline import fuse
+
+from .programs import Case, program
+
+fastcar = torch.ops.fastcar
+
+
+def _operators(module: fx.GraphModule) -> Counter[str]:
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return Counter(str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_function")
+
+
+def _layer(case: Case) -> fx.GraphModule:
+    source = program(case)
+    return segment(source.graph_module)[1].copy()
+
+
+def _inputs(module: fx.GraphModule) -> list[Tensor]:
+    """Random weights and activations; a place in the sequence where rows replay."""
+    torch.manual_seed(0)
+    values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    return [
+        torch.randn(tuple(v.shape)) if v.dtype.is_floating_point else torch.full(tuple(v.shape), 9, dtype=v.dtype)
+        for v in values
+    ]
+
+
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_a_fused_layer_has_the_same_bits(quant: str) -> None:
+    """Also in the branches of its `cond`: the scores decide that every row computes, or that every row replays."""
+    plain, fused = _layer(Case(quant=quant)), fuse(_layer(Case(quant=quant)))
+    for shift in (-1e9, 1e9):
+        inputs = [v + shift if tuple(v.shape) == (1,) and v.is_floating_point() else v for v in _inputs(plain)]
+        for expected, found in zip(plain(*inputs), fused(*inputs), strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_a_layer_is_fused() -> None:
+    """Both norms and the gated product join the quantisation of their rows; that of the attention stands alone."""
+    found = _operators(fuse(_layer(Case(quant="w8a8"))))
+    expected = {"rotary": 2, "gated_quantize": 1, "integer_linear": 7, "quantize_rows": 1, "rms_norm_quantize": 2}
+    assert {name: found[f"fastcar.{name}.default"] for name in expected} == expected
+    assert not any("linear_w8a8" in name or name == "fastcar.rms_norm.default" for name in found)
+
+
+def test_the_program_keeps_its_operators() -> None:
+    source = program(Case(quant="w8a8"))
+    before = _operators(source.graph_module)
+    for part in segment(source.graph_module):
+        fuse(part.copy())
+    assert _operators(source.graph_module) == before
+
+
+def test_a_norm_with_other_readers_stays_beside_its_quantisation() -> None:
+    graph = copy.deepcopy(_layer(Case(quant="w8a8")))
+    rows = next(n for n in graph.graph.nodes if n.target is fastcar.linear_w8a8.default).args[0]
+    output = graph.graph.output_node()
+    output.args = ((*output.args[0], rows),)
+    found = _operators(fuse(graph))
+    assert found["fastcar.rms_norm_quantize.default"] >= 1
+    assert found["fastcar.rms_norm.default"] >= 1
+
+
+def test_every_operator_has_a_converter() -> None:
+    """The package's own, and the fused ones. Those in `QUANTIZED_LINEARS` are split before the import."""
+    names = [n.removeprefix("fastcar::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastcar::")]
+    operators = {getattr(fastcar, name).default for name in names if "." not in name}
+    assert len(operators) > 25
+    assert operators - QUANTIZED_LINEARS - set(CONVERTERS) == set()
