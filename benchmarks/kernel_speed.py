@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import tvm
+from tvm.runtime import from_dlpack as adopt
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import (
@@ -41,7 +42,6 @@ from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
 from fastcar_compile.ops.quant import group_count
 from fastcar_compile.parallel import usable_cores
-from fastcar_compile.runtime.backends.cpu import adopt
 from fastcar_compile.runtime.threads import use_threads
 
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import fx
 
 import fastcar_compile as fc
 from fastcar_compile.ir.program import DecoderProgram, StateRole
-from fastcar_compile.runtime.backends import open_backend
+from fastcar_compile.runtime.backends import BACKENDS, BackendOptions, OpenStepper, Stepper
 from speed.base import Engine
 from speed.sizes import DENSE, GROUP, Job, Traffic
 
@@ -95,7 +94,8 @@ class Ours(Engine):
 
     def __init__(self, job: Job) -> None:
         self._job, artifact = job, fc.load(Path(job.folder) / "artifact")
-        self._backend: Any = open_backend(artifact, "cpu", job.sizes.threads)
+        open_stepper: OpenStepper = BACKENDS.load("cpu")
+        self._stepper: Stepper = open_stepper(artifact, BackendOptions(job.sizes.threads))
         self._layers = job.sizes.layers
         self._replays = np.zeros((1, self._layers), bool)
         self._at = 0
@@ -115,7 +115,7 @@ class Ours(Engine):
         self._at += 1
         thresholds = np.where(wanted, np.float32(-math.inf), np.float32(math.inf)).astype(np.float32)
         tokens = np.full((self._job.batch, 1), token, np.int64)
-        result = self._backend.decode(tokens, position, position, thresholds)
+        result = self._stepper.decode(tokens, position, position, thresholds)
         if not (result.decisions == wanted[:, None]).all():
             raise RuntimeError(f"at position {position} other layers replayed than the schedule says")
         return result.logits[0, 0]

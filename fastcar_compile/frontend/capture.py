@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -63,15 +63,15 @@ def capture(
 
 
 @contextmanager
-def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Iterator[tuple[nn.Module, bool]]:
+def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generator[tuple[nn.Module, bool]]:
     """The model as a float32 step-protocol module, and whether it takes embeddings."""
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
-    if not is_huggingface(model):
+    if is_huggingface(model):
+        with static_cache_step(model, batch_size, max_seq_len) as step:
+            yield step, ModelFacts.of(model).takes_embeddings
+    else:
         yield model.eval(), ModelFacts.of(model).takes_embeddings
-        return
-    with static_cache_step(model, batch_size, max_seq_len) as step:  # type: ignore[arg-type]
-        yield step, ModelFacts.of(model).takes_embeddings
 
 
 def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError
@@ -20,10 +20,11 @@ def check_exported(exported: ExportedProgram) -> None:
     """
     problems = [CompileError(t, where="inputs of the exported program", hint=_MEND_SHAPE) for t in _shapes(exported)]
     tensors = {**exported.state_dict, **exported.constants}
-    other = [n for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)]
+    other = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)}
     if other:
-        dtypes = sorted({str(tensors[n].dtype).removeprefix("torch.") for n in other})
-        what = f"the exported program holds {len(other)} tensors of {', '.join(dtypes)}, the first of them {other[0]}"
+        dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in other.values()})
+        first = next(iter(other))
+        what = f"the exported program holds {len(other)} tensors of {', '.join(dtypes)}, the first of them {first}"
         problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
     if problems:
         raise CompileError.collect(problems)
@@ -40,8 +41,9 @@ def _shapes(exported: ExportedProgram) -> list[str]:
         value = node.meta.get("val")
         if node.op != "placeholder" or node.name not in names or not isinstance(value, Tensor):
             continue
-        if not all(isinstance(d, int) for d in value.shape):
-            found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, value.shape))}]")
+        shape: tuple[int | SymInt, ...] = tuple(value.shape)
+        if any(isinstance(d, SymInt) for d in shape):
+            found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, shape))}]")
         elif node.name in TOKEN_NAMES and (value.dim() < 2 or value.shape[1] != 1):
             found.append(f"input {node.name} has shape {list(value.shape)}, but a decode step takes one token per row")
     return found

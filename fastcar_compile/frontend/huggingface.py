@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -17,13 +18,13 @@ WRAPPED_MODEL = "model"
 """Attribute of the model in TorchExportableModuleWithStaticCache."""
 
 
-def is_huggingface(model: object) -> bool:
+def is_huggingface(model: object) -> TypeGuard[PreTrainedModel]:
     """Whether the model is a transformers model."""
     return isinstance(model, PreTrainedModel)
 
 
 @contextmanager
-def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> Iterator[nn.Module]:
+def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> Generator[nn.Module]:
     """The model as a step-protocol module; the caller's model gets its own settings back on exit.
 
     Raises:
@@ -44,6 +45,7 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     try:
         yield TorchExportableModuleWithStaticCache(model, batch_size, max_seq_len, torch.device("cpu"))
     finally:
-        model.set_attn_implementation(kept[0])
-        model.generation_config = kept[1]
+        # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
+        model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]
+        model.generation_config = kept[1]  # pyright: ignore[reportAttributeAccessIssue]
         model.train(kept[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.exported import TOKEN_NAMES
 from fastcar_compile.ir.modules import graph_module
+from fastcar_compile.ir.query import node_arg, output_nodes
 from fastcar_compile.ir.rewrite import call, fake_mode_of
 
 _MADE_BY = "import"
@@ -114,7 +117,7 @@ class _Importer:
             if node.op == "output" and owner is self.exported.graph_module:
                 return self._output(node)
             if node.op == "output":
-                return fx.node.map_arg(node.args[0], lambda n: self.values[n])
+                return map_arg(node.args[0], lambda n: self.values[n])
             self.values[node] = self._copy(owner, node)
         return None
 
@@ -122,7 +125,7 @@ class _Importer:
         return isinstance(getattr(owner, str(node.target), None), fx.GraphModule)
 
     def _output(self, node: fx.Node) -> None:
-        results = [self.values[n] for n in node.args[0]]  # type: ignore[union-attr]
+        results = [self.values[n] for n in output_nodes(node.graph)]
         kinds = self.exported.graph_signature.output_specs
         user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
         if len(user) != 1 or len(results) != 1:
@@ -136,15 +139,17 @@ class _Importer:
     def _copy(self, owner: torch.nn.Module, node: fx.Node) -> Any:
         if node.op == "call_function" and str(getattr(node.target, "_name", node.target)) in _WRAPPERS:
             return self._inline(owner, node)
-        if node.target.__name__ == "getitem" and isinstance(self.values[node.args[0]], tuple | list):  # type: ignore[union-attr,index]
-            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.target is operator.getitem:
+            source, index = self.values[node_arg(node, 0)], node.args[1]
+            if isinstance(source, tuple | list) and isinstance(index, int):
+                return source[index]
         return self.graph.node_copy(node, lambda n: self.values[n])
 
     def _inline(self, owner: torch.nn.Module, node: fx.Node) -> Any:
         """Grad-mode and autocast wrappers mean nothing in inference: their body joins the graph."""
-        body_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and self._is_submodule(owner, a))
-        body = getattr(owner, str(node.args[body_at].target))  # type: ignore[union-attr]
-        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-        for inner, outer in zip(inputs, node.args[body_at + 1 :], strict=True):
-            self.values[inner] = self.values[outer]  # type: ignore[index]
+        arguments = [a for a in node.args if isinstance(a, fx.Node)]
+        body_at = next(i for i, a in enumerate(arguments) if self._is_submodule(owner, a))
+        body = getattr(owner, str(arguments[body_at].target))
+        for inner, outer in zip(body.graph.find_nodes(op="placeholder"), arguments[body_at + 1 :], strict=True):
+            self.values[inner] = self.values[outer]
         return self._copy_body(body, body.graph.nodes)

@@ -53,7 +53,7 @@ class ModelFacts:
 
 def _takes_embeddings(model: object) -> bool:
     if is_huggingface(model):
-        return model.get_output_embeddings() is None  # type: ignore[attr-defined]
+        return model.get_output_embeddings() is None
     if isinstance(model, nn.Module):
         return "inputs_embeds" in inspect.signature(model.forward).parameters
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -51,10 +51,11 @@ class Skeleton:
 
     def __init__(self, config: Any, architecture: str, where: str) -> None:
         self.config, self.architecture, self.where = config, architecture, where
-        self._class = getattr(transformers, architecture, None)
-        if not (isinstance(self._class, type) and issubclass(self._class, PreTrainedModel)):
+        kind = getattr(transformers, architecture, None)
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
             hint = "use an architecture that this version of transformers has, or give the module itself"
             raise CompileError(f"transformers has no architecture {architecture}", where=where, hint=hint)
+        self._class: type[PreTrainedModel] = kind
         self._full = self._build(config)
 
     @property
@@ -108,7 +109,7 @@ class Skeleton:
         total = self.layers
         if self.layers_path is None:
             return total
-        kinds = [self._kind(i, layer) for i, layer in enumerate(self._full.get_submodule(self.layers_path))]  # type: ignore[arg-type]
+        kinds = [self._kind(i, layer) for i, layer in enumerate(self._full.get_submodule(self.layers_path).children())]
         first = next(i for i in range(total) if all(k == kinds[-1] for k in kinds[i:]))
         return min(total, first + 2)
 
@@ -147,14 +148,14 @@ class Skeleton:
         try:
             with _parameters_on_meta():
                 # `_from_config` honours the dtype without touching the caller's default.
-                return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)  # type: ignore[union-attr]
+                return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)
         except Exception as error:  # model code raises what it likes on a config that does not fit it
             what = f"transformers cannot build {self.architecture}: {type(error).__name__}: {error}"
             raise CompileError(what, where=self.where, hint="correct config.json") from error
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> Generator[None]:
     """Modules made here have parameters without values; buffers (rotary frequencies, masks) are computed as always."""
 
     def on_meta(_module: nn.Module, _name: str, value: nn.Parameter | None) -> nn.Parameter | None:
@@ -162,7 +163,8 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(value.to("meta"), requires_grad=False)
 
-    handle = register_module_parameter_registration_hook(on_meta)
+    # torch annotates the hook as one without a result, and documents that a result takes the parameter's place.
+    handle = register_module_parameter_registration_hook(on_meta)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:

@@ -18,8 +18,8 @@ def explain_node(module: fx.GraphModule, name: str) -> str:
     found = _find(module, name, "decode step")
     if found is None:
         raise InputError(f"there is no node {name!r}", hint="list the nodes with `fastcar inspect ARTIFACT --after`")
-    place, node = found
-    listing = next(line for line in graph_to_text(node.graph.owning_module).splitlines() if line.startswith(f"{name}:"))  # type: ignore[arg-type]
+    place, owner, node = found
+    listing = next(line for line in graph_to_text(owner).splitlines() if line.startswith(f"{name}:"))
     return "\n".join(
         [
             listing.partition("  #")[0],
@@ -33,10 +33,10 @@ def explain_node(module: fx.GraphModule, name: str) -> str:
     )
 
 
-def _find(module: fx.GraphModule, name: str, place: str) -> tuple[str, fx.Node] | None:
+def _find(module: fx.GraphModule, name: str, place: str) -> tuple[str, fx.GraphModule, fx.Node] | None:
     for node in module.graph.nodes:
         if node.name == name and node.op != "output":
-            return place, node
+            return place, module, node
     for child_name, child in module.named_children():
         if isinstance(child, fx.GraphModule) and (found := _find(child, name, child_name)):
             return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.modules import get_attribute
@@ -179,6 +180,6 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]
             continue
         if current.op != "call_function" or not callable(current.target):
             return None
-        args, kwargs = fx.node.map_arg((current.args, dict(current.kwargs)), lambda n: values[n])
+        args, kwargs = map_arg((current.args, dict(current.kwargs)), lambda n: values[n])
         values[current] = current.target(*args, **kwargs)
     return values[node]

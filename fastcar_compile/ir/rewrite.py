@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 
 from fastcar_compile.ir.layers import PARAMETER, inherit_layer, move_role, parameter_of
 from fastcar_compile.ir.modules import tensor_attribute
@@ -134,7 +135,7 @@ def _derived(
 
 def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
     """Return what the node yields on its arguments' fake values; equal calls share one value."""
-    arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    arguments = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = fake_mode_of(graph)
     known = _known_values(mode)
     key = (node.target, _signature(arguments))

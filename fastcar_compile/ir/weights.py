@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,7 +40,7 @@ def blocks_of_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _one_thread_per_operator() -> Iterator[None]:
+def _one_thread_per_operator() -> Generator[None]:
     """Blocks run side by side, so that an operator on one of them should not: its threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import evaluate, is_op, output_nodes, placeholder
+from fastcar_compile.ir.query import evaluate, is_op, node_arg, output_nodes, placeholder, shape_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 
@@ -79,7 +79,7 @@ class _Normalizer:
 
     def _check_indices(self) -> None:
         for write in self.functional.writes:
-            capacity, steps = write.buffer.meta["val"].shape[2], write.node.args[1].meta["val"].shape[2]  # type: ignore[union-attr]
+            capacity, steps = shape_of(write.buffer)[2], shape_of(node_arg(write.node, 1))[2]
             if capacity != self.max_seq_len:
                 what = f"buffer '{write.root}' holds {capacity} positions, but max_seq_len is {self.max_seq_len}"
                 hint = f"give max_seq_len={capacity}, or build the module with {self.max_seq_len} positions"
@@ -98,36 +98,36 @@ class _Normalizer:
     def _attention(
         self, layer: int, node: fx.Node, writes: dict[fx.Node, CacheWrite]
     ) -> list[tuple[CacheWrite, StateRole, int]]:
-        query = node.args[0]
-        found = [self._cache_of(node.args[i], writes, query) for i in (1, 2)]  # type: ignore[arg-type]
-        if not all(found):
+        query = node_arg(node, 0)
+        keys, values = (self._cache_of(node_arg(node, i), writes, query) for i in (1, 2))
+        if keys is None or values is None:
             what = "the key or value of this attention is not a static cache written in this step"
             self._problem(node, f"layer {layer}: {what}", "attend over the whole written static cache")
             return []
         options = _sdpa_options(node)
-        if problem := self._mask_problem(options, found[0].node, query):  # type: ignore[union-attr,arg-type]
+        if problem := self._mask_problem(options, keys.node, query):
             self._problem(node, f"layer {layer}: {problem}", "use a causal mask over cache positions and no dropout")
             return []
-        scale = options["scale"]
-        dim = query.meta["val"].shape[-1]  # type: ignore[union-attr]
-        arguments = (query, found[0].node, found[1].node, self.position, float(scale or dim**-0.5))  # type: ignore[union-attr]
+        given = options["scale"]
+        scale = float(given) if isinstance(given, int | float) and given else shape_of(query)[-1] ** -0.5
+        arguments = (query, keys.node, values.node, self.position, scale)
         with self.graph.inserting_before(node):
             new = call(
                 self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name
             )
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
-        return [(found[0], StateRole.KEY_CACHE, layer), (found[1], StateRole.VALUE_CACHE, layer)]  # type: ignore[list-item]
+        return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]
 
-    def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: object) -> CacheWrite | None:
+    def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: fx.Node) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""
         current = node
         while current not in writes:
             if not is_op(current, *_VIEWS):
                 return None
-            current = current.args[0]  # type: ignore[assignment]
-        batch, heads, rows, dim = current.meta["val"].shape
-        query_heads = query.meta["val"].shape[1]  # type: ignore[attr-defined]
+            current = node_arg(current, 0)
+        batch, heads, rows, dim = shape_of(current)
+        query_heads = shape_of(query)[1]
         if node is not current:
             label = torch.arange(heads)[None, :, None, None].expand(batch, heads, rows, dim).contiguous()
             seen = evaluate(self.module, node, {current: label})

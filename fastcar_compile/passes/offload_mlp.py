@@ -51,7 +51,8 @@ def _offload(projections: list[fx.Node]) -> None:
         new = _call(graph, x, output)
     output.replace_all_uses_with(new)
     graph.eliminate_dead_code()
-    graph.owning_module.recompile()
+    if graph.owning_module is not None:
+        graph.owning_module.recompile()
 
 
 def _call(graph: fx.Graph, x: fx.Node, output: fx.Node) -> fx.Node:

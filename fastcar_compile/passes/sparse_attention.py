@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
@@ -39,7 +39,7 @@ class SparsifyAttention(Pass):
     name: ClassVar[str] = "sparse-attention"
     sinks: int = 16
     window: int = 256
-    positions: str = "absolute"
+    positions: Literal["absolute", "cache"] = "absolute"
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""

@@ -123,7 +123,7 @@ def test_state_is_updated_in_place(tmp_path: Path) -> None:
     results = backend._decode(*before)
     assert {n: a.ctypes.data for n, a in zip(before, results, strict=True) if a is not None} == before
     assert {n: a.ctypes.data for n, a in backend._state.arrays.items()} == before
-    assert backend._state.tensors["key_cache_0"][:, :, 0].any()
+    assert backend._state.arrays["key_cache_0"][:, :, 0].any()
 
 
 def test_storage_does_not_grow_with_the_cache() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.query import is_op, node_arg, optional_arg
 from fastcar_compile.ir.rewrite import call
 
 aten = torch.ops.aten
 MADE_BY = "normalize-state"
-_FUNCTIONAL = {
+_FUNCTIONAL: dict[object, Any] = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
     aten.mul_.Tensor: aten.mul.Tensor,
@@ -73,13 +75,13 @@ class Functionalizer:
                 return argument
             return self._current.get(self._root.get(argument, ""), argument)
 
-        node.args = fx.node.map_arg(node.args, now)
-        node.kwargs = fx.node.map_arg(node.kwargs, now)
+        node.args = map_arg(node.args, now)
+        node.kwargs = map_arg(node.kwargs, now)
 
     def _rewrite(self, node: fx.Node) -> None:
-        buffer = node.args[0]
-        root = self._root.get(buffer) if isinstance(buffer, fx.Node) else None
-        if root is None:
+        buffer = optional_arg(node, 0)
+        root = None if buffer is None else self._root.get(buffer)
+        if buffer is None or root is None:
             self._refuse(node, "writes in place into something that is not a buffer of the module")
             return
         with self.graph.inserting_before(node):
@@ -96,8 +98,8 @@ class Functionalizer:
             return self._cache_write(node, root, current)
         if is_op(node, aten.copy_) and node_arg(node, 1).meta["val"].shape == current.meta["val"].shape:
             return node_arg(node, 1)
-        if node.target in _FUNCTIONAL:
-            target = _FUNCTIONAL[node.target]
+        target = _FUNCTIONAL.get(node.target)
+        if target is not None:
             return call(self.graph, target, (current, *node.args[1:]), origin=node, made_by=MADE_BY)
         self._refuse(node, f"{node.target} into buffer '{root}' cannot be lifted to explicit state")
         return None
@@ -121,7 +123,7 @@ def _write_operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """(index, value) of a write along axis 2."""
     if is_op(node, aten.index_copy_):
         return (node_arg(node, 2), node_arg(node, 3)) if node.args[1] in (2, -2) else (None, None)
-    indices = list(node.args[1])  # type: ignore[arg-type]
+    indices = cast("list[fx.Node | None]", node.args[1])
     accumulate = len(node.args) > 3 and bool(node.args[3])
     along = len(indices) == 3 and indices[0] is None and indices[1] is None
     return (indices[2], node_arg(node, 2)) if along and not accumulate else (None, None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import LAYER, PARAMETER, layer_of
@@ -124,7 +125,7 @@ class LayerCopier:
 
     def _meta(self, node: fx.Node, index: int) -> dict[str, Any]:
         """The node's metadata with the layer's number and paths replaced."""
-        meta = dict(node.meta) | {LAYER: index}
+        meta: dict[str, Any] = {**node.meta, LAYER: index}
         for key in ("module", PARAMETER):
             if key in meta:
                 meta[key] = self._moved_path(meta[key], index)
@@ -157,7 +158,7 @@ def state_name(name: str, old: int, new: int) -> str:
 
 def _operation(node: fx.Node) -> tuple[object, ...]:
     """Operator, type of the result, and the arguments with one mark for every node."""
-    literals = str(fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: "node"))
+    literals = str(map_arg((node.args, dict(node.kwargs)), lambda _: "node"))
     return (node.target, literals, _value(node))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +74,12 @@ class ReplayInserter:
         self.scores: dict[int, fx.Node] = {}
         self.updates: list[tuple[StateSpec, fx.Node]] = []
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return call(self.graph, target, args, origin=self.origin, made_by=self.made_by, **kwargs)
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return call(self.graph, op, args, origin=self.origin, made_by=self.made_by, **kwargs)
 
-    def shared(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def shared(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call that belongs to no layer."""
-        node = self.call(target, *args, **kwargs)
+        node = self.call(op, *args, **kwargs)
         mark(node, None)
         return node
 

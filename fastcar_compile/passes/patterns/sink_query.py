@@ -7,6 +7,8 @@ has to be cached before its rotation: the sinks meet a second query, rotated for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
@@ -114,8 +116,8 @@ class SinkQueries:
         attention = next(n for n in self.graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention))
         return int(attention.meta["val"].shape[2])
 
-    def _copy(self, node: fx.Node, replace: object) -> fx.Node:
-        copied = self.graph.node_copy(node, replace)  # type: ignore[arg-type]
+    def _copy(self, node: fx.Node, replace: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        copied = self.graph.node_copy(node, replace)
         copied.meta = dict(node.meta)
         set_origin(copied, node, self.made_by)
         return copied

@@ -13,7 +13,7 @@ from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, cast, prefetch, ramp
-from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 
 def _fixed_point(x: Expr, lanes: int) -> Expr:
