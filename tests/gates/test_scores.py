@@ -23,7 +23,6 @@ from fastcar_compile.codegen.tvm.kernels.gate import scores
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.runtime.backends.cpu import adopt
 
 from .cases import CASES as NETWORKS
 
@@ -35,7 +34,9 @@ INF = float("inf")
 def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
     """The kernel compiled by itself; its last argument afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [adopt(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments]
+    tensors = [
+        tvm.runtime.from_dlpack(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments
+    ]
     tvm.compile(module, target=host_target())["main"](*tensors)
     return torch.from_numpy(np.array(tensors[-1].numpy()))
 
