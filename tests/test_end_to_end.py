@@ -150,7 +150,7 @@ def test_plain_module_of_the_step_protocol(tmp_path: Path) -> None:
     artifact = fc.compile(
         model, "cpu", tokens_per_frame=8, replay=fc.ReplayConfig(threshold=float("inf")), output=tmp_path / "a"
     )
-    assert [s.activation for s in artifact.sites] == ["gelu", "gelu"]
+    assert [s.mlp.activation for s in artifact.sites] == ["gelu", "gelu"]
     for backend in BACKENDS:
         torch.testing.assert_close(decode(artifact.session(backend), ids, 1), expected, atol=1e-4, rtol=0)
 

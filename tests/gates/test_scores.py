@@ -221,7 +221,7 @@ def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
         return
     for case in NETWORKS:
         *inputs, expected = case.arguments()
-        weights = torch.from_numpy(inputs[2].view(np.int16)).view(torch.bfloat16)
+        weights = torch.from_numpy(inputs[2].view(np.int16)).clone().view(torch.bfloat16)  # a clone is aligned
         tensors = [tvm.runtime.from_dlpack(weights) if i == 2 else tvm.runtime.tensor(a) for i, a in enumerate(inputs)]
         y = tvm.runtime.tensor(np.zeros_like(expected))
         built[case.name](*tensors, y)
