@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ import numpy as np
 import torch
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.design import choose_design
+from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
+from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.estimate import DecoderShape, Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.engine import peak_bandwidth
-from fastcar_compile.estimate.explore import budget_of
 from fastcar_compile.estimate.plot import pyplot
 from fastcar_compile.targets import load_target
 
@@ -146,8 +144,8 @@ def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
     board, rows = load_target("zcu102"), []
     for shape in (small, wide):
         for batch in BATCHES:
-            spec = replace(Workload(shape, "w8a8", 1, batch).mlp_spec(), cores=DRS_CORES)
-            design = choose_design(spec, budget_of(board))
+            work = Workload(shape, "w8a8", 1, batch)
+            design = explore(work.mlp_spec(), board, work.attention(), cores=[DRS_CORES]).design
             for side_by_side in (True, False):
                 work = Workload(shape, "w8a8", 1024, batch, side_by_side=side_by_side)
                 for trace in traces.values():

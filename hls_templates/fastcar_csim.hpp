@@ -1,71 +1,67 @@
-// What the C simulation entries share. Not synthesised.
+// The exact sums of a call, from the kernel's own functions. For C simulation only; not synthesised.
 #ifndef FASTCAR_CSIM_HPP
 #define FASTCAR_CSIM_HPP
 
 #include <stdint.h>
 #include <string.h>
 
-#include <vector>
-
-#include "fastcar_mlp_core.hpp"
+#include "fastcar_engine_core.hpp"
 
 namespace fastcar {
 namespace csim {
 
-typedef std::vector<word_t> Words;
-
+// One row through one product, whose weights begin at word `first` of every section of `section` words. Activations stay
+// in `values`. Writes [channels][sums] and returns what follows it.
+//
+// t: tiles; p and i: words of the tile on every port; c: channels of the tile. Internal linkage, so that the static
+// arrays belong to this library alone, whatever else a process loads.
 template <class C>
-Words rows_to_words(const float* rows) {
-    const int row_words = Shapes<C>::ROW_WORDS;
-    Words words(C::BATCH * row_words, word_t(0));
-    for (int row = 0; row < C::BATCH; ++row) {
-        memcpy(static_cast<void*>(&words[row * row_words]), rows + row * C::HIDDEN, sizeof(float) * C::HIDDEN);
-    }
-    return words;
-}
-
-// One row through one stage, by the kernel's own cores: acc [N][SUMS], value [N].
-template <class C, class S>
-void run_stage(const word_t* weights, int first, const std::vector<float>& x, int32_t* acc, std::vector<float>& value) {
+static int32_t* run_product(const Product& product, const word_t* weights, int section, int first,
+                            float values[Shapes<C>::ROWS][Shapes<C>::INPUTS], int32_t* out) {
+    typedef Shapes<C> S;
     static int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES];
     static word_t head[S::PORTS][S::HEAD_WORDS];
     static word_t tile[S::PORTS][S::TILE_WORDS];
     static int32_t sums[S::ROWS][S::PORTS][S::TILE_SUMS];
-    static float values[S::ROWS][S::PORTS][S::TILE];
+    static float value[S::ROWS][S::PORTS][S::TILE];
+    static word_t results[S::ROWS][S::RESULT_WORDS];
+    const Bounds& bounds = product.bounds;
     float row_scale[S::ROWS] = {};
-    row_scale[0] = quantize_row<S::K, S::CHANNEL_WORDS, S::LANES>(x.data(), q[0]);
-    value.assign(S::N, 0.0f);
-    for (int t = 0; t < S::TILES; ++t) {
+    quantize_rows<C>(values, 1, product, q, row_scale);
+    for (int t = 0; t < product.tiles; ++t) {
         for (int p = 0; p < S::PORTS; ++p) {
-            const word_t* at = weights + p * Shapes<C>::SECTION_WORDS + first + t * (S::HEAD_WORDS + S::TILE_WORDS);
-            for (int i = 0; i < S::HEAD_WORDS; ++i) head[p][i] = at[i];
-            for (int i = 0; i < S::TILE_WORDS; ++i) tile[p][i] = at[S::HEAD_WORDS + i];
+            const word_t* at = weights + p * section + first + t * (bounds.head_words + bounds.tile_words);
+            for (int i = 0; i < bounds.head_words; ++i) head[p][i] = at[i];
+            for (int i = 0; i < bounds.tile_words; ++i) tile[p][i] = at[bounds.head_words + i];
         }
-        mac_tile<S>(tile, q, 1, sums);
-        scale_tile<S>(head, sums, row_scale, 1, values);
-        for (int i = 0; i < S::TILE * S::PORTS; ++i) {
-            const int c = t * S::TILE * S::PORTS + i;
-            if (c >= S::N) continue;
-            const int j = i / S::PORTS;
-            memcpy(acc + c * S::SUMS, &sums[0][i % S::PORTS][j * S::SUMS], sizeof(int32_t) * S::SUMS);
-            value[c] = channel_value<S>(values[0], i);
+        mac_tile<S>(tile, q, 1, sums, bounds);
+        scale_tile<S>(head, sums, row_scale, 1, value, bounds);
+        finish_tile<C>(value, 1, t, product, values, results);
+        const int chunk = bounds.tile * S::PORTS, left = product.channels - t * chunk;
+        for (int c = 0; c < chunk && c < left; ++c) {
+            memcpy(out, &sums[0][c % S::PORTS][c / S::PORTS * bounds.sums], sizeof(int32_t) * bounds.sums);
+            out += bounds.sums;
         }
     }
+    return out;
 }
 
-// The exact sums of one row: first [N][SUMS] of the first stage, down [HIDDEN][SUMS] of the second.
+// The sums of one row of x, product by product. Returns 0 when the engine refuses the request.
 template <class C>
-void accumulators(const float* x, const word_t* weights, int32_t* first, int32_t* down) {
-    typedef typename Shapes<C>::GateUp GateUp;
-    typedef typename Shapes<C>::Down Down;
-    const std::vector<float> row(x, x + C::HIDDEN);
-    std::vector<float> value, a(C::INTERMEDIATE);
-    run_stage<C, GateUp>(weights, 0, row, first, value);
-    for (int n = 0; n < C::INTERMEDIATE; ++n) {
-        const float act = Activate<C::ACTIVATION>::of(value[Shapes<C>::PARTS * n]);
-        a[n] = C::GATED ? act * value[Shapes<C>::PARTS * (n + 1) - 1] : act;
+static int sums_of_row(const float* x, const word_t* weights, uint32_t op, int inputs, int channels, int tile, int tiles,
+                       int32_t* out) {
+    static float values[Shapes<C>::ROWS][Shapes<C>::INPUTS];
+    const Call call = make_call<C>(op, inputs, channels, tile, tiles);
+    const int section = (call_words(call) + 255) / 256 * 256;  // a section starts at a multiple of 4 KiB
+    if (call.products == 0) {
+        return 0;
     }
-    run_stage<C, Down>(weights, GateUp::PORT_WORDS, a, down, value);
+    memcpy(values[0], x, sizeof(float) * call_inputs(call));
+    if (call.products > 1) {
+        out = run_product<C>(call.first, weights, section, 0, values, out);
+    }
+    run_product<C>(call.last, weights, section, call.products > 1 ? product_words(call.first) : 0, values, out);
+    return 1;
 }
 
 }  // namespace csim

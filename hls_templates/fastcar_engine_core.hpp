@@ -1,12 +1,13 @@
-// Compute cores of the engine: one MAC array for every matrix product of the decode step. Plain functions over words and
-// arrays, no streams. Loops run to the bounds of the product at hand; buffers have the sizes of the largest.
+// What a call of the engine computes: an MLP (two products) or a linear (one), all on one MAC array. Plain functions over
+// words and arrays, no streams. Loops run to the bounds of the product at hand; buffers have the sizes of the largest.
 //
-// Channels, tiles and heads are laid out as in fastcar_mlp_core.hpp, whose mac_tile and scale_tile do the work.
-// tile * PORTS is a multiple of four, so that the channels of a tile are whole words of y.
+// In the first product of a gated MLP channel 2n is gate n and 2n + 1 is up n. tile * PORTS is a multiple of four, so that
+// the channels of a tile are whole words of y, and gate n and up n share a tile.
 #ifndef FASTCAR_ENGINE_CORE_HPP
 #define FASTCAR_ENGINE_CORE_HPP
 
-#include "fastcar_mlp_core.hpp"
+#include "fastcar_activation.hpp"
+#include "fastcar_tile.hpp"
 
 namespace fastcar {
 
@@ -31,9 +32,9 @@ struct Call {
     Product last;
 };
 
-// The largest bounds of configuration C, under the names that the MLP's stages have.
+// Sizes of the buffers: the largest bounds of configuration C.
 template <class C>
-struct EngineShapes {
+struct Shapes {
     typedef typename WeightFormat<C::WEIGHT_BITS>::Type Format;
     static const int ROWS = (C::BATCH + C::CORES - 1) / C::CORES;
     static const int PORTS = C::PORTS;
@@ -48,6 +49,7 @@ struct EngineShapes {
     static const int ROW_LANES = (ROWS + 3) / 4;
     static const int ROW_BLOCKS = (ROWS + ROW_LANES - 1) / ROW_LANES;
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
+    static_assert(C::MAX_INPUTS <= 1 << 16, "an int32 sum holds 65536 products of int8");
 };
 
 inline int words_for(int count, int lanes) {
@@ -79,7 +81,7 @@ Product make_product(int inputs, int channels, int tile, int tiles, bool inner, 
 template <class C>
 bool linear_fits(int inputs, int channels, int tile, int tiles, bool bias) {
     FASTCAR_INLINE
-    typedef EngineShapes<C> S;
+    typedef Shapes<C> S;
     const bool small = inputs >= 1 && inputs <= S::INPUTS && tile >= 1 && tile <= S::TILE && channels >= 1 &&
                        channels <= MOST_CHANNELS && tiles >= 1 && tiles <= channels;
     const Product product = make_product<typename S::Format>(small ? inputs : 1, 1, small ? tile : 1, 1, false, bias);
@@ -93,7 +95,7 @@ bool linear_fits(int inputs, int channels, int tile, int tiles, bool bias) {
 template <class C>
 Call make_call(uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_INLINE
-    typedef typename EngineShapes<C>::Format Format;
+    typedef typename Shapes<C>::Format Format;
     const int parts = C::GATED ? 2 : 1;
     const bool bias = op == OP_LINEAR_BIAS;
     Call call;
@@ -129,11 +131,11 @@ inline int call_inputs(const Call& call) {
 }
 
 template <class C>
-void engine_quantize(const float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS], int rows, Product product,
-                     int8_t q[EngineShapes<C>::ROWS][EngineShapes<C>::CHANNEL_WORDS][EngineShapes<C>::LANES],
-                     float row_scale[EngineShapes<C>::ROWS]) {
+void quantize_rows(const float values[Shapes<C>::ROWS][Shapes<C>::INPUTS], int rows, Product product,
+                   int8_t q[Shapes<C>::ROWS][Shapes<C>::CHANNEL_WORDS][Shapes<C>::LANES],
+                   float row_scale[Shapes<C>::ROWS]) {
     FASTCAR_NO_INLINE
-    typedef EngineShapes<C> S;
+    typedef Shapes<C> S;
     for (int r = 0; r < rows; ++r) {
         FASTCAR_TRIPS(1, S::ROWS)
         row_scale[r] = quantize_row<S::INPUTS, S::CHANNEL_WORDS, S::LANES>(values[r], q[r], product.inputs,
@@ -142,11 +144,12 @@ void engine_quantize(const float values[EngineShapes<C>::ROWS][EngineShapes<C>::
 }
 
 // Values of tile t -> activated neurons in `values` (the inner product of an MLP), or whole words of y in `results`.
-// One channel per clock, as scale_tile delivers them.
+// r: rows; i: channels of the tile, pipelined, one per clock, as scale_tile delivers them. Four channels make a word of y;
+// `previous` is the gate of an up channel.
 template <class C>
-void engine_finish(const float value[EngineShapes<C>::ROWS][C::PORTS][EngineShapes<C>::TILE], int rows, int t,
-                   Product product, float values[EngineShapes<C>::ROWS][EngineShapes<C>::INPUTS],
-                   word_t results[EngineShapes<C>::ROWS][EngineShapes<C>::RESULT_WORDS]) {
+void finish_tile(const float value[Shapes<C>::ROWS][C::PORTS][Shapes<C>::TILE], int rows, int t, Product product,
+                 float values[Shapes<C>::ROWS][Shapes<C>::INPUTS],
+                 word_t results[Shapes<C>::ROWS][Shapes<C>::RESULT_WORDS]) {
     FASTCAR_NO_INLINE
     const int parts = C::GATED ? 2 : 1;
     const int chunk = product.bounds.tile * C::PORTS;
@@ -155,12 +158,12 @@ void engine_finish(const float value[EngineShapes<C>::ROWS][C::PORTS][EngineShap
     FASTCAR_PARTITION(lanes, 0)
     float previous = 0.0f;
     for (int r = 0; r < rows; ++r) {
-        FASTCAR_TRIPS(1, EngineShapes<C>::ROWS)
+        FASTCAR_TRIPS(1, Shapes<C>::ROWS)
         for (int i = 0; i < chunk; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(4, EngineShapes<C>::TILE * C::PORTS)
+            FASTCAR_TRIPS(4, Shapes<C>::TILE * C::PORTS)
             const bool real = first + i < product.channels;
-            const float now = real ? channel_value<EngineShapes<C> >(value[r], i) : 0.0f;
+            const float now = real ? channel_value<Shapes<C> >(value[r], i) : 0.0f;
             lanes[i % FLOAT_LANES] = now;
             if (!product.inner && i % FLOAT_LANES == FLOAT_LANES - 1) {
                 results[r][i / FLOAT_LANES] = pack_float(lanes);

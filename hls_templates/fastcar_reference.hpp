@@ -1,4 +1,4 @@
-// A plain MLP in float32 and exact integers, written without the kernel's sources: what the test bench compares with.
+// A plain MLP in float32 and exact integers, written without the kernel's sources: what the test benches compare with.
 // Not synthesised.
 #ifndef FASTCAR_REFERENCE_HPP
 #define FASTCAR_REFERENCE_HPP
@@ -126,18 +126,25 @@ inline void append_row(std::vector<uint8_t>& out, const Matrix& m, int channel) 
     }
 }
 
-// Appends one port's section of a stage: per tile the scales, the biases, then the rows, padded with zeros.
-template <class Stage>
-void pack_stage(const std::vector<const Matrix*>& parts, int port, std::vector<uint8_t>& out) {
-    const int count = static_cast<int>(parts.size()), groups = parts[0]->groups();
-    for (int t = 0; t < Stage::TILES; ++t) {
-        std::vector<float> scales(Stage::TILE, 0.0f), biases(Stage::TILE, 0.0f);
-        std::vector<uint16_t> halves(Stage::TILE * groups, 0);
+// How a product is cut: `tile` rows on each of `ports` ports, `tiles` times.
+struct Tiling {
+    int channels, tile, tiles, ports;
+};
+
+// Appends one port's part of a product: per tile the scales, the biases, then the rows, padded with zeros. Channel c is
+// channel c / count of part c % count.
+inline void pack_product(const std::vector<const Matrix*>& parts, const Tiling& cut, int port, std::vector<uint8_t>& out) {
+    const Matrix& model = *parts[0];
+    const int count = static_cast<int>(parts.size()), groups = model.groups();
+    const size_t row_bytes = model.bits == 8 ? (model.inputs + 15) / 16 * 16 : groups * 64;
+    for (int t = 0; t < cut.tiles; ++t) {
+        std::vector<float> scales(cut.tile, 0.0f), biases(cut.tile, 0.0f);
+        std::vector<uint16_t> halves(cut.tile * groups, 0);
         std::vector<uint8_t> rows;
-        for (int j = 0; j < Stage::TILE; ++j) {
-            const int c = (t * Stage::TILE + j) * Stage::PORTS + port;
-            rows.resize(16 * Stage::CHANNEL_WORDS * j, 0);
-            if (c >= Stage::N) continue;
+        for (int j = 0; j < cut.tile; ++j) {
+            const int c = (t * cut.tile + j) * cut.ports + port;
+            rows.resize(row_bytes * j, 0);
+            if (c >= cut.channels) continue;
             const Matrix& m = *parts[c % count];
             const int n = c / count;
             scales[j] = m.scale[n];
@@ -145,9 +152,9 @@ void pack_stage(const std::vector<const Matrix*>& parts, int port, std::vector<u
             for (int g = 0; g < groups; ++g) halves[j * groups + g] = m.half[n * groups + g];
             append_row(rows, m, n);
         }
-        rows.resize(16 * Stage::TILE_WORDS, 0);
-        parts[0]->bits == 8 ? append(out, scales) : append(out, halves);
-        if (!parts[0]->bias.empty()) append(out, biases);
+        rows.resize(row_bytes * cut.tile, 0);
+        model.bits == 8 ? append(out, scales) : append(out, halves);
+        if (!model.bias.empty()) append(out, biases);
         append(out, rows);
     }
 }

@@ -12,11 +12,11 @@ from decoders import llama
 from torch import Tensor
 
 import fastcar_compile as fc
+from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.simulator import simulate_step
 from fastcar_compile.drs.table import DrsTable, Opcode
 from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate.explore import design_from_json, mlp_of
 from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, LAYERS = 8, 49, 3
@@ -62,17 +62,17 @@ def decode(session: Session, tokens: Tensor, steps: int = LENGTH - 2) -> Tensor:
     return torch.stack(out)
 
 
-def library_of(session: Session) -> Any:
-    return session._stepper._library  # type: ignore[attr-defined]
+def backend_of(session: Session) -> Any:
+    return session._stepper
 
 
 def watched(session: Session) -> list[Event]:
     """What the session does with the buffer from now on: ("fill", layer) and ("take", layer)."""
-    library, weights, events = library_of(session), session._stepper._weights, []  # type: ignore[attr-defined]
+    engine, weights, events = backend_of(session)._engine, backend_of(session)._weights, []
     layers = [weights[f"layer_{i}"] for i in range(LAYERS)]
-    mlp, prefetch = library.mlp, library.prefetch
+    mlp, prefetch = engine.mlp, engine.prefetch
 
-    def layer_of(stream: np.ndarray) -> int:
+    def layer_of(stream: list[np.ndarray]) -> int:
         return next(i for i, own in enumerate(layers) if own is stream)
 
     def taking(x: Any, rows: int, cached: Any, stream: Any, *, held: bool = False) -> Any:
@@ -83,7 +83,7 @@ def watched(session: Session) -> list[Event]:
         events.append(("fill", layer_of(stream)))
         prefetch(stream)
 
-    library.mlp, library.prefetch = taking, filling
+    engine.mlp, engine.prefetch = taking, filling
     return events
 
 
@@ -102,23 +102,23 @@ def simulated(table: DrsTable, decisions: np.ndarray) -> list[Event]:
 
 def poison(session: Session) -> None:
     """Other words in the kernel's buffer than anybody expects."""
-    library = library_of(session)
-    type(library).prefetch(library, np.full(library.stream_bytes, 0x5A, np.uint8))
+    engine, weights = backend_of(session)._engine, backend_of(session)._weights["layer_0"]
+    type(engine).prefetch(engine, [np.full_like(section, 0x5A) for section in weights])
 
 
 def test_table_design_and_library_have_one_size(artifact: fc.Artifact) -> None:
     section = artifact.manifest.accelerator
     assert section is not None
-    design = mlp_of(design_from_json(section.design.model_dump(exclude_none=True)))
+    design = Design.of(section.design)
     assert design.prefetch_words in (128, 256, 512)
     assert table_of(artifact).prefetch == (design.prefetch_bytes,) * LAYERS
     assert section.controller.prefetch_bytes == design.prefetch_bytes
-    assert library_of(artifact.session("hls-csim")).prefetch_bytes == design.prefetch_bytes
+    assert backend_of(artifact.session("hls-csim"))._prefetch_bytes == design.prefetch_bytes
 
 
 def test_logits_are_the_same_with_and_without_prefetch(artifact: fc.Artifact, tokens: Tensor) -> None:
     cpu, hls, without = (artifact.session(name, record=True) for name in ("cpu", "hls-csim", "hls-csim"))
-    library_of(without).prefetch_bytes = 0
+    backend_of(without)._prefetch_bytes = 0
     events, none = watched(hls), watched(without)
     expected, actual, plain = (decode(session, tokens) for session in (cpu, hls, without))
     assert torch.equal(actual, expected)
@@ -133,8 +133,9 @@ def test_logits_are_the_same_with_and_without_prefetch(artifact: fc.Artifact, to
 def test_the_words_in_the_buffer_are_those_that_the_cores_get(artifact: fc.Artifact, tokens: Tensor) -> None:
     """Otherwise the comparison above would prove nothing: with other words in the buffer the logits are others."""
     cpu, hls = artifact.session("cpu"), artifact.session("hls-csim")
-    prefetch = library_of(hls).prefetch
-    library_of(hls).prefetch = lambda stream: prefetch(np.zeros_like(stream))
+    engine = backend_of(hls)._engine
+    prefetch = engine.prefetch
+    engine.prefetch = lambda sections: prefetch([np.zeros_like(section) for section in sections])
     assert not torch.equal(decode(hls, tokens), decode(cpu, tokens))
 
 
@@ -177,9 +178,9 @@ def test_a_buffer_that_does_not_hold_what_the_controller_counts_on_is_told(
 ) -> None:
     hls = artifact.session("hls-csim")
     backend: Any = hls._stepper
-    backend._gate.prefetched = lambda layer: 64
+    backend._gate.prefetched, backend._gate.computed = lambda layer: 64, lambda layer: 0b11
     x = np.zeros((2, 64), np.float32)
-    size = backend._library.prefetch_bytes
+    size = backend._prefetch_bytes
     text = f"layer 1: the controller counts on 64 prefetched bytes; the kernel has layer None in {size} bytes"
     with pytest.raises(InternalError, match=text):
-        backend._call(1, 3, x, x)
+        backend.mlp(1, x, np.zeros(2, bool), x)

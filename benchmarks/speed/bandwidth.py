@@ -25,7 +25,7 @@ def _read_kernel(size: int, parts: int) -> object:
 
     @T.prim_func(s_tir=True)
     # TVM parses the signature of a TVMScript function; it holds no Python types
-    def read(x: T.Buffer((parts, stretch), "int32"), y: T.Buffer((parts, words), "int32")):  # pyright: ignore[reportInvalidTypeForm]
+    def read(x: T.Buffer((parts, stretch), "int32"), y: T.Buffer((parts, words), "int32")):
         T.func_attr({"tir.noalias": True, "global_symbol": "read"})
         for p in T.parallel(parts):
             with T.sblock("stretch"):

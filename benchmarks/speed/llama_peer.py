@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import gguf  # pyright: ignore[reportMissingImports]  # of the extra "bench"
-import llama_cpp  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+import gguf
+import llama_cpp
 import numpy as np
-from gguf import GGMLQuantizationType as Kind  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+from gguf import GGMLQuantizationType as Kind
 
 from speed.base import LINEARS, MLP_LINEARS, NORM_EPSILON, ROPE_THETA, Engine, Weights, cache_elements
 from speed.sizes import Job, Sizes, Traffic

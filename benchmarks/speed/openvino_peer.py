@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov  # pyright: ignore[reportMissingImports]  # of the extra "bench"
-from openvino import opset13 as op  # pyright: ignore[reportMissingImports]  # of the extra "bench"
-from openvino.op.util import Variable, VariableInfo  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+import openvino as ov
+from openvino import opset13 as op
+from openvino.op.util import Variable, VariableInfo
 
 from speed.base import NORM_EPSILON, Engine, Weights, cache_elements, rope_tables
 from speed.sizes import Job, Sizes, Traffic
@@ -98,7 +98,7 @@ class OpenVino(Engine):
     @staticmethod
     def prepare(job: Job) -> None:
         """Compress the weights and save the model."""
-        import nncf  # pyright: ignore[reportMissingImports]  # of the extra "bench"
+        import nncf
 
         modes = {"int8": nncf.CompressWeightsMode.INT8_SYM, "int4": nncf.CompressWeightsMode.INT4_SYM}
         options: dict[str, Any] = {"mode": modes[job.precision]}

@@ -15,7 +15,7 @@ from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
-    from fastcar_compile.estimate.explore import Design
+    from fastcar_compile.codegen.hls.design.design import Design
     from fastcar_compile.estimate.system import Estimate, Workload
     from fastcar_compile.targets import Target
 
@@ -89,7 +89,7 @@ def _of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design |
 
 def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
     import fastcar_compile as fc
-    from fastcar_compile.estimate.explore import design_from_json
+    from fastcar_compile.codegen.hls.design import design as hls
     from fastcar_compile.estimate.gate import GateModel
     from fastcar_compile.estimate.shapes import shape_of_sections
     from fastcar_compile.estimate.system import Workload
@@ -102,7 +102,7 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     board = manifest.target if target is None else load_target(target)
     design = None
     if accelerator is not None and board == manifest.target:
-        design = design_from_json(accelerator.design.model_dump(exclude_none=True))
+        design = hls.Design.of(accelerator.design)
     ring, kept = manifest.decoder.config.ring, kv_type(options.kv)
     work = Workload(
         shape_of_sections(manifest.decoder.config, layers),

@@ -62,9 +62,9 @@ EMITTERS = Registry(
     "fastcar_compile.emitters",
     {
         "onnx": "fastcar_compile.codegen.onnx.emit:OnnxEmitter",
-        "hls": "fastcar_compile.codegen.hls.emit_accelerator:HlsEmitter",
+        "hls": "fastcar_compile.codegen.hls.emit:HlsEmitter",
         "tvm": "fastcar_compile.codegen.tvm.emit:TvmEmitter",
-        "host-program": "fastcar_compile.codegen.hls.board.host_program:HostProgramEmitter",
+        "host-program": "fastcar_compile.codegen.hls.host_program:HostProgramEmitter",
     },
     CompileError,
 )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
 from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape
-from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT
 
 Array = NDArray[Any]
 
@@ -43,7 +43,10 @@ class Decision:
 
 
 def pack_heads(rows: Array) -> Array:
-    """float32 [B, heads, D] as memory words [B * heads * ceil(D / 4), 4]: each head begins a word, spare lanes zero."""
+    """Return float32 [B, heads, D] as memory words [B * heads * ceil(D / 4), 4].
+
+    Each head begins a word; spare lanes are zero.
+    """
     dim = rows.shape[-1]
     spare = -dim % FLOATS_PER_WORD
     padded = np.pad(rows, [(0, 0), (0, 0), (0, spare)]) if spare else rows
@@ -51,7 +54,7 @@ def pack_heads(rows: Array) -> Array:
 
 
 def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Array:
-    """The exact integer sums of products of 2^-24 (fastcar_compile.ops.attention.tas), int64 [B].
+    """Return the exact integer sums of products of 2^-24 (fastcar_compile.ops.attention.tas), int64 [B].
 
     Args:
         query, key: memory words as of `pack_heads`.

@@ -70,7 +70,7 @@ class Header(NamedTuple):
         return AttentionShape(self.heads, self.kv_heads, self.head_dim)
 
     def is_valid(self, limits: Limits) -> bool:
-        """Whether every field is in range, for hardware of these limits."""
+        """Return whether every field is in range, for hardware of these limits."""
         return self._counts_are_valid(limits) and self._gate_is_valid(limits) and self._offsets_are_valid()
 
     def _counts_are_valid(self, limits: Limits) -> bool:
@@ -101,17 +101,17 @@ class Header(NamedTuple):
 
 
 def words_of(data: bytes) -> tuple[int, ...]:
-    """The whole 32-bit words of a binary table."""
+    """Return the whole 32-bit words of a binary table."""
     return struct.unpack_from(f"<{len(data) // 4}I", data)
 
 
 def header_of(data: bytes) -> Header:
-    """The header of a table that is long enough to have one."""
+    """Return the header of a table that is long enough to have one."""
     return Header(*words_of(data[: 4 * HEADER_WORDS]))
 
 
 def check(data: bytes, limits: Limits | None = None) -> Status:
-    """Everything up to the header; None: the limits of the format."""
+    """Return the first check of a table and its header that fails, or OK; limits None: those of the format."""
     if len(data) < 4 * HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
@@ -127,7 +127,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
 
 
 def layer_program(words: tuple[int, ...], layer: int) -> list[Instruction] | None:
-    """The instructions of a layer of a checked table, END last; None when one is not valid or END is missing."""
+    """Return a layer's instructions, END last; None when one is not valid or END is missing. The table is checked."""
     header = Header(*words[:HEADER_WORDS])
     first = header.instructions + layer * header.layer_words
     program: list[Instruction] = []
@@ -151,7 +151,7 @@ def _decode(word: int, layer: int, rows: int) -> Instruction | None:
 
 
 def gate_of(data: bytes, layer: int) -> Gate:
-    """The gate of a layer of a checked table."""
+    """Return the gate of a layer of a checked table."""
     header = header_of(data)
     (threshold,) = struct.unpack_from("<f", data, 4 * (header.thresholds + layer))
     (factor,) = struct.unpack_from("<f", data, 4 * (header.factors + layer))

@@ -34,7 +34,7 @@ class DispatchRecord:
 
     @classmethod
     def from_words(cls, word: int, argument: int) -> DispatchRecord:
-        """The record of two such words."""
+        """Return the record of two such words."""
         row, core = word >> 16 & NONE, word >> 8 & NONE
         return cls(Opcode(word >> 24), None if row == NONE else row, None if core == NONE else core, argument)
 
@@ -91,7 +91,7 @@ class LayerTrace:
 
 
 def map_rows(index_register: int, rows: int, cores: int) -> tuple[int, ...]:
-    """Mapping Registers: the rows that compute go round-robin over the cores, in row order."""
+    """Return the Mapping Registers: the rows that compute go round-robin over the cores, in row order."""
     mapping, computing = [0] * rows, 0
     for row in range(rows):
         if index_register >> row & 1:
@@ -131,7 +131,7 @@ def simulate(
 def run_layer(
     table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None = None, capacity: int = CAPACITY
 ) -> LayerTrace:
-    """Everything that one call of the HLS controller does: TAS, gate, Index Register, mapping, dispatch."""
+    """Return what one call of the HLS controller answers: TAS, gate, Index Register, mapping, dispatch."""
     data = table if isinstance(table, bytes) else table.to_bytes()
     status = check(data, limits)
     if status is not Status.OK:
@@ -188,7 +188,7 @@ class _PrefetchBuffer:
         self._next = (layer + 1) % len(sizes)
 
     def allows(self, opcode: Opcode) -> bool:
-        """PREFETCH_NEXT is discarded when there is nothing to fetch, or the next layer is there already."""
+        """Return whether an instruction is dispatched: PREFETCH_NEXT is not when there is nothing to fetch."""
         return opcode is not Opcode.PREFETCH_NEXT or (self._sizes[self._layer] != 0 and self.held != self._next)
 
     def issue(self, opcode: Opcode) -> int:
@@ -205,7 +205,7 @@ class _PrefetchBuffer:
 def simulate_step(
     table: DrsTable, registers: Sequence[int], held: int | None = None, *, capacity: int = CAPACITY
 ) -> tuple[DispatchTrace, ...]:
-    """One decode forward: every layer in order, the prefetch buffer handed from each to the next.
+    """Return the traces of one decode forward: every layer in order, the prefetch buffer handed from each to the next.
 
     Args:
         registers: one Index Register per layer.

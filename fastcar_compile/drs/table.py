@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from fastcar_compile.drs.score import score_factor
 from fastcar_compile.errors import UserError
-from fastcar_compile.ops.attention import score_factor
 
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
@@ -113,7 +113,7 @@ class AttentionShape:
         return self.kv_heads * self.head_words
 
     def problems(self) -> list[str]:
-        """What is out of the format's range, as texts."""
+        """Return what is out of the format's range, as texts."""
         pairs = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         wrong = [f"{name} = {value} (1 to 65535)" for name, value in pairs.items() if not 1 <= value <= 65535]
         if not wrong and self.heads % self.kv_heads:
@@ -171,11 +171,11 @@ class DrsTable:
         return len(self.thresholds)
 
     def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
-        """The same table with other thresholds (they are run-time inputs: a host writes a new table)."""
+        """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=_float32(thresholds))
 
     def to_bytes(self) -> bytes:
-        """The binary form; same table, same bytes."""
+        """Return the binary form; same table, same bytes."""
         layers, stride, shape = self.layers, len(self.instructions[0]), self.attention
         offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
         chain = UNLIMITED if self.max_chain is None else self.max_chain
@@ -192,7 +192,7 @@ class DrsTable:
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
-        """The same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
+        """Return the same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
         return {
             "version": VERSION,
             "layers": self.layers,
@@ -222,12 +222,12 @@ def _float32(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def layer_words(rows: int) -> int:
-    """Instruction words of one layer: load, compute and replay per row, prefetch, barrier, end."""
+    """Return the instruction words of one layer: load, compute and replay per row, prefetch, barrier, end."""
     return 2 * rows + 4
 
 
 def table_words(layers: int, rows: int) -> int:
-    """Words of the table that the compiler writes for these sizes."""
+    """Return the words of the table that the compiler writes for these sizes."""
     return HEADER_WORDS + layers * (LAYER_FIELDS + layer_words(rows))
 
 
@@ -244,7 +244,7 @@ def build_table(
     couple_cfg: bool = False,
     prefetch: Sequence[int] | None = None,
 ) -> DrsTable:
-    """The control table of a decoder.
+    """Return the control table of a decoder.
 
     Args:
         thresholds: one per layer, rounded to float32; +inf where the layer never replays.

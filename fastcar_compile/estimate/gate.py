@@ -36,7 +36,7 @@ class GateModel:
 
     @classmethod
     def named(cls, name: str, units: int | None = None) -> GateModel:
-        """The gate with its usual options.
+        """Return the gate with its usual options.
 
         Raises:
             InputError: unknown, or units for a gate without a network.
@@ -63,27 +63,27 @@ class GateModel:
         return GATES[self.name].caches_input
 
     def cache_bytes(self, shape: DecoderShape, rows: int) -> int:
-        """Of the gate caches of all layers: the MLP's input of every slot, as large as the MLP cache."""
+        """Return the bytes of all layers' gate caches: the MLP's input of every slot, as large as the MLP cache."""
         return shape.mlp_cache_bytes(rows) if self.caches_input else 0
 
     def weight_bytes(self, shape: DecoderShape) -> int:
-        """Of the networks of all layers."""
+        """Return the bytes of the networks of all layers."""
         return shape.layers * weight_bytes(self.units, shape.hidden) if self.units else 0
 
     def moved_bytes(self, shape: DecoderShape, rows: int) -> int:
-        """Of one layer's decision on the host: the network, and per row the cached input read, the kept one written."""
+        """Return the bytes of one layer's decision on the host: the network, per row an input read and one written."""
         row = 2 * 4 * shape.hidden if self.caches_input else 0
         return self.weight_bytes(shape) // shape.layers + rows * row
 
     def flops(self, shape: DecoderShape, rows: int) -> int:
-        """Of one layer's decision on the host."""
+        """Return the operations of one layer's decision on the host."""
         per_row = CHANGE_FLOPS * shape.hidden if self.caches_input else 0
         per_row += 2 * self.units * 2 * shape.hidden
         per_row += GATES[self.name].flops_per_query_element * shape.heads * shape.head_dim
         return rows * per_row
 
     def to_json(self, shape: DecoderShape, rows: int) -> dict[str, Any]:
-        """Plain values, for a result."""
+        """Return plain values, for a result."""
         return {
             "name": self.name,
             "decided_on": "host" if self.on_host else "accelerator",

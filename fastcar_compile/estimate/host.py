@@ -26,14 +26,14 @@ class HostModel:
     cores: int = 1
 
     def seconds(self, *, bytes_read: float = 0.0, int8_macs: float = 0.0, flops: float = 0.0) -> float:
-        """Time of one piece of work over all cores: reading or computing, whichever is longer."""
+        """Return the time of one piece of work over all cores: reading or computing, whichever is longer."""
         rate = self.cores * self.clock_ghz * 1e9
         compute = int8_macs / (rate * self.int8_macs_per_cycle) + flops / (rate * self.flops_per_cycle)
         return max(bytes_read / self.stream_bandwidth, compute)
 
 
 def host_of(target: Target) -> HostModel:
-    """The model of a target's host.
+    """Return the model of a target's host.
 
     Raises:
         TargetError: there are no figures for its CPU.

@@ -28,7 +28,7 @@ HEAD_LAYERS = 3
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot without a display.
+    """Return matplotlib.pyplot without a display.
 
     Raises:
         BackendError: matplotlib is not installed.

@@ -80,12 +80,12 @@ class DecoderShape(BaseModel):
         return LinearShape("head", self.hidden, self.vocab) if self.vocab else None
 
     def weight_bytes(self, quant: str) -> int:
-        """Bytes of every linear that one decode step reads; embeddings and norms are left out."""
+        """Return the bytes of every linear that one decode step reads; embeddings and norms are left out."""
         block = sum(x.weight_bytes(quant) for x in (*self.attention_linears, *self.mlp_linears))
         return self.layers * block + (self.head.weight_bytes(quant) if self.head else 0)
 
     def kv_bytes(self, positions: int, rows: int, bits: int, block: int = 0) -> int:
-        """Bytes of the key and value cache; `block` elements of a head share an exponent of one byte, 0: none do."""
+        """Return the bytes of the key and value cache; `block` elements share an exponent of one byte, 0: none do."""
         exponents = ceil(self.head_dim / block) if block else 0
         return self.layers * rows * positions * 2 * self.kv_heads * (self.head_dim * bits // 8 + exponents)
 
@@ -99,12 +99,12 @@ def _table() -> dict[str, Any]:
 
 
 def available_shapes() -> list[str]:
-    """Names that `load_shape` knows."""
+    """Return the names that `load_shape` knows."""
     return sorted(_table())
 
 
 def load_shape(name: str) -> DecoderShape:
-    """A decoder shape by name.
+    """Return a decoder shape by name.
 
     Raises:
         UserError: no such shape.

@@ -69,7 +69,7 @@ class Step:
 
 
 def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefetch: bool) -> Step:
-    """One forward.
+    """Return the time line of one forward.
 
     Args:
         loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
@@ -117,7 +117,7 @@ class _Simulation:
             self._linear(shape.head, shape.layers)
 
     def _gate(self, layer: int) -> bool:
-        """The host's decision; whether the MLP's norm was computed for it."""
+        """Add the host's decision; return whether the MLP's norm was computed for it."""
         board, shape = self.board, self.board.shape
         if board.gate is None:
             return False
@@ -151,7 +151,7 @@ class _Simulation:
         self._call("mlp", layer, [first, down], load, edge, held)
 
     def _copy(self, layer: int) -> None:
-        """A replay. From here on, idle time of the engine fills the prefetch buffer for the next layer's MLP."""
+        """Add a replay. From here on, idle time of the engine fills the prefetch buffer for the next layer's MLP."""
         self._count_idle_time()
         self._prefetched, self._prefetching = 0.0, self.prefetch
         moved = 2 * 4 * self.board.shape.hidden * self.board.batch
@@ -167,7 +167,7 @@ class _Simulation:
     def _call(
         self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float, held: float = 0.0
     ) -> None:
-        """One start of the engine: its registers, its rows, its weights.
+        """Add one start of the engine: its registers, its rows, its weights.
 
         While rows are loaded and quantised, the FIFOs fill; `held` bytes are in the prefetch buffer already.
         """

@@ -8,16 +8,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.drs_cost import controller_cycles
-from fastcar_compile.codegen.hls.linear_spec import LinearSpec
-from fastcar_compile.codegen.hls.spec import MlpSpec
+from fastcar_compile.codegen.hls.design.controller import controller_cycles
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
+from fastcar_compile.codegen.hls.design.exploration import explore, resources_of
+from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, require_fit
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.drs.table import AttentionShape, DrsTable, build_table
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.engine import Engine, peak_bandwidth
-from fastcar_compile.estimate.explore import Design, explore, resources_of
+from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.host import host_of
-from fastcar_compile.estimate.memory import Footprint, capacity, require_fit
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.estimate.step import Board, Step, simulate_step
 from fastcar_compile.formats.quant import ACCELERATED
@@ -62,7 +63,7 @@ class Workload:
     gate: GateModel = TAS
 
     def check(self) -> None:
-        """Raises InputError when a figure is out of range."""
+        """Raise InputError when a figure is out of range."""
         wrong = []
         if not 0 <= self.replay <= 1:
             wrong.append(f"replay = {self.replay} (0 to 1)")
@@ -83,11 +84,11 @@ class Workload:
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
     def attention(self) -> AttentionShape:
-        """What the TAS unit is built for."""
+        """Return what the TAS unit is built for."""
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
     def control_table(self, cores: int) -> DrsTable:
-        """A control table of these sizes, every layer with a gate."""
+        """Return a control table of these sizes, every layer with a gate."""
         layers = self.shape.layers
         return build_table(
             *(layers, self.batch, cores, self.shape.tokens_per_frame),
@@ -97,7 +98,7 @@ class Workload:
         )
 
     def mlp_spec(self) -> MlpSpec:
-        """The MLP that the engine is built for."""
+        """Return the MLP that the engine is built for."""
         shape = self.shape
         return MlpSpec(
             hidden=shape.hidden,
@@ -111,7 +112,7 @@ class Workload:
         )
 
     def linear_specs(self) -> list[LinearSpec]:
-        """The other linears that the engine computes; none where only MLPs are offloaded."""
+        """Return the other linears that the engine computes; none where only MLPs are offloaded."""
         if self.offload == "mlp":
             return []
         shape, layers = self.shape, range(self.shape.layers)
@@ -121,11 +122,11 @@ class Workload:
         return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
 
     def kv_bytes(self, positions: int) -> int:
-        """Bytes of this many cached positions, all layers and rows."""
+        """Return the bytes of this many cached positions, all layers and rows."""
         return self.shape.kv_bytes(positions, self.batch, self.kv_bits, self.kv_block)
 
     def footprint(self) -> Footprint:
-        """Memory that it needs on the board."""
+        """Return the memory that it needs on the board."""
         return Footprint(
             self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
             self.kv_bytes(self.kv_rows or self.attended),
@@ -178,7 +179,7 @@ class Estimate:
     exploration: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -225,11 +226,11 @@ def estimate(
     }
     seconds = {name: variant.seconds for name, variant in variants.items()}
     result = _result(workload, target, design, trace, run, seconds)
-    return replace(result, exploration=found.to_json()) if found else result
+    return replace(result, exploration=found.part.model_dump(mode="json")) if found else result
 
 
 def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
-    """`gated`: whether there are decisions, of the TAS unit and DRS controller or of the host; a dense decoder has
+    """Return the board. `gated`: whether the TAS unit and DRS controller, or the host, decide; a dense decoder has
     none."""
     engine, on_host = Engine.of(design, target), workload.gate.on_host
     unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
@@ -250,7 +251,7 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
 
 
 def synthetic_decisions(workload: Workload) -> Decisions:
-    """Decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row; rows are independent."""
+    """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
     generator = np.random.default_rng(0)
     shape = (SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch)
     ranks = generator.random(shape).argsort(0).argsort(0)
@@ -288,7 +289,7 @@ class _Run:
         drs: bool = True,
         prefetch: bool = True,
     ) -> _Run:
-        """Forwards of equal load are simulated once, at their mean of attended positions: time is linear in these."""
+        """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         loads = np.array([[board.engine.load(tuple(rows), drs=drs) for rows in layers] for layers in trace.tolist()])
         kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
@@ -310,7 +311,7 @@ class _Run:
 
 
 def _macs(work: Workload, trace: Decisions) -> float:
-    """Multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
+    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
     shape = work.shape
     mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
     others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
@@ -350,6 +351,6 @@ def _result(
         gate=work.gate.to_json(work.shape, work.batch),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
         resources=resources_of(design, work.attention(), target),
-        design=design.to_json(),
+        design=design.part.model_dump(mode="json"),
         time_line=[asdict(segment) for segment in run.typical.segments],
     )

@@ -22,7 +22,7 @@ def save_trace(decisions: NDArray[np.bool_], path: Path) -> None:
 
 
 def load_trace(path: Path) -> NDArray[np.bool_]:
-    """Decisions bool [forwards, layers, rows], True where a row replayed.
+    """Return decisions bool [forwards, layers, rows], True where a row replayed.
 
     Raises:
         InputError: the file is missing, cannot be read, or holds something else.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
 
@@ -39,6 +43,17 @@ class KvType:
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of a cached row for a head of `dim`."""
         return dim * self.bits // 8 + self.exponents(dim)
+
+    def widened(self, rows: NDArray[Any], dim: int) -> NDArray[np.float32]:
+        """Return the float32 [..., dim] that cached rows stand for, exactly, as `ops.cached.loaded` does.
+
+        The exponent -128 becomes the bits of minus infinity; times its mantissas, which are 0, it is a NaN.
+        """
+        if not self.block:
+            return rows.astype(np.float32)
+        scales = (rows[..., dim:].astype(np.int32) + 127 << 23).view(np.float32).repeat(self.block, -1)
+        with np.errstate(invalid="ignore"):
+            return rows[..., :dim] * scales[..., :dim]
 
 
 KV_TYPES = {t.dtype: t for t in (KvType("float32", 32), KvType("float16", 16), KvType("int8", 8, block=32))}

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 from fastcar_compile.ops.cached import loaded, stored
-
-TAS_FRACTION_BITS = 24
-"""Products of a Temporal Attention Score (TAS) are summed as integer multiples of 2^-24."""
-
-TAS_LIMIT = 1 << 46
-"""Limit of one product in these multiples (2^22 = 4.2 million), so that the sum of 65,536 products fits int64."""
-
-
-def score_factor(scale: float, heads: int) -> float:
-    """Return the factor on the integer sum over all query heads: scale / heads / 2^24, rounded to float32."""
-    return float(np.float32(scale / heads / (1 << TAS_FRACTION_BITS)))
 
 
 @custom_op("fastcar::cache_write", mutates_args=())

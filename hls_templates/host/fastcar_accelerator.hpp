@@ -1,5 +1,5 @@
 // The accelerator of one decoder: weights of every call on the device, the TAS unit and DRS controller decide, the
-// compute kernel computes. The same steps as fastcar_compile/runtime/backends/board.py.
+// compute kernel computes. The same steps as fastcar_compile/runtime/backends/accelerator.
 #ifndef FASTCAR_ACCELERATOR_HPP
 #define FASTCAR_ACCELERATOR_HPP
 
@@ -167,11 +167,8 @@ private:
         return result;
     }
 
-    // The engine computes MLPs and linears; a kernel of MLPs alone has no such arguments.
+    // `call` plays no part in an MLP.
     void set_operation(uint32_t operation, const LinearSpec& call) {
-        if (!compute_.has("op")) {
-            return;
-        }
         compute_.set("op", operation);
         compute_.set("inputs", static_cast<int32_t>(call.inputs));
         compute_.set("channels", static_cast<int32_t>(call.channels));

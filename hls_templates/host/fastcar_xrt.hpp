@@ -156,15 +156,6 @@ public:
         }
     }
 
-    bool has(const std::string& argument) const {
-        for (const ArgumentSpec& known : spec_.arguments) {
-            if (known.name == argument) {
-                return true;
-            }
-        }
-        return false;
-    }
-
     uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
 
     // Arguments that take one section of a weight stream each, in the order of the sections.

@@ -21,8 +21,8 @@ from conftest import check_module, check_tool, missing
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.csim import ap_types_folder
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
 FRAME, LENGTH, CHUNK = 8, 65, 16
 XRT_HEADERS = Path("/usr/include/xrt")

@@ -15,12 +15,12 @@ import torch
 
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
-from fastcar_compile.codegen.hls.board.kernels import Argument, Kernel
-from fastcar_compile.codegen.hls.interface import KernelPort
+from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
+from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends.board_device import ComputeUnit, Device
+from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
+from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
 from fastcar_compile.runtime.backends.cpu import programs_for
-from fastcar_compile.runtime.backends.hls_csim import accelerator_of
 from fastcar_compile.runtime.cpu_flags import cpu_flags
 
 Faulty = Callable[..., FakeXrt]
@@ -67,7 +67,7 @@ def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> 
     fake = pyxrt(artifact)
     decisions = assert_same_logits(artifact)
     launched = int((~decisions.all(2)).sum())
-    assert starts(fake) == {"fastcar_drs": decisions.shape[0] * decisions.shape[1], "fastcar_mlp": launched}
+    assert starts(fake) == {"fastcar_drs": decisions.shape[0] * decisions.shape[1], "fastcar_engine": launched}
 
 
 def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -83,7 +83,7 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
     fake = pyxrt(artifact)
     session = artifact.session("board")
     accelerator = accelerator_of(artifact)
-    compute, controller = (Kernel.from_json(k.model_dump()) for k in accelerator.kernels)
+    compute, controller = accelerator.kernels
     assert fake.calls[0] == ("xclbin", str(artifact.path / "drs" / "table.bin"))
     assert fake.calls[1:4] == [("device", 0), ("kernel", compute.name), ("kernel", controller.name)]
     loaded = [c[1:] for c in fake.calls if c[0] == "bo"]
@@ -106,12 +106,12 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", r"the xclbin has no kernel fastcar_mlp\n  where: .*table.bin\n  hint:  link the kernels"),
-        ("other design", r"of another design: fastcar_mlp has 8 arguments, expected are 9\n  where: .*table.bin"),
+        ("no kernel", r"the xclbin has no kernel fastcar_engine\n  where: .*table.bin\n  hint:  link the kernels"),
+        ("other design", r"of another design: fastcar_engine has 13 arguments, expected are 14\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
         (
             "no memory",
-            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0\n  hint:  free",
+            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_engine, argument weights_0\n  hint:  free",
         ),
     ],
 )
@@ -166,21 +166,22 @@ def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.Mon
 
 def test_arguments_know_their_bytes() -> None:
     port = KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", 3)
-    assert Argument.of(port) == Argument("x", "in", 48)
-    assert Argument.of(KernelPort("y", "float", "m_axi", "g", 5, writable=True)) == Argument("y", "out", 20)
-    assert Argument.of(KernelPort("n", "uint64_t")) == Argument("n", "scalar", 8)
+    assert port.part == ArgumentPart(name="x", kind="in", bytes=48)
+    assert KernelPort("y", "float", "m_axi", "g", 5, writable=True).part.bytes == 20
+    assert KernelPort("y", "float", "m_axi", "g", 5, writable=True).part.kind == "out"
+    assert KernelPort("n", "uint64_t").part == ArgumentPart(name="n", kind="scalar", bytes=8)
     with pytest.raises(InternalError, match="argument z has the type wide_t, whose size is not known"):
-        Argument.of(KernelPort("z", "wide_t"))
-    kernel = Kernel("k", (Argument.of(port),))
-    assert Kernel.from_json(kernel.to_json()) == kernel
+        _ = KernelPort("z", "wide_t").part
+    kernel = KernelInterface("k", (port,)).part
+    assert kernel == KernelPart(name="k", arguments=(port.part,))
     with pytest.raises(InternalError, match="kernel k has no argument cached, only x"):
         kernel.index("cached")
 
 
 def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> None:
     pyxrt(artifact)
-    _, controller = (Kernel.from_json(k.model_dump()) for k in accelerator_of(artifact).kernels)
-    unit = ComputeUnit(Device([controller]), controller)
+    _, controller = accelerator_of(artifact).kernels
+    unit = XrtUnit(Device([controller]), controller)
     with pytest.raises(
         InternalError, match=r"fastcar_drs: arguments that were never filled: table, query, .*, capacity"
     ):
@@ -188,7 +189,7 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
     with pytest.raises(InternalError, match=r"fastcar_drs: \d+ bytes for table, which has \d+"):
         unit.read("table", unit.argument("table").bytes + 1)
     with pytest.raises(InternalError, match="fastcar_drs: table is no scalar of 4 bytes"):
-        unit.set("table", 1)
+        unit.set({"table": 1})
 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:

@@ -94,10 +94,13 @@ def test_tokens_are_equal_with_linears_offloaded(
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", "error: the xclbin has no kernel fastcar_mlp\n  where: {xclbin}\n  hint:  link the kernels"),
-        ("other design", "error: the xclbin is of another design: fastcar_mlp takes weights_0 "),
+        ("no kernel", "error: the xclbin has no kernel fastcar_engine\n  where: {xclbin}\n  hint:  link the kernels"),
+        ("other design", "error: the xclbin is of another design: fastcar_engine takes weights_0 "),
         ("other program", "error: the device holds the xclbin 00000000-0000-0000-0000-000000000002, not 0000"),
-        ("no memory", "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_mlp, argument weights_0"),
+        (
+            "no memory",
+            "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_engine, argument w",
+        ),
         ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_drs\n  hint:  see `dmesg`"),
     ],
 )

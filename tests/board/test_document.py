@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from fastcar_compile.runtime.backends.board_device import DEVICE, XCLBIN
+from fastcar_compile.runtime.backends.board.device import DEVICE, XCLBIN
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "tutorial" / "board.md").read_text()
 TEMPLATES = files("hls_templates")

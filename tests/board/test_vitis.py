@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.board.vitis import Bench, connections, vitis_files
-from fastcar_compile.codegen.hls.emit import emit_hls, kernel_interfaces
-from fastcar_compile.codegen.hls.emit_drs import table_of_sizes
+from fastcar_compile.codegen.hls.controller_project import table_of_sizes
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
+from fastcar_compile.codegen.hls.vitis import Bench, connections, vitis_files
 
-KERNELS = ("fastcar_mlp", "fastcar_drs")
+KERNELS = ("fastcar_engine", "fastcar_drs")
 FAKE_VPP = """#!/bin/sh
 echo "v++ $*" >> "$LOG"
 case "$*" in
@@ -65,7 +65,7 @@ def commands(
 
 
 def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
-    for kernel, bench in zip(KERNELS, ("testbench.cpp", "drs_testbench.cpp"), strict=True):
+    for kernel, bench in zip(KERNELS, ("engine_testbench.cpp", "drs_testbench.cpp"), strict=True):
         lines = (project / f"{kernel}_hls_config.cfg").read_text().splitlines()
         assert lines[:2] == ["part=xczu9eg-ffvb1156-2-e", ""]
         assert lines[2:] == [
@@ -86,17 +86,17 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
 
 def test_link_configuration(project: Path) -> None:
     lines = (project / "link.cfg").read_text().splitlines()
-    assert lines[:3] == ["[connectivity]", "nk=fastcar_mlp:1:fastcar_mlp_1", "nk=fastcar_drs:1:fastcar_drs_1"]
+    assert lines[:3] == ["[connectivity]", "nk=fastcar_engine:1:fastcar_engine_1", "nk=fastcar_drs:1:fastcar_drs_1"]
     assert lines[3:10] == [
-        "sp=fastcar_mlp_1.weights_0:HP0",
-        "sp=fastcar_mlp_1.weights_1:HP1",
-        "sp=fastcar_mlp_1.weights_2:HP2",
-        "sp=fastcar_mlp_1.weights_3:HP3",
-        "sp=fastcar_mlp_1.x:HPC0",
-        "sp=fastcar_mlp_1.cached:HPC1",
-        "sp=fastcar_mlp_1.y:HPC1",
+        "sp=fastcar_engine_1.weights_0:HP0",
+        "sp=fastcar_engine_1.weights_1:HP1",
+        "sp=fastcar_engine_1.weights_2:HP2",
+        "sp=fastcar_engine_1.weights_3:HP3",
+        "sp=fastcar_engine_1.x:HPC0",
+        "sp=fastcar_engine_1.cached:HPC1",
+        "sp=fastcar_engine_1.y:HPC1",
     ]
-    assert lines[-4:] == ["", "[clock]", "freqHz=250000000:fastcar_mlp_1", "freqHz=250000000:fastcar_drs_1"]
+    assert lines[-4:] == ["", "[clock]", "freqHz=250000000:fastcar_engine_1", "freqHz=250000000:fastcar_drs_1"]
     design = DESIGNS["example"]
     _, controller = kernel_interfaces(design, table_of_sizes(design))
     memories = [p.name for p in controller.ports if p.mode == "m_axi"]
@@ -167,7 +167,10 @@ def test_what_the_user_has_to_give_is_asked_for(project: Path, vpp: dict[str, st
 def test_a_kernel_that_was_not_written_is_told(project: Path, vpp: dict[str, str]) -> None:
     done = make(project, "csynth", **vpp, EMPTY="1")
     assert done.returncode == 2
-    assert "v++ has not written build/fastcar_mlp/fastcar_mlp.xo: see its log below build/fastcar_mlp" in done.stderr
+    assert (
+        "v++ has not written build/fastcar_engine/fastcar_engine.xo: see its log below build/fastcar_engine"
+        in done.stderr
+    )
 
 
 def test_an_artifact_is_not_built_in(project: Path) -> None:

@@ -15,10 +15,9 @@ from manifests import layer_part
 from typer.testing import Result
 
 from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
-from fastcar_compile.artifact.sections.accelerator import DesignPart
-from fastcar_compile.codegen.hls.design import choose_design
-from fastcar_compile.codegen.hls.spec import MlpSpec
-from fastcar_compile.estimate.explore import budget_of
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.drs.table import AttentionShape
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.targets import load_target
 
@@ -34,13 +33,13 @@ def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     import fastcar_compile
 
     weights = GateWeights("ab" * 32)
-    design = choose_design(MlpSpec(128, 352, 2, 3, 2), budget_of(load_target("zcu102")))
+    design = explore(MlpSpec(128, 352, 2, 3, 1), load_target("zcu102"), AttentionShape(4, 4, 32)).design
     replay = fastcar_compile.ReplayConfig(gate="learned", gate_weights=weights)
     gate = ReplayPart(gate="learned", threshold=0.5, gate_units=4)
     changes = {
         "options": fake.manifest.options.model_copy(update={"quant": "w8a8", "replay": replay}),
         "layers": LayersSection(layers=tuple(layer_part(layer, gate) for layer in range(3))),
-        "accelerator": AcceleratorSection.model_construct(design=DesignPart.model_validate(design.to_json())),
+        "accelerator": AcceleratorSection.model_construct(design=design.part),
     }
     opened = SimpleNamespace(manifest=fake.manifest.model_copy(update=changes))
     monkeypatch.setattr(fastcar_compile, "load", lambda path: opened)

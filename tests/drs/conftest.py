@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 from importlib.resources import files
 
 import pytest
 from hls.conftest import csim_tools
 
 from drs.tables import LIMITS, Controller, table_for
-from fastcar_compile.codegen.hls.csim import build_library
-from fastcar_compile.codegen.hls.csim_drs import SOURCES, DrsLibrary
-from fastcar_compile.codegen.hls.emit_drs import emit_drs
+from fastcar_compile.codegen.hls.controller_project import emit_drs
+from fastcar_compile.codegen.hls.interface import drs_interface
+from fastcar_compile.runtime.backends.accelerator import controller as kernels
+from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 
 __all__ = ["csim_tools"]
 
+WORDS = 1 << 17
+"""Of a table, q and the keys: more than any test has."""
+
 
 @pytest.fixture(scope="session")
-def _built() -> dict[str, DrsLibrary]:
+def _built() -> dict[str, Controller]:
     return {}
 
 
 @pytest.fixture
-def controller(csim_tools: None, _built: dict[str, DrsLibrary], tmp_path_factory: pytest.TempPathFactory) -> Controller:
+def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory: pytest.TempPathFactory) -> Controller:
     """A controller with the limits of LIMITS; how many rows it has is up to the table."""
     if not _built:
         folder = tmp_path_factory.mktemp("drs")
@@ -30,5 +36,7 @@ def controller(csim_tools: None, _built: dict[str, DrsLibrary], tmp_path_factory
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
                 (folder / path.name).write_text(path.read_text())
-        _built["drs"] = DrsLibrary(build_library(folder, folder / "build", SOURCES))
-    return Controller(_built["drs"])
+        library = ctypes.CDLL(str(build_library(folder, folder / "build", ("fastcar_drs.cpp",))))
+        kernel = drs_interface(WORDS, WORDS, WORDS).part
+        _built["drs"] = Controller(kernels.Controller(CsimUnit(library, kernel)))
+    return _built["drs"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.csim_drs import DrsLibrary
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import header_of
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, build_table
+from fastcar_compile.runtime.backends.accelerator import controller
 
 LIMITS = Limits(cores=8, key_words=64)
 """Of the controller in these tests."""
@@ -75,13 +75,13 @@ def repaired(words: Sequence[int]) -> bytes:
 class Controller:
     """The HLS controller, held to the Python simulator at every call."""
 
-    library: DrsLibrary
+    kernel: controller.Controller
 
     def agreed(self, table: DrsTable | bytes, call: LayerCall, capacity: int = CAPACITY) -> LayerTrace:
         """Runs both, asserts that they answer alike and returns the answer."""
         data = table if isinstance(table, bytes) else table.to_bytes()
         rows = header_of(data).rows if len(data) >= 80 else 0
-        got = self.library.run(data, call, min(rows, 32), capacity)
+        got = self.kernel.run(data, call, min(rows, 32), capacity)
         want = run_layer(data, call, limits=LIMITS, capacity=capacity)
         np.testing.assert_array_equal(got.scores, want.scores)  # NaN equals NaN here
         for name in ("status", "index_register", "chain", "records", "held"):

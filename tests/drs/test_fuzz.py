@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from drs.tables import LIMITS, table_for
-from fastcar_compile.codegen.hls.csim import ap_types_folder, compiler
-from fastcar_compile.codegen.hls.emit_drs import emit_drs
+from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.drs.table import AttentionShape, Status
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
 
 ROUNDS = 20_000
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]

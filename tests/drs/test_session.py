@@ -11,19 +11,19 @@ import torch
 from lowering.programs import FRAME, LAYERS, Case, program, tokens
 
 from drs.tables import Controller, table_for
-from fastcar_compile.codegen.hls.control import control_table, controller_json
-from fastcar_compile.codegen.hls.drs_cost import controller_cycles
+from fastcar_compile.codegen.hls.control import control_table, controller_part
+from fastcar_compile.codegen.hls.design.controller import controller_cycles
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.score import score_factor
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Opcode, build_table
 from fastcar_compile.errors import BackendError, CompileError, UserError
 from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ops.attention import score_factor
-from fastcar_compile.ops.offload_gate import bound_gate_unit
+from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.runtime.backends.controller import GateController
+from fastcar_compile.runtime.backends.accelerator.controller import GateController
 from fastcar_compile.runtime.backends.eager import EagerStepper
 
 FORWARDS = 3 * FRAME
@@ -62,6 +62,12 @@ def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
     return np.array([np.inf if t is None else t + shift for t in case.thresholds], np.float32)
 
 
+def asked(unit: GateController, layer: int, *operands: torch.Tensor) -> GateDecision:
+    """The unit's decision for a graph in eager PyTorch."""
+    found = unit.decide(layer, *(tensor.numpy() for tensor in operands))
+    return GateDecision(*map(torch.from_numpy, (found.replay, found.score, found.chain)))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_is_that_of_the_program(case: Case) -> None:
     table, site = table_of(case), program(case).sites[0]
@@ -73,11 +79,11 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert table.factors == tuple(0.0 if t is None else factor for t in case.thresholds)
     assert table.prefetch == (0,) * LAYERS
     assert read_table(table.to_bytes()) == table
-    summary = controller_json(table)
-    assert summary["gated_layers"] == [i for i, t in enumerate(case.thresholds) if t is not None]
-    assert summary["limits"] == {"cores": 2, "key_words": 8}
-    assert (summary["couple_cfg"], summary["max_chain"]) == (case.couple_cfg, case.max_chain)
-    assert summary["usage_estimate"]["dsp"] == 4 * 2 + 3
+    summary = controller_part(table)
+    assert summary.gated_layers == tuple(i for i, t in enumerate(case.thresholds) if t is not None)
+    assert summary.limits.model_dump() == {"cores": 2, "key_words": 8}
+    assert (summary.couple_cfg, summary.max_chain) == (case.couple_cfg, case.max_chain)
+    assert summary.usage_estimate.dsp == 4 * 2 + 3
 
 
 def test_clocks_of_a_call() -> None:
@@ -94,13 +100,13 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
     """Bit for bit; in the second half with other thresholds."""
     host = run_pipeline(copy.deepcopy(program(case)), [OffloadGate()])
     reference, backend = eager(program(case)), eager(host)
-    unit = GateController(controller.library, table_of(case).to_bytes())
+    unit = GateController(controller.kernel, table_of(case).to_bytes())
     replayed = 0
     for t, token in enumerate(tokens(case, FORWARDS)):
         thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
         expected = reference.decode(token, t, t, thresholds)
         unit.start(t, thresholds)
-        with bound_gate_unit(unit):
+        with bound_gate_unit(lambda *operands: asked(unit, *operands[:4])):
             actual = backend.decode(token, t, t, thresholds)
         for name in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
@@ -113,33 +119,33 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
 
 
 def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) -> None:
-    unit = GateController(controller.library, table_for(1, prefetch=[8] * 3).to_bytes())
-    one, none = torch.ones(1, 1, 1), torch.zeros(1, dtype=torch.int32)
+    unit = GateController(controller.kernel, table_for(1, prefetch=[8] * 3).to_bytes())
+    one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
     zeros = np.zeros(3, np.float32)
     arguments = []
     for sign in (1.0, -1.0, 1.0):
         unit.start(64, zeros)
-        unit(0, sign * one, one, none, 64)
+        unit.decide(0, sign * one, one, none)
         arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(0).records if r.argument])
-        unit(1, -one, one, none, 64)
+        unit.decide(1, -one, one, none)
         arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(1).records if r.argument])
     both = [[("PREFETCH_NEXT", 8)], [("LOAD_WEIGHTS", 8)]]
     assert arguments == [*both, [], [], *both]
     unit.start(64, zeros)
-    unit(0, one, one, none, 64)
+    unit.decide(0, one, one, none)
     unit.reset()
     unit.start(64, zeros)
-    unit(1, -one, one, none, 64)
+    unit.decide(1, -one, one, none)
     assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
 
 
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
-    unit = GateController(controller.library, table_for(2).to_bytes())
+    unit = GateController(controller.kernel, table_for(2).to_bytes())
     unit.start(64, np.zeros(3, np.float32))
     with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
-        unit(1, torch.ones(2, 8, 1), torch.ones(2, 1, 1), torch.zeros(2, dtype=torch.int32), 64)
+        unit.decide(1, np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32), np.zeros(2, np.int32))
     with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
-        GateController(controller.library, table_for(2).to_bytes()[:-1] + b"\x07")
+        GateController(controller.kernel, table_for(2).to_bytes()[:-1] + b"\x07")
 
 
 def test_layers_of_different_attention_are_refused() -> None:

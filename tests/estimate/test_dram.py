@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.estimate.dram import timing_of
-from fastcar_compile.estimate.engine import memory_rate
+from fastcar_compile.codegen.hls.design.dram import memory_rate, timing_of
 from fastcar_compile.targets import load_target
 
 DDR4 = timing_of(load_target("kv260").memories[0])

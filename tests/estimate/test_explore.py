@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.design import exploration as module
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import Exploration, budget_of, explore, resources_of
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.estimate import explore as module
-from fastcar_compile.estimate.explore import Exploration, budget_of, design_from_json, explore, mlp_of, resources_of
 from fastcar_compile.targets import Fabric, Target, available_targets, load_target
 
 BOARDS = [name for name in available_targets() if name != "cpu"]
@@ -61,16 +63,25 @@ def test_it_is_the_least_of_all_that_fit() -> None:
     spec, heads = work.mlp_spec(), work.attention()
     found = explore(spec, target, heads)
     budget = module._beside(budget_of(target), module.controller_usage_of(heads))
-    candidates = list(module._candidates(spec, (), budget))
-    times = [module._seconds(d, target) for d in candidates if not module._excess(d)]
+    candidates = [d for n in range(1, 9) for d in module.designs(replace(spec, cores=n), budget)]
+    times = [module.step_seconds(d, target) for d in candidates if not d.excess()]
     assert found.seconds_per_step == min(times)
     assert found.tried == len(candidates) > 20
     assert found.rejected == len(candidates) - len(times) > 0
 
 
+def test_the_cores_can_be_given() -> None:
+    work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), load_target("zcu102")
+    found = explore(work.mlp_spec(), target, work.attention(), cores=[2])
+    assert found.design.mlp.cores == 2
+    assert found.tried < explore(work.mlp_spec(), target, work.attention()).tried
+
+
 def test_nothing_fits() -> None:
     with pytest.raises(CompileError, match=r"does not fit xczu7ev-ffvc1156-2-e: .*BRAM36 \d+ of 3"):
         explored("vila-u-7b", "w8a8", 1, small_board(bram36=10))
+    with pytest.raises(CompileError, match=r"(?s)and linears of up to 4096 inputs.*BRAM36 \d+ of 3.*or offload='mlp'"):
+        explored("vila-u-7b", "w8a8", 1, small_board(bram36=10), "linears")
 
 
 def test_a_cpu_has_no_fabric() -> None:
@@ -80,18 +91,18 @@ def test_a_cpu_has_no_fabric() -> None:
 
 def test_a_design_comes_back_from_the_manifest() -> None:
     design = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102")).design
-    assert design_from_json(design.to_json()) == design
+    assert Design.of(design.part) == design
     engine = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102"), "linears").design
-    assert design_from_json(engine.to_json()) == engine
+    assert Design.of(engine.part) == engine
 
 
 def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:
-    """Without its URAM, a w4a8 tile on a KV260 would hold one channel, and its groups would wait for the adders."""
-    found = explored("llama2-7b", "w4a8", 1, load_target("kv260"))
-    without = explored("llama2-7b", "w4a8", 1, load_target("kv260").model_copy(update={"fabric": no_uram("kv260")}))
-    assert mlp_of(found.design).tiles_in_uram
+    """Without its URAM, two cores on a KV260 would have short w4a8 tiles, whose groups would wait for the adders."""
+    found = explored("llama2-7b", "w4a8", 2, load_target("kv260"))
+    without = explored("llama2-7b", "w4a8", 2, load_target("kv260").model_copy(update={"fabric": no_uram("kv260")}))
+    assert found.design.tiles_in_uram
     assert found.design.usage.uram > 0
-    assert not mlp_of(without.design).tiles_in_uram
+    assert not without.design.tiles_in_uram
     assert without.seconds_per_step > found.seconds_per_step
     for design, defined in ((found.design, True), (without.design, False)):
         emit_hls(design, tmp_path)

@@ -23,7 +23,6 @@ from fastcar_compile.codegen.tvm.kernels.gate import scores
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.runtime.backends.cpu import adopt
 
 from .cases import CASES as NETWORKS
 
@@ -35,7 +34,9 @@ INF = float("inf")
 def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
     """The kernel compiled by itself; its last argument afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [adopt(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments]
+    tensors = [
+        tvm.runtime.from_dlpack(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments
+    ]
     tvm.compile(module, target=host_target())["main"](*tensors)
     return torch.from_numpy(np.array(tensors[-1].numpy()))
 
@@ -220,8 +221,8 @@ def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
         return
     for case in NETWORKS:
         *inputs, expected = case.arguments()
-        weights = torch.from_numpy(inputs[2].view(np.int16)).view(torch.bfloat16)
-        tensors = [adopt(weights) if i == 2 else tvm.runtime.tensor(a) for i, a in enumerate(inputs)]
+        weights = torch.from_numpy(inputs[2].view(np.int16)).clone().view(torch.bfloat16)  # a clone is aligned
+        tensors = [tvm.runtime.from_dlpack(weights) if i == 2 else tvm.runtime.tensor(a) for i, a in enumerate(inputs)]
         y = tvm.runtime.tensor(np.zeros_like(expected))
         built[case.name](*tensors, y)
         np.testing.assert_array_equal(y.numpy(), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,20 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.csim import CsimLibrary, ap_types_folder
-from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.emit import emit_hls
-from fastcar_compile.codegen.hls.spec import ACTIVATIONS, WEIGHT_BITS, MlpSpec
-from hls.library import zcu102
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import designs
+from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS, WEIGHT_BITS, MlpSpec
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from hls.library import best, zcu102
+from hls.simulation import Simulation
 
 KINDS = list(product(WEIGHT_BITS, (True, False), ACTIVATIONS))
 SIZES = (1, 3, 16, 17, 32, 100, 127, 128, 129, 160, 255, 256, 300)
 FLAGS = ["-std=c++14", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fPIC"]
 SANITIZE = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
-ENTRIES = ("sizes", "mlp", "prefetch", "accumulators", "drs")
 
 
-def random_design(number: int) -> MlpDesign:
+def random_design(number: int) -> Design:
     """Design `number`: quantisation, kind and activation in turn, everything else drawn."""
     rng = np.random.default_rng(number)
     quant, gated, activation = KINDS[number % len(KINDS)]
@@ -42,40 +44,35 @@ def random_design(number: int) -> MlpDesign:
     )
     # A large device, so that the number of ports is what was drawn and not what fits.
     budget = replace(zcu102(int(rng.choice([3, 4, 6, 10]))), lut=10**7, ff=10**7, dsp=10**5, bram36=10**5)
-    return choose_design(spec, budget)
+    return best(designs(spec, budget))
 
 
-def register_values(design: MlpDesign, rng: np.random.Generator) -> list[int]:
+def register_values(design: Design, rng: np.random.Generator) -> list[int]:
     """One Index Register per class of row pattern: none, all, single rows, as many as cores and one more, every other
     row, and three random ones."""
-    rows, cores = design.spec.batch, design.spec.cores
+    rows, cores = design.mlp.batch, design.mlp.cores
     everything = (1 << rows) - 1
     fixed = [0, everything, 1, 1 << (rows - 1), (1 << cores) - 1, (2 << cores) - 1, 0x55555555, 0xAAAAAAAA]
     drawn = [int(rng.integers(0, 1 << rows)) for _ in range(3)]
     return list(dict.fromkeys(value & everything for value in [*fixed, *drawn]))
 
 
-def build_together(designs: Sequence[MlpDesign], folder: Path) -> list[CsimLibrary]:
+def build_together(chosen: Sequence[Design], folder: Path) -> list[Simulation]:
     """The C simulation of each design, in one library; undefined behaviour ends the process."""
-    lines = ['#include "c0/fastcar_csim.hpp"', '#include "c0/fastcar_mlp_processes.hpp"']
-    for number, design in enumerate(designs):
+    lines = ['#include "c0/fastcar_csim.hpp"', '#include "c0/fastcar_engine_processes.hpp"']
+    for number, design in enumerate(chosen):
         emit_hls(design, folder / f"c{number}")
-        names = {"MlpConfig": f"Config{number}", "fastcar_mlp": f"fastcar_mlp_{number}"}
-        names |= {f"fastcar_csim_{entry}": f"c{number}_{entry}" for entry in ENTRIES}
-        lines += ["#undef FASTCAR_CONFIG_HPP", "#undef FASTCAR_MLP_HPP"]
+        names = {name: f"{name}_{number}" for name in ("EngineConfig", "fastcar_engine", "fastcar_csim_sums")}
+        lines += ["#undef FASTCAR_CONFIG_HPP", "#undef FASTCAR_ENGINE_HPP"]
         lines += [f"#define {old} {new}" for old, new in names.items()]
         lines += [
-            f'#include "c{number}/{name}"' for name in ("fastcar_config.hpp", "fastcar_mlp.cpp", "csim_entry.cpp")
+            f'#include "c{number}/{name}"' for name in ("fastcar_config.hpp", "fastcar_engine.cpp", "fastcar_csim.cpp")
         ]
         lines += [f"#undef {old}" for old in names]
     source, library = folder / "all.cpp", folder / "all.so"
     source.write_text("\n".join(lines) + "\n")
     command = ["g++", *FLAGS, *SANITIZE, "-shared", "-isystem", str(ap_types_folder()), f"-I{folder}"]
-    done = subprocess.run(
-        [*command, str(source), str(folder / "c0" / "fastcar_drs.cpp"), "-o", str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
-    return [CsimLibrary(library, f"c{number}") for number in range(len(designs))]
+    loaded = ctypes.CDLL(str(library))
+    return [Simulation(loaded, design, f"_{number}") for number, design in enumerate(chosen)]

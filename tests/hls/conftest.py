@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.emit import emit_hls
 from hls.library import DESIGNS
+from hls.simulation import Simulation
 
-Build = Callable[[str], CsimLibrary]
+Build = Callable[[str], Simulation]
 
 
 @pytest.fixture
@@ -28,10 +26,8 @@ def build_once(tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder = tmp_path_factory.getbasetemp() / "csim"  # one folder for all test packages: a library is built once
 
     @cache
-    def build(name: str) -> CsimLibrary:
-        sources: Path = folder / name
-        emit_hls(DESIGNS[name], sources)
-        return CsimLibrary.build(sources, folder / "libraries")
+    def build(name: str) -> Simulation:
+        return Simulation.build(DESIGNS[name], folder / name, folder / "libraries")
 
     return build
 
@@ -43,6 +39,6 @@ def design_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def library(csim_tools: None, build_once: Build, design_name: str) -> CsimLibrary:
+def library(csim_tools: None, build_once: Build, design_name: str) -> Simulation:
     """The C simulation of `design_name`."""
     return build_once(design_name)

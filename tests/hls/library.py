@@ -1,46 +1,56 @@
-"""Designs, random layers and a numpy reference that the HLS and DRS tests share."""
+"""Designs, random layers and linears, and a numpy reference that the HLS and DRS tests share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design import MlpDesign, choose_design
-from fastcar_compile.codegen.hls.spec import BoardBudget, MlpSpec
-from fastcar_compile.codegen.hls.weights import LinearWeights
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import budget_of, designs, with_prefetch
+from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
+from fastcar_compile.targets import load_target
 
 Array = NDArray[Any]
 
 
 def zcu102(ports: int = 6) -> BoardBudget:
     """The ZCU102's budget, with fewer AXI ports on request."""
-    return BoardBudget.of_device(
-        "xczu9eg-ffvb1156-2-e",
-        250.0,
-        lut=274_080,
-        ff=548_160,
-        dsp=2_520,
-        bram36=912,
-        uram=0,
-        ports=ports,
-        bits=128,
-    )
+    return replace(budget_of(load_target("zcu102")), axi_ports=ports)
+
+
+def best(found: Iterable[Design]) -> Design:
+    """Of the designs that fit, the one with the most ports and the fewest clocks."""
+    return with_prefetch(min((d for d in found if not d.excess()), key=lambda d: (-d.ports, d.step_cycles)))
 
 
 def design(
-    hidden: int, intermediate: int, batch: int, cores: int, ports: int = 6, layers: int = 4, **kind: Any
-) -> MlpDesign:
-    """A design for these sizes; `kind` are further fields of MlpSpec."""
+    hidden: int,
+    intermediate: int,
+    batch: int,
+    cores: int,
+    ports: int = 6,
+    layers: int = 4,
+    linears: Sequence[tuple[str, int, int, bool]] = (),
+    **kind: Any,
+) -> Design:
+    """A design for these sizes; `linears` are (name, inputs, channels, biased), `kind` further fields of MlpSpec."""
     spec = MlpSpec(hidden=hidden, intermediate=intermediate, batch=batch, layers=layers, cores=cores, **kind)
-    return choose_design(spec, zcu102(ports))
+    return best(designs(spec, zcu102(ports), [LinearSpec(*linear) for linear in linears]))
 
 
+EXAMPLE = (
+    *(item for i in range(4) for item in ((f"layer_{i}.qkv", 128, 384, False), (f"layer_{i}.o", 128, 128, False))),
+    ("head", 128, 17, False),
+)
+PLAIN_INT4 = {"activation": "gelu", "gated": False, "quant": "w4a8", "up_bias": True, "down_bias": True}
 DESIGNS = {
     "example": design(128, 352, 2, 2),
     "one_port_many_tiles": design(300, 201, 3, 2, ports=3),
@@ -49,9 +59,13 @@ DESIGNS = {
     "tails": design(72, 200, 2, 1, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True),
     "eight_rows_eight_cores": design(20, 24, 8, 8, ports=3),
     "int4": design(300, 201, 5, 1, ports=4, quant="w4a8", activation="gelu", up_bias=True, down_bias=True),
+    "linears": design(37, 53, 5, 3, ports=4, linears=(("qkv", 300, 70, True), ("o", 21, 1000, False))),
+    "linears_int4": design(20, 140, 2, 1, ports=3, linears=(("qkv", 600, 33, False), ("o", 5, 9, True)), **PLAIN_INT4),
 }
-"""Sizes that are no multiples of words or tiles, one, two, four and eight weight ports, one to eight rows, both
-quantisations, gated and plain."""
+"""Sizes that are no multiples of words, groups or tiles; one, two, four and eight weight ports; one to eight rows; both
+quantisations; gated and plain; MLPs alone and with linears."""
+
+LINEARS = [name for name, made in DESIGNS.items() if made.linears]
 
 
 def random_layer(spec: MlpSpec, rng: np.random.Generator) -> list[LinearWeights]:
@@ -129,6 +143,33 @@ def accumulate_groups(q: Array, weights: Array) -> Array:
     groups = weights.shape[1] // 128
     left, right = padded.reshape(len(q), groups, 128), weights.astype(np.int64).reshape(len(weights), groups, 128)
     return np.einsum("bgk,ngk->bng", left, right).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Random weights of one call, and its product on an engine."""
+
+    product: Product
+    spec: MlpSpec
+    weights: LinearWeights
+
+    @classmethod
+    def random(cls, made: Design, product: Product, rng: np.random.Generator) -> Linear:
+        """Uniform weights; scales over several orders of magnitude."""
+        return cls(product, made.mlp, random_linear(made.mlp, product.channels, product.inputs, product.bias, rng))
+
+    @property
+    def stream(self) -> Array:
+        """The packed weight stream."""
+        return pack_linear([self.weights], self.product)
+
+    def sums(self, x: Array) -> Array:
+        """Exact int32 sums [B, N], for w4a8 [B, N, groups]."""
+        return linear(x, self.weights, self.spec)[0]
+
+    def reference(self, x: Array) -> Array:
+        """docs/reference/numerics.md, "bit for bit", in numpy; x float32 [B, K]."""
+        return linear(x, self.weights, self.spec)[1]
 
 
 LIMITS = {"silu": 16.0, "gelu": 8.0, "gelu_tanh": 8.0}

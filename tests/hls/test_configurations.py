@@ -1,4 +1,4 @@
-"""Random configurations of the MLP kernel, bit for bit against numpy. FASTCAR_HLS_CONFIGS sets how many."""
+"""Random configurations of the engine without linears, bit for bit against numpy. FASTCAR_HLS_CONFIGS sets how many."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.design import MlpDesign
-from fastcar_compile.codegen.hls.spec import MAX_ROWS
-from fastcar_compile.codegen.hls.weights import pack_mlp
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.spec import MAX_ROWS
+from fastcar_compile.codegen.hls.packing import pack_mlp
 from hls.configurations import KINDS, build_together, random_design, register_values
 from hls.library import assert_same_bits, random_layer, reference
+from hls.simulation import Simulation
 
 COUNT = int(os.environ.get("FASTCAR_HLS_CONFIGS", "24"))
 TOGETHER = 6
 
 
 @pytest.fixture(scope="module")
-def designs() -> list[MlpDesign]:
+def designs() -> list[Design]:
     """The first COUNT random designs."""
     return [random_design(number) for number in range(COUNT)]
 
 
-def check(made: MlpDesign, library: CsimLibrary, number: int) -> None:
+def check(made: Design, library: Simulation, number: int) -> None:
     """Sums of every row, outputs for every class of row pattern, and of all rows with prefetched weights."""
-    spec, rng = made.spec, np.random.default_rng(number)
+    spec, rng = made.mlp, np.random.default_rng(number)
     layer = random_layer(spec, rng)
     stream = pack_mlp(layer, made)
     x, cached = ((rng.normal(size=(spec.batch, spec.hidden)) * 3).astype(np.float32) for _ in range(2))
     want = reference(x, layer, spec)
-    for sums, expected in zip(library.mlp_accumulators(x, stream), want.sums, strict=True):
+    for sums, expected in zip(library.mlp_sums(x, stream), want.sums, strict=True):
         np.testing.assert_array_equal(sums, expected, err_msg=str(spec))
     for register in register_values(made, rng):
         computes = np.array([register >> b & 1 for b in range(spec.batch)], bool)
@@ -44,10 +44,10 @@ def check(made: MlpDesign, library: CsimLibrary, number: int) -> None:
 
 
 @pytest.mark.timeout(120 + 20 * COUNT)
-def test_random_configurations_are_bit_exact(csim_tools: None, designs: list[MlpDesign], tmp_path: Path) -> None:
+def test_random_configurations_are_bit_exact(csim_tools: None, designs: list[Design], tmp_path: Path) -> None:
     chunks = [designs[i : i + TOGETHER] for i in range(0, COUNT, TOGETHER)]
 
-    def build(number: int) -> list[CsimLibrary]:
+    def build(number: int) -> list[Simulation]:
         folder = tmp_path / f"chunk_{number}"
         folder.mkdir()
         return build_together(chunks[number], folder)
@@ -58,11 +58,11 @@ def test_random_configurations_are_bit_exact(csim_tools: None, designs: list[Mlp
         check(made, library, number)
 
 
-def test_the_draw_covers_the_family(designs: list[MlpDesign]) -> None:
+def test_the_draw_covers_the_family(designs: list[Design]) -> None:
     """Whatever COUNT is, from 24 on: every kind, narrow and wide batches, every number of ports, tails."""
     if COUNT < 24:
         pytest.skip(f"FASTCAR_HLS_CONFIGS={COUNT} draws fewer than the family has kinds")
-    specs = [d.spec for d in designs]
+    specs = [d.mlp for d in designs]
     assert {(s.quant, s.gated, s.activation) for s in specs} == set(KINDS)
     assert {1, MAX_ROWS} <= {s.batch for s in specs}
     assert {d.ports for d in designs} == {1, 2, 4, 8}

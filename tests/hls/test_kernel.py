@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,33 +10,34 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_mlp
 from fastcar_compile.errors import UserError
 from fastcar_compile.ops import activations, quant
 from hls.library import DESIGNS, LIMITS, Array, assert_same_bits, factor, factor_table, random_layer, reference
+from hls.simulation import Simulation
 
 RELAXED = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
-P = ctypes.c_void_p
+NULL = SimpleNamespace(ctypes=SimpleNamespace(data=None))
+"""A buffer at address 0."""
 
 
-def rows(library: CsimLibrary, rng: np.random.Generator, exponent: float = 0.0) -> Array:
+def rows(library: Simulation, rng: np.random.Generator, exponent: float = 0.0) -> Array:
     """float32 [B, H] around 10 ** exponent."""
     return (rng.normal(size=(library.batch, library.hidden)) * 10.0**exponent).astype(np.float32)
 
 
 @RELAXED
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.floats(-12, 12))
-def test_every_row_pattern_is_bit_exact(library: CsimLibrary, design_name: str, seed: int, exponent: float) -> None:
+def test_every_row_pattern_is_bit_exact(library: Simulation, design_name: str, seed: int, exponent: float) -> None:
     rng = np.random.default_rng(seed)
-    layer = random_layer(DESIGNS[design_name].spec, rng)
+    layer = random_layer(DESIGNS[design_name].mlp, rng)
     stream = pack_mlp(layer, DESIGNS[design_name])
     x, cached = rows(library, rng, exponent), rows(library, rng)
-    want = reference(x, layer, DESIGNS[design_name].spec)
+    want = reference(x, layer, DESIGNS[design_name].mlp)
     for register in range(1 << library.batch):
         computes = np.array([register >> b & 1 for b in range(library.batch)], bool)
         got = library.mlp(x, register, cached, stream)
@@ -45,49 +46,48 @@ def test_every_row_pattern_is_bit_exact(library: CsimLibrary, design_name: str, 
 
 @RELAXED
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.floats(-6, 6))
-def test_accumulators_are_exact(library: CsimLibrary, design_name: str, seed: int, exponent: float) -> None:
+def test_accumulators_are_exact(library: Simulation, design_name: str, seed: int, exponent: float) -> None:
     rng = np.random.default_rng(seed)
-    layer = random_layer(DESIGNS[design_name].spec, rng)
+    layer = random_layer(DESIGNS[design_name].mlp, rng)
     x = rows(library, rng, exponent)
-    want = reference(x, layer, DESIGNS[design_name].spec)
-    got = library.mlp_accumulators(x, pack_mlp(layer, DESIGNS[design_name]))
+    want = reference(x, layer, DESIGNS[design_name].mlp)
+    got = library.mlp_sums(x, pack_mlp(layer, DESIGNS[design_name]))
     for sums, expected in zip(got, want.sums, strict=True):
         np.testing.assert_array_equal(sums, expected)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 1e-31, 3e38, -3e38, 16.0, 0.5])
-def test_constant_rows(library: CsimLibrary, design_name: str, value: float) -> None:
+def test_constant_rows(library: Simulation, design_name: str, value: float) -> None:
     rng = np.random.default_rng(1)
-    layer = random_layer(DESIGNS[design_name].spec, rng)
+    layer = random_layer(DESIGNS[design_name].mlp, rng)
     x = np.full((library.batch, library.hidden), value, np.float32)
     got = library.mlp(x, 0xFFFFFFFF, x, pack_mlp(layer, DESIGNS[design_name]))
     with np.errstate(over="ignore", invalid="ignore"):
-        want = reference(x, layer, DESIGNS[design_name].spec)
+        want = reference(x, layer, DESIGNS[design_name].mlp)
     if np.isfinite(want.y).all():
         assert_same_bits(got, want.y)
 
 
-def test_extreme_weights_do_not_overflow(library: CsimLibrary, design_name: str) -> None:
+def test_extreme_weights_do_not_overflow(library: Simulation, design_name: str) -> None:
     """All products are as large as they can be: the largest sums there are, of packed products too."""
     made = DESIGNS[design_name]
-    layer = random_layer(made.spec, np.random.default_rng(0))
-    most = 127 if made.spec.weight_bits == 8 else 7
+    layer = random_layer(made.mlp, np.random.default_rng(0))
+    most = 127 if made.mlp.weight_bits == 8 else 7
     for linear, sign in zip(layer, (1, 1, -1), strict=False):
         linear.values[linear.values != 0] = sign * most
         linear.scales[:] = 1e-4
     x = np.ones((library.batch, library.hidden), np.float32)
-    got, want = library.mlp_accumulators(x, pack_mlp(layer, made)), reference(x, layer, made.spec)
+    got, want = library.mlp_sums(x, pack_mlp(layer, made)), reference(x, layer, made.mlp)
     for sums, expected in zip(got, want.sums, strict=True):
         np.testing.assert_array_equal(sums, expected)
     assert want.sums[0].max() > 126 * most * min(library.hidden, 128) * 0.9
 
 
-def test_weights_are_not_read_when_no_row_computes(library: CsimLibrary) -> None:
+def test_weights_are_not_read_when_no_row_computes(library: Simulation) -> None:
     """The address of the weights is null, so that a read would end the process; cached NaN payloads survive."""
     x = np.zeros((library.batch, library.hidden), np.float32)
     cached = np.arange(x.size, dtype=np.uint32).reshape(x.shape) | np.uint32(0x7F800000)
-    y = np.zeros_like(x)
-    library._library.fastcar_csim_mlp(x.ctypes.data_as(P), 0, cached.ctypes.data_as(P), None, y.ctypes.data_as(P), 0)
+    y = library.engine.mlp(x, 0, cached.view(np.float32), [NULL] * library.design.ports)
     np.testing.assert_array_equal(y.view(np.uint32), cached)
 
 
@@ -100,19 +100,19 @@ def torch_linear(x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
     return torch.ops.fastcar.linear_w8a8(x, values, scales, bias)
 
 
-def test_matches_the_pytorch_operators(library: CsimLibrary, design_name: str) -> None:
+def test_matches_the_pytorch_operators(library: Simulation, design_name: str) -> None:
     rng, made = np.random.default_rng(7), DESIGNS[design_name]
-    layer = random_layer(made.spec, rng)
+    layer = random_layer(made.mlp, rng)
     x = torch.from_numpy(rows(library, rng))
     first = [torch_linear(x, weights) for weights in layer[:-1]]
-    a = first[0] * torch.ops.fastcar.activation_factor(first[0], made.spec.activation)
-    want = torch_linear(a * first[1] if made.spec.gated else a, layer[-1])
+    a = first[0] * torch.ops.fastcar.activation_factor(first[0], made.mlp.activation)
+    want = torch_linear(a * first[1] if made.mlp.gated else a, layer[-1])
     got = library.mlp(x.numpy(), 0xFFFFFFFF, x.numpy(), pack_mlp(layer, made))
     assert_same_bits(got, want.numpy())
     q, _ = quant.quantize_rows(x)
     values = torch.from_numpy(layer[0].values)
-    sums = library.mlp_accumulators(x.numpy(), pack_mlp(layer, made))[0]
-    if made.spec.weight_bits == 8:
+    sums = library.mlp_sums(x.numpy(), pack_mlp(layer, made))[0]
+    if made.mlp.weight_bits == 8:
         np.testing.assert_array_equal(sums, quant.accumulate(q, values).numpy())
     else:
         expected = quant.accumulate_groups(q, quant.pack_int4(values)).permute(1, 2, 0)
@@ -127,20 +127,20 @@ def test_reference_factors_are_those_of_the_operators(activation: str) -> None:
 
 
 @pytest.mark.parametrize("design_name", ["example"], indirect=True)
-def test_wrong_arrays_are_refused(library: CsimLibrary) -> None:
+def test_wrong_arrays_are_refused(library: Simulation) -> None:
     x = np.zeros((2, 128), np.float32)
-    with pytest.raises(UserError, match=r"x is float64 \[2, 128\]; the kernel takes float32 \[2, 128\]"):
-        library.mlp(x.astype(np.float64), 0, x, np.zeros(library.stream_bytes, np.uint8))
-    with pytest.raises(UserError, match=r"the weight stream is uint8 \[5\]; the kernel takes uint8 \[\d+\]"):
+    with pytest.raises(UserError, match=r"x is float64 \[2, 128\]; the engine takes float32 \[2, 128\]"):
+        library.mlp(x.astype(np.float64), 0, x, np.zeros(library.design.stream_bytes, np.uint8))
+    with pytest.raises(UserError, match=r"`mlp` has 5 bytes; the kernel takes at most \d+ on each of its 4 weight"):
         library.mlp(x, 0, x, np.zeros(5, np.uint8))
 
 
 @pytest.mark.parametrize("design_name", ["example"], indirect=True)
-def test_an_unaligned_stream_gives_the_same(library: CsimLibrary, design_name: str) -> None:
+def test_an_unaligned_stream_gives_the_same(library: Simulation, design_name: str) -> None:
     rng = np.random.default_rng(3)
-    layer = random_layer(DESIGNS[design_name].spec, rng)
+    layer = random_layer(DESIGNS[design_name].mlp, rng)
     stream = pack_mlp(layer, DESIGNS[design_name])
     buffer = np.empty(stream.size + 3, np.uint8)
     buffer[3:] = stream
     x = rows(library, rng)
-    assert_same_bits(library.mlp(x, 3, x, buffer[3:]), reference(x, layer, DESIGNS[design_name].spec).y)
+    assert_same_bits(library.mlp(x, 3, x, buffer[3:]), reference(x, layer, DESIGNS[design_name].mlp).y)

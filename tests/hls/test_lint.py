@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from fastcar_compile.codegen.hls.emit import emit_hls
+from fastcar_compile.codegen.hls.project import emit_hls
 from hls import lint
 from hls.library import DESIGNS
 
 NOT_SYNTHESISED = {
-    "csim_entry.cpp",
-    "csim_drs_entry.cpp",
-    "testbench.cpp",
+    "engine_testbench.cpp",
     "drs_testbench.cpp",
+    "fastcar_csim.cpp",
     "fastcar_csim.hpp",
     "fastcar_reference.hpp",
 }
-TOPS = ("fastcar_mlp.cpp", "fastcar_drs.cpp")
-STREAM_FILES = {"fastcar_mlp.cpp", "fastcar_mlp_processes.hpp"}
+TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp")
+STREAM_FILES = {"fastcar_engine.cpp", "fastcar_engine_processes.hpp"}
+CORES = ("fastcar_tile.hpp", "fastcar_engine_core.hpp")
+"""The functions that the dataflow regions call."""
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def kernels_of(project: dict[str, str]) -> dict[str, str]:
 def stream_sizes(design_name: str) -> dict[str, int]:
     """Constants of the arrays of streams."""
     design = DESIGNS[design_name]
-    return {"MlpConfig::PORTS": design.ports, "MlpConfig::CORES": design.spec.cores}
+    return {"EngineConfig::PORTS": design.ports, "EngineConfig::CORES": design.mlp.cores}
 
 
 def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
@@ -49,7 +51,7 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     assert found == []
     assert lint.find_recursion(list(kernels.values())) == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
-    assert {"fastcar_mlp", "core", "mac_tile", "quantize_row", "fastcar_drs", "control"} < defined
+    assert {"fastcar_engine", "core", "mac_tile", "quantize_row", "fastcar_drs", "control"} < defined
 
 
 def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:
@@ -57,7 +59,7 @@ def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:
 
 
 def test_dataflow_regions_are_canonical(project: dict[str, str]) -> None:
-    assert lint.find_bad_dataflow([project[name] for name in STREAM_FILES | {"fastcar_mlp_core.hpp"}]) == []
+    assert lint.find_bad_dataflow([project[name] for name in (*STREAM_FILES, *CORES)]) == []
 
 
 def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
@@ -65,7 +67,7 @@ def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
 
 
 def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
-    top, processes = project["fastcar_mlp.cpp"], project["fastcar_mlp_processes.hpp"]
+    top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
     assert lint.find_shared_streams(top, processes, stream_sizes(design_name)) == []
 
 
@@ -73,6 +75,16 @@ def test_compute_cores_have_no_streams(project: dict[str, str]) -> None:
     codes = {name: lint.code_of(text) for name, text in kernels_of(project).items() if name != "fastcar_pragmas.hpp"}
     assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES
     assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES
+
+
+@pytest.mark.parametrize("design_name", ["linears"])
+def test_one_multiplier_array_serves_every_product(project: dict[str, str]) -> None:
+    """One call site each: nothing is instantiated twice in a core."""
+    code = "".join(lint.code_of(text) for text in kernels_of(project).values())
+    for function in ("mac_tile", "scale_tile", "fetch_tile"):
+        assert len(re.findall(rf"\b{function}<S>\(.*product.bounds\)", code)) == 1
+    for function in ("run_product", "quantize_rows", "finish_tile"):
+        assert len(re.findall(rf"\b{function}<C>\(", code)) == 1
 
 
 def test_same_design_same_bytes_and_nothing_of_this_run(design_name: str, tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_floating_point_below_the_root_is_found(line: str) -> None:
     ("right", "wrong", "problem"),
     [
         ("scale_tile<S>(head, acc,", "scale_tile<S>(head, value,", "acc has ['write']"),
-        ("mac_tile<S>(tile, q, rows, acc);", "mac_tile<S>(acc, q, rows, tile);", "acc has ['read', 'read']"),
+        ("mac_tile<S>(tile, q, rows, acc,", "mac_tile<S>(acc, q, rows, tile,", "acc has ['read', 'read']"),
         ("        mac_tile<S>(tile,", "        if (rows > 0) mac_tile<S>(tile,", "control flow: if"),
         ("        FASTCAR_DATAFLOW\n", "        int x = 0;\n        FASTCAR_DATAFLOW\n", "does not come first"),
     ],
@@ -143,16 +155,16 @@ def test_floating_point_below_the_root_is_found(line: str) -> None:
 def test_a_dataflow_that_is_not_canonical_is_found(
     project: dict[str, str], right: str, wrong: str, problem: str
 ) -> None:
-    processes = project["fastcar_mlp_processes.hpp"]
+    processes = project["fastcar_engine_processes.hpp"]
     assert right in processes
-    found = lint.find_bad_dataflow([processes.replace(right, wrong), project["fastcar_mlp_core.hpp"]])
+    found = lint.find_bad_dataflow([processes.replace(right, wrong), *(project[name] for name in CORES)])
     assert any(problem in text for text in found), found
-    assert lint.find_bad_dataflow([project["fastcar_mlp_core.hpp"]]) == ["no dataflow region"]
+    assert lint.find_bad_dataflow([project["fastcar_tile.hpp"]]) == ["no dataflow region"]
 
 
 @pytest.mark.parametrize("line", ["#pragma HLS PIPELINE II=1", '_Pragma("HLS UNROLL")', "#pragma HLS INTERFACE m_axi"])
 def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
-    assert lint.find_pragmas("fastcar_mlp_core.hpp", f"int a;\n    {line}\n")
+    assert lint.find_pragmas("fastcar_tile.hpp", f"int a;\n    {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +178,7 @@ def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
 )
 @pytest.mark.parametrize("design_name", ["example"])
 def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: str) -> None:
-    text = project["fastcar_mlp.cpp"]
+    text = project["fastcar_engine.cpp"]
     assert right in text
     assert lint.find_ports_without_pragma(text.replace(right, wrong))
 
@@ -176,14 +188,14 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
     [
         ("core_in[1], beats[1], core_out[1]", "core_in[0], beats[1], core_out[1]"),
         ("core_in[1], beats[1], core_out[1]", "core_in[1], beats[1], core_out[0]"),
-        ("index_register, prefetch, ports[3]", "index_register, prefetch, ports[2]"),
+        ("tile, tiles, ports[3]", "tile, tiles, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
         ("out[c].write(word)", "out[c].read()"),
     ],
 )
 @pytest.mark.parametrize("design_name", ["example"])
 def test_a_shared_stream_is_found(project: dict[str, str], design_name: str, right: str, wrong: str) -> None:
-    top, processes = project["fastcar_mlp.cpp"], project["fastcar_mlp_processes.hpp"]
+    top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
     assert right in top + processes
     changed = (text.replace(right, wrong) for text in (top, processes))
     assert lint.find_shared_streams(*changed, stream_sizes(design_name))

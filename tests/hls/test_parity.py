@@ -12,9 +12,8 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.hls.csim import CsimLibrary
-from fastcar_compile.codegen.hls.spec import MlpSpec
-from fastcar_compile.codegen.hls.weights import LinearWeights, pack_mlp
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_mlp
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
@@ -23,6 +22,7 @@ from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import factor_table
 from hls.library import DESIGNS, assert_same_bits, random_layer
+from hls.simulation import Simulation
 
 EXACT_IN_FLOAT32 = 1 << 24
 fastcar = torch.ops.fastcar
@@ -88,16 +88,16 @@ def level(x: Tensor, layer: Sequence[LinearWeights], spec: MlpSpec, compiled: bo
     return Level([sums for sums, _ in results], results[-1][1])
 
 
-def simulated(x: Tensor, layer: Sequence[LinearWeights], library: CsimLibrary, design_name: str) -> Level:
+def simulated(x: Tensor, layer: Sequence[LinearWeights], library: Simulation, design_name: str) -> Level:
     """The HLS kernel in C simulation, every row computing."""
     stream, rows = pack_mlp(layer, DESIGNS[design_name]), x.numpy()
-    sums = [torch.from_numpy(a) for a in library.mlp_accumulators(rows, stream)]
+    sums = [torch.from_numpy(a) for a in library.mlp_sums(rows, stream)]
     sums = [s if s.dim() == 2 else s.sum(2, dtype=torch.int32) for s in sums]
     return Level(sums, torch.from_numpy(library.mlp(rows, 0xFFFFFFFF, np.zeros_like(rows), stream)))
 
 
-def test_three_levels_are_equal(library: CsimLibrary, design_name: str) -> None:
-    rng, spec = np.random.default_rng(11), DESIGNS[design_name].spec
+def test_three_levels_are_equal(library: Simulation, design_name: str) -> None:
+    rng, spec = np.random.default_rng(11), DESIGNS[design_name].mlp
     layer = random_layer(spec, rng)
     x = torch.from_numpy(rng.normal(size=(library.batch, library.hidden)).astype(np.float32))
     want = level(x, layer, spec, compiled=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
+from fastcar_compile.runtime.backends.accelerator.calls import register_functions, stepping
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.tvm_runtime import adopt
@@ -49,6 +52,8 @@ np.save(folder / "logits.npy", np.stack(logits))
 
 AGAIN = """
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from lowering.programs import Case, export
 export(Case(), Path(sys.argv[1]))
@@ -85,6 +90,28 @@ def test_same_inputs_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+@dataclass(frozen=True)
+class Bound:
+    """An accelerator of functions over tensors, for the library."""
+
+    accelerator: Callable[..., torch.Tensor]
+    unit: Callable[..., GateDecision]
+    step: int
+
+    def mlp(self, layer: int, *operands: np.ndarray) -> np.ndarray:
+        """As Offloaded.mlp."""
+        return self.accelerator(layer, *map(torch.tensor, operands)).numpy()
+
+    def gate(self, layer: int, *operands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As Offloaded.gate."""
+        found = self.unit(layer, *map(torch.tensor, operands), self.step)
+        return found.replay.numpy(), found.score.numpy(), found.chain.numpy()
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """There is none."""
+        raise AssertionError(name)
+
+
 def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     """The host program hands q and the key to one packed function and follows what it decides: every computing row goes
     to the other one, and none when all rows replay."""
@@ -107,13 +134,15 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         replay = torch.full((case.batch,), step >= FRAME)
         return GateDecision(replay, query.sum((1, 2)) * key.sum((1, 2)), chain + 1)
 
+    register_functions()
     backend = CpuStepper(libraries, decoder_section(host), numpy_params(host), threads=1, decode="offload")
     eager = EagerStepper(host.graph_module, host.outputs, None, [], host.state, 0)
     limits = np.full(LAYERS, np.inf, np.float32)  # not read: the unit has its own
     for i, token in enumerate(tokens(case, 2 * FRAME)):
         calls.clear()
         gates.clear()
-        with bound_accelerator(accelerator), bound_gate_unit(unit):
+        bound = Bound(accelerator, unit, i)
+        with bound_accelerator(accelerator), bound_gate_unit(unit), stepping(bound):
             actual = backend.decode(token, i, i, limits)
             assert calls == ([0, 1, 2] if i < FRAME else [1])
             assert gates == [(0, i), (2, i)]

@@ -1,6 +1,12 @@
 """The typed sections of a manifest, one file each."""
 
-from fastcar_compile.artifact.sections.accelerator import AcceleratorSection
+from fastcar_compile.artifact.sections.accelerator import (
+    AcceleratorSection,
+    ArgumentPart,
+    DesignPart,
+    KernelPart,
+    ProductPart,
+)
 from fastcar_compile.artifact.sections.base import Part, Section
 from fastcar_compile.artifact.sections.decoder import (
     ATTENTION_ROLES,
@@ -18,17 +24,21 @@ from fastcar_compile.artifact.sections.pipeline import PipelineSection
 __all__ = [
     "ATTENTION_ROLES",
     "AcceleratorSection",
+    "ArgumentPart",
     "AttentionPart",
     "BoardPart",
     "DecoderConfig",
     "DecoderSection",
+    "DesignPart",
     "HostSection",
+    "KernelPart",
     "LayerPart",
     "LayersSection",
     "MlpPart",
     "OnnxSection",
     "Part",
     "PipelineSection",
+    "ProductPart",
     "ProgramPart",
     "ProgramsPart",
     "ReplayPart",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fastcar_compile.artifact.sections.base import Part, Section
+from fastcar_compile.errors import InternalError
 
 
 class UsagePart(Part):
@@ -46,7 +47,7 @@ class BudgetPart(Part):
     axi_bits: int
 
 
-class StagePart(Part):
+class ProductPart(Part):
     """One matrix product, cut into tiles. bits: of a weight."""
 
     inputs: int
@@ -58,35 +59,31 @@ class StagePart(Part):
     bias: bool
 
 
-class BuffersPart(Part):
-    """Sizes that the largest product of an engine sets."""
-
-    inputs: int
-    tile: int
-    tile_words: int
-    tile_sums: int
-    head_words: int
-
-
 class DesignPart(Part):
-    """The compute kernel. `linears` and what follows: of an engine that also computes linears outside of the MLPs."""
+    """The engine: the compute kernel of a decoder.
+
+    Args:
+        spec: the MLP that all layers share. gate_up, down: its two products.
+        linears: name of every other call -> its product, in call order.
+        stream_bytes: of one layer's MLP. linear_stream_bytes: of each linear call.
+        usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
+    """
 
     spec: MlpSpecPart
     budget: BudgetPart
     ports: int
-    gate_up: StagePart
-    down: StagePart
+    gate_up: ProductPart
+    down: ProductPart
+    linears: dict[str, ProductPart]
     tiles_in_uram: bool
     prefetch_words: int
     lanes: int
     rows_per_core: int
     stream_bytes: int
+    linear_stream_bytes: dict[str, int]
     usage_estimate: UsagePart
     cycles_estimate: int
-    linears: dict[str, StagePart] | None = None
-    linear_stream_bytes: dict[str, int] | None = None
-    linear_cycles_estimate: dict[str, int] | None = None
-    buffers: BuffersPart | None = None
+    linear_cycles_estimate: dict[str, int]
 
 
 class ExplorationPart(Part):
@@ -112,6 +109,21 @@ class KernelPart(Part):
 
     name: str
     arguments: tuple[ArgumentPart, ...]
+
+    def index(self, argument: str) -> int:
+        """Return the position of an argument in the signature.
+
+        Raises:
+            InternalError: the kernel has no such argument.
+        """
+        names = [a.name for a in self.arguments]
+        if argument not in names:
+            raise InternalError(f"kernel {self.name} has no argument {argument}, only {', '.join(names)}")
+        return names.index(argument)
+
+    def weights(self) -> list[str]:
+        """Return the arguments that take a section of a weight stream each, in the order of the sections."""
+        return [a.name for a in self.arguments if a.name.startswith("weights_")]
 
 
 class LimitsPart(Part):
@@ -158,7 +170,7 @@ class AcceleratorSection(Section):
 
     Args:
         weights: file of the weight streams. table: the DRS control table.
-        kernels: the compute kernel, then the controller.
+        kernels: the engine, then the controller.
         linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
     """
 

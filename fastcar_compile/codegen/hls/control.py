@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
-from fastcar_compile.codegen.hls.drs_cost import controller_cycles, controller_usage
-from fastcar_compile.codegen.hls.emit_drs import limits_of
+from fastcar_compile.artifact.sections.accelerator import ControllerPart, LimitsPart
+from fastcar_compile.codegen.hls.controller_project import limits_of
+from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, build_table
 from fastcar_compile.errors import CompileError
@@ -15,7 +15,7 @@ from fastcar_compile.ir.program import DecoderProgram
 
 
 def attention_of(program: DecoderProgram) -> AttentionShape:
-    """Heads that the TAS unit is built for.
+    """Return the heads that the TAS unit is built for.
 
     Raises:
         CompileError: the layers have different attention shapes.
@@ -33,7 +33,7 @@ def attention_of(program: DecoderProgram) -> AttentionShape:
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
-    """The DRS control table of a program; a layer whose gate the host decides has no gate in it.
+    """Return the DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
     Args:
         prefetch_bytes: of the kernel's prefetch buffer; all layers have one stream size, so it is that of every layer.
@@ -56,17 +56,17 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int, pr
     )
 
 
-def controller_json(table: DrsTable) -> dict[str, Any]:
-    """What the manifest and the report say of the controller and its table."""
+def controller_part(table: DrsTable) -> ControllerPart:
+    """Return what the manifest and the report say of the controller and its table."""
     limits = limits_of(table)
-    return {
-        "table_version": VERSION,
-        "gate": "tas",
-        "gated_layers": [layer for layer, factor in enumerate(table.factors) if factor != 0],
-        "couple_cfg": table.couple_cfg,
-        "max_chain": table.max_chain,
-        "prefetch_bytes": max(table.prefetch),
-        "limits": asdict(limits),
-        "usage_estimate": asdict(controller_usage(limits)),
-        "cycles_estimate": controller_cycles(table),
-    }
+    return ControllerPart(
+        table_version=VERSION,
+        gate="tas",
+        gated_layers=tuple(layer for layer, factor in enumerate(table.factors) if factor != 0),
+        couple_cfg=table.couple_cfg,
+        max_chain=table.max_chain,
+        prefetch_bytes=max(table.prefetch),
+        limits=LimitsPart(**asdict(limits)),
+        usage_estimate=controller_usage(limits).part,
+        cycles_estimate=controller_cycles(table),
+    )

@@ -1,84 +1,169 @@
-"""Write the HLS project of a design: headers, tops, test bench, Makefile and Vitis configurations."""
+"""The accelerator parts of an artifact: HLS project, packed weights and the DRS control table."""
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 
-from fastcar_compile.codegen.hls.board.vitis import Bench, vitis_files
-from fastcar_compile.codegen.hls.design import MlpDesign
-from fastcar_compile.codegen.hls.emit_drs import drs_kernel, emit_drs, limits_of, table_of_sizes
-from fastcar_compile.codegen.hls.engine_design import EngineDesign
-from fastcar_compile.codegen.hls.engine_interface import engine_interface
-from fastcar_compile.codegen.hls.interface import KernelInterface, mlp_interface
-from fastcar_compile.codegen.hls.render import TEMPLATES
-from fastcar_compile.codegen.hls.render import render as _render
-from fastcar_compile.drs.table import DrsTable, Limits
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, DRS_TABLE, DRS_TABLE_JSON, HLS
+from fastcar_compile.artifact.sections.accelerator import AcceleratorSection, HostLinearPart, LinearCallPart
+from fastcar_compile.artifact.tensor_files import LazyStreams
+from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.hls.control import attention_of, control_table, controller_part
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.footprint import Footprint, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
+from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import CompileError
+from fastcar_compile.formats import quant_format
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.ops.quant import unpack_int4
+from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
+from fastcar_compile.targets import Target
+
+Stream = Callable[[], NDArray[np.uint8]]
+"""Packs a weight stream."""
 
 
-def emit_hls(
-    design: MlpDesign | EngineDesign, out_dir: Path, table: DrsTable | None = None, limits: Limits | None = None
-) -> list[Path]:
-    """Write the project into `out_dir` (made if needed); returns the files, sorted. Same arguments, same bytes.
+class HlsEmitter:
+    """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
 
-    An EngineDesign gets the kernel `fastcar_engine` where an MlpDesign gets `fastcar_mlp`.
+    def emit(self, program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
+        """Write the files; see Emitter.emit."""
+        if context.target.kind != "fpga":
+            return None
+        context.say("writing the HLS project and the DRS table")
+        return emit_accelerator(program, context)
 
-    Args:
-        table: the DRS control table that the controller has to hold; None: one of the design's sizes.
-        limits: what the controller can hold; None: what the table needs.
+
+def emit_accelerator(program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
+    """Write hls/, drs/ and weights/accelerator.safetensors; return the manifest's section.
+
+    Raises:
+        CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    engine = design if isinstance(design, EngineDesign) else None
-    mlp = design.mlp if isinstance(design, EngineDesign) else design
-    table = table or table_of_sizes(mlp)
-    compute, drs = kernel_interfaces(design, table)
-    texts = {
-        "fastcar_config.hpp": _render("fastcar_config.hpp", design=mlp),
-        **(_mlp_top(mlp, compute) if engine is None else _engine_top(engine, compute)),
-        "csim_entry.cpp": _render("csim_entry.cpp", design=mlp),
-        "testbench.cpp": _render("testbench.cpp", design=mlp),
-        **emit_drs(table, limits or limits_of(table)).texts,
+    writer, config, board = context.writer, context.options, context.target
+    if not quant_format(config.quant).accelerated:
+        text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return None
+    _check_equal(program.sites)
+    ring = program.config.ring
+    positions = config.max_seq_len if ring is None else ring.capacity
+    require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
+    calls, kept = _linears(program) if config.offload == "linears" else ([], [])
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
+    found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
+    design = found.design
+    table = control_table(program, config, design.mlp.cores, design.prefetch_bytes)
+    emit_hls(design, writer.root / HLS, table)
+    streams: dict[str, tuple[int, Stream]] = {
+        f"layer_{s.layer}": (design.stream_bytes, partial(_mlp_stream, program, s, design)) for s in program.sites
     }
-    benches = [Bench(compute, "testbench.cpp"), Bench(drs, "drs_testbench.cpp")]
-    if engine is not None:
-        benches.insert(1, Bench(compute, "engine_testbench.cpp"))
-    texts |= vitis_files(mlp.budget.part, mlp.budget.clock_mhz, benches)
-    headers = [path for path in files(TEMPLATES).iterdir() if path.name.endswith(".hpp")]
-    texts |= {p.name: p.read_text() for p in headers if engine is not None or not p.name.startswith("fastcar_engine")}
-    return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
+    for call in calls:
+        product = design.linears[call.name]
+        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, product))
+    writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
+    writer.write_bytes(DRS_TABLE, table.to_bytes())
+    writer.write_text(DRS_TABLE_JSON, json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
+    return AcceleratorSection(
+        offload=config.offload,
+        weights=ACCELERATOR_WEIGHTS,
+        table=DRS_TABLE,
+        controller=controller_part(table),
+        design=design.part,
+        exploration=found.part,
+        kernels=tuple(interface.part for interface in kernel_interfaces(design, table)),
+        linears=tuple(LinearCallPart(**call.to_json()) for call in calls),
+        on_host=tuple(HostLinearPart(**asdict(linear)) for linear in kept),
+    )
 
 
-def kernel_interfaces(design: MlpDesign | EngineDesign, table: DrsTable) -> list[KernelInterface]:
-    """Every kernel of the design: MLP or engine, then TAS unit and DRS controller for tables of this size."""
-    compute = engine_interface(design) if isinstance(design, EngineDesign) else mlp_interface(design)
-    return [compute, drs_kernel(table)]
+def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
+    """Return the MLP that all layers share; the exploration chooses the cores."""
+    mlps = [site.mlp for site in program.sites]
+    mlp = mlps[0]
+    return MlpSpec(
+        hidden=mlp.hidden,
+        intermediate=mlp.intermediate,
+        batch=config.batch_size,
+        layers=len(mlps),
+        cores=1,
+        activation=mlp.activation,
+        gated=mlp.gated,
+        quant=config.quant,
+        up_bias=any(bias is not None for m in mlps for bias in m.biases[:-1]),
+        down_bias=any(m.biases[-1] is not None for m in mlps),
+    )
 
 
-def _mlp_top(design: MlpDesign, kernel: KernelInterface) -> dict[str, str]:
-    return {
-        "fastcar_mlp.hpp": _render("fastcar_mlp.hpp", kernel=kernel),
-        "fastcar_mlp.cpp": _render("fastcar_mlp.cpp", design=design, kernel=kernel),
-    }
+def _footprint(program: DecoderProgram, board: Target) -> Footprint:
+    """Return what the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
+    weights = program.params.nbytes()
+    if not shares_memory(board):
+        return Footprint(weights, 0, 0)
+    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    cache = sum(s.nbytes for s in program.state if s.role in attention)
+    gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
 
 
-def _engine_top(engine: EngineDesign, kernel: KernelInterface) -> dict[str, str]:
-    """The engine's top, and the MLP as a call of it under the name of the MLP's kernel."""
-    values = {"engine": engine, "design": engine.mlp, "kernel": kernel, "mlp": mlp_interface(engine.mlp)}
-    return {
-        "fastcar_mlp.hpp": _render("engine_mlp.hpp", **values),
-        **{
-            name: _render(name, **values)
-            for name in (
-                "fastcar_engine_config.hpp",
-                "fastcar_engine.hpp",
-                "fastcar_engine.cpp",
-                "engine_csim_entry.cpp",
-                "engine_testbench.cpp",
-            )
-        },
-    }
+def _linears(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
+    """Return the linear calls of a forward, and the linears that stay on the host.
+
+    Raises:
+        CompileError: there is none to offload.
+    """
+    calls, kept = linear_calls(program)
+    if not calls:
+        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
+        raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", hint="use offload='mlp'")
+    return calls, kept
 
 
-def _write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
+def _check_equal(sites: Sequence[LayerSite]) -> None:
+    """Raise CompileError when layers differ: they share one kernel."""
+
+    def shape(site: LayerSite) -> str:
+        kind = f"{'gated' if site.mlp.gated else 'plain'} {site.mlp.activation}"
+        return f"layer {site.layer}: {kind}, {site.mlp.hidden} / {site.mlp.intermediate}"
+
+    different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
+    if different:
+        raise CompileError(
+            f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}",
+            where=different[0].source,
+            hint="compile for a CPU target",
+        )
+
+
+def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDArray[np.uint8]:
+    """Return the kernel's weight stream of one layer, uint8."""
+    return pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design)
+
+
+def _linear_stream(program: DecoderProgram, call: LinearCall, product: Product) -> NDArray[np.uint8]:
+    """Return the kernel's weight stream of one linear call, uint8."""
+    return pack_linear(_weights(program, call.weights, call.biases), product)
+
+
+def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
+    """Return quantised linears by the names that their weights had before."""
+    params, linears = program.params, []
+    for name, bias in zip(names, biases, strict=True):
+        int4 = f"{name}_int4" in params
+        values = unpack_int4(params[f"{name}_int4"]) if int4 else params[f"{name}_int8"]
+        scales = params[f"{name}_scale"].numpy()
+        linears.append(LinearWeights(values.numpy(), scales, None if bias is None else params[bias].float().numpy()))
+    return linears

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fastcar_compile.codegen.hls.design import MlpDesign
+from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.drs.result import RESULT_WORDS
+from fastcar_compile.drs.simulator import CAPACITY
+from fastcar_compile.errors import InternalError
 
-RECORD_CAPACITY = 128
-"""Most dispatch records that one layer can have, of two words each."""
-
-RESULT_WORDS = 4 + 2 * 32
-"""Words of `result` before the records: status, count, Index Register, held layer, 32 scores, 32 chain counts."""
+TYPE_BYTES = {"fastcar::word_t": 16, "uint32_t": 4, "int32_t": 4, "float": 4, "uint64_t": 8}
+"""Bytes of the element types that kernels take."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,22 @@ class KernelPort:
             return f"{self.ctype} {self.name}"
         return f"{'' if self.writable else 'const '}{self.ctype}* {self.name}"
 
+    @property
+    def part(self) -> ArgumentPart:
+        """The argument as a host fills it.
+
+        Raises:
+            InternalError: an element type that no host knows the size of.
+        """
+        size = TYPE_BYTES.get(self.ctype)
+        if size is None:
+            raise InternalError(f"argument {self.name} has the type {self.ctype}, whose size is not known")
+        if self.mode == "s_axilite":
+            return ArgumentPart(name=self.name, kind="scalar", bytes=size)
+        return ArgumentPart(name=self.name, kind="out" if self.writable else "in", bytes=size * self.depth)
+
     def pragmas(self) -> list[str]:
-        """Interface pragmas of this argument."""
+        """Return the interface pragmas of this argument."""
         control = f"#pragma HLS INTERFACE mode=s_axilite port={self.name} bundle=control"
         if self.mode == "s_axilite":
             return [control]
@@ -68,32 +83,40 @@ class KernelInterface:
     name: str
     ports: tuple[KernelPort, ...]
 
+    @property
+    def part(self) -> KernelPart:
+        """The kernel as a host calls it."""
+        return KernelPart(name=self.name, arguments=tuple(port.part for port in self.ports))
+
     def signature(self) -> str:
-        """The C++ declaration, without `extern "C"` and semicolon."""
+        """Return the C++ declaration, without `extern "C"` and semicolon."""
         return f"void {self.name}({', '.join(p.declaration for p in self.ports)})"
 
     def pragmas(self) -> list[str]:
-        """One or two interface pragmas per argument, and the block control."""
+        """Return one or two interface pragmas per argument, and the block control."""
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
 
     def bundles(self) -> list[str]:
-        """AXI ports of the kernel, in order of first use."""
+        """Return the AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
 
 
-def mlp_interface(design: MlpDesign) -> KernelInterface:
-    """The MLP kernel. Argument weights_p takes section p of a layer's stream, so that it may lie in the port's own memory.
+def engine_interface(design: Design) -> KernelInterface:
+    """Return the interface of the engine.
 
-    `prefetch`: 0: all weights from memory; 1: the prefetch buffer holds their beginning; 2: only fill it with that.
+    `weights_p` takes section p of the call's stream, so that it may lie in the port's own memory. `op` is a value of
+    `Op`. `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP. `prefetch` is a value
+    of `Prefetch`; a linear's weights are always read from memory.
     """
-    rows = design.spec.batch * design.row_words
+    rows = design.mlp.batch * design.max_row_words
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.section_words, streamed=True)
+        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.max_section_words, streamed=True)
         for p in range(design.ports)
     ]
+    sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
-        "fastcar_mlp",
+        "fastcar_engine",
         (
             *weights,
             KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", rows),
@@ -101,12 +124,17 @@ def mlp_interface(design: MlpDesign) -> KernelInterface:
             KernelPort("y", "fastcar::word_t", "m_axi", "gmem_y", rows, writable=True),
             KernelPort("index_register", "uint32_t"),
             KernelPort("prefetch", "uint32_t"),
+            KernelPort("op", "uint32_t"),
+            *sizes,
         ),
     )
 
 
 def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) -> KernelInterface:
-    """TAS unit and DRS controller (docs/reference/drs_table.md); `query_words`, `key_words`: 128-bit words of q and of the key."""
+    """Return the interface of the TAS unit and DRS controller (docs/reference/drs_table.md).
+
+    `query_words`, `key_words`: 128-bit words of q and of the key.
+    """
     return KernelInterface(
         "fastcar_drs",
         (
@@ -114,7 +142,7 @@ def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) ->
             KernelPort("query", "fastcar::word_t", "m_axi", "gmem_query", query_words),
             KernelPort("key", "fastcar::word_t", "m_axi", "gmem_query", key_words),
             KernelPort("chain", "uint32_t", "m_axi", "gmem_result", 32),
-            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RESULT_WORDS + 2 * RECORD_CAPACITY, writable=True),
+            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RESULT_WORDS + 2 * CAPACITY, writable=True),
             KernelPort("table_bytes", "uint32_t"),
             KernelPort("layer", "uint32_t"),
             KernelPort("step", "uint32_t"),

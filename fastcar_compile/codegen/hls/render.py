@@ -10,6 +10,6 @@ TEMPLATES = "hls_templates"
 
 
 def render(name: str, **values: object) -> str:
-    """The text of `hls_templates/<name>.j2` with these values; a name that has none is an error."""
+    """Return the text of `hls_templates/<name>.j2` with these values; a name that has none is an error."""
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string((files(TEMPLATES) / f"{name}.j2").read_text()).render(**values)

@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from fastcar_compile.codegen.onnx.kv import loaded, stored
 from fastcar_compile.codegen.onnx.values import Value, cast, constant, floats, ints, op, shape
-from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 
 def cache_write(cache: Value, value: Value, position: Value) -> Value:

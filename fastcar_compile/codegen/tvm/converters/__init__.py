@@ -2,14 +2,10 @@
 
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
 from fastcar_compile.codegen.tvm.converters import attention, basic, cache, gate, linear, norm, offload
-from fastcar_compile.codegen.tvm.converters.offload import GATE_FUNCTION, OFFLOAD_FUNCTION, OFFLOAD_LINEAR_FUNCTION
 from fastcar_compile.codegen.tvm.converters.registry import CONVERTERS, Converter
 
 __all__ = [
     "CONVERTERS",
-    "GATE_FUNCTION",
-    "OFFLOAD_FUNCTION",
-    "OFFLOAD_LINEAR_FUNCTION",
     "Converter",
     "attention",
     "basic",

@@ -1,5 +1,8 @@
 """The temporal attention score (TAS)."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T
@@ -10,7 +13,7 @@ from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, cast, prefetch, ramp
-from fastcar_compile.ops.attention import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 
 def _fixed_point(x: Expr, lanes: int) -> Expr:

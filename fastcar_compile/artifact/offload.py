@@ -1,0 +1,37 @@
+"""How the host calls an accelerator: values that compiler, backends and C++ host program share."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+MLP_FUNCTION = "fastcar.offloaded_mlp"
+"""Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]). The offload library calls it and the two
+below; the backend of the session registers them."""
+
+LINEAR_FUNCTION = "fastcar.offloaded_linear"
+"""Packed function (x [B, K], name, out [B, N])."""
+
+GATE_FUNCTION = "fastcar.offloaded_gate"
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
+replay [B], score [B], new chain [B]). The last three are its results."""
+
+
+class Op(IntEnum):
+    """Values of the engine's argument `op`; with any other the engine reads and writes nothing."""
+
+    MLP = 0
+    LINEAR = 1
+    LINEAR_BIAS = 2
+
+
+class Prefetch(IntEnum):
+    """Values of the engine's argument `prefetch`: where an MLP's weights come from."""
+
+    MEMORY = 0
+    """All of them from memory."""
+
+    HELD = 1
+    """The beginning of every section from the prefetch buffer, the rest from memory."""
+
+    FILL = 2
+    """Nothing is computed: the beginning of every section goes into the buffer."""

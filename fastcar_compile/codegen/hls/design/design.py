@@ -1,0 +1,211 @@
+"""The engine of one decoder on one board: everything that the generated sources depend on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+from fastcar_compile.artifact.sections.accelerator import BudgetPart, DesignPart, MlpSpecPart
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
+from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
+from fastcar_compile.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Design:
+    """One kernel with one MAC array per core; an MLP is two products on it, a linear is one.
+
+    Args:
+        mlp: the MLP that all layers share; also rows and cores.
+        ports: weight ports, each 128 bits per clock.
+        gate_up: first product of the MLP; channel 2n is gate n, 2n + 1 is up n. down: the second.
+        linears: name of every other call -> its product, in call order; empty: the engine computes MLPs alone.
+        tiles_in_uram: whether the weight tiles and the prefetch buffer are in UltraRAM instead of block RAM.
+        prefetch_words: 128-bit words per port of the next layer's weights that fit on chip; 0: no buffer.
+    """
+
+    mlp: MlpSpec
+    budget: BoardBudget
+    ports: int
+    gate_up: Product
+    down: Product
+    linears: dict[str, Product] = field(default_factory=dict)
+    tiles_in_uram: bool = False
+    prefetch_words: int = 0
+
+    @property
+    def rows_per_core(self) -> int:
+        """Rows that one core computes at the same time."""
+        return -(-self.mlp.batch // self.mlp.cores)
+
+    @property
+    def lanes(self) -> int:
+        """int8 multiply-accumulates per clock, all cores together."""
+        return self.ports * self.gate_up.lanes * self.rows_per_core * self.mlp.cores
+
+    @property
+    def products(self) -> list[Product]:
+        """Every product of a forward."""
+        return [self.gate_up, self.down, *self.linears.values()]
+
+    @property
+    def port_words(self) -> int:
+        """128-bit words of one layer's MLP that one port reads."""
+        return self.gate_up.port_words + self.down.port_words
+
+    @property
+    def section_words(self) -> int:
+        """128-bit words from one port's section of an MLP's stream to the next."""
+        return section_words(self.port_words)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of one MLP's weight stream, all ports."""
+        return self.ports * self.section_words * WORD_BYTES
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes of the prefetch buffer, all ports."""
+        return self.ports * self.prefetch_words * WORD_BYTES
+
+    @property
+    def max_inputs(self) -> int:
+        """Inputs of the widest product: floats and int8 values that a core keeps of one row."""
+        return max(p.inputs for p in self.products)
+
+    @property
+    def max_tile(self) -> int:
+        """Most rows of one tile on one port."""
+        return max(p.tile for p in self.products)
+
+    @property
+    def max_tile_words(self) -> int:
+        """Most 128-bit words of one tile's weights on one port."""
+        return max(p.tile_words for p in self.products)
+
+    @property
+    def max_tile_sums(self) -> int:
+        """Most int32 sums of one tile on one port."""
+        return max(p.tile * p.sums for p in self.products)
+
+    @property
+    def max_head_words(self) -> int:
+        """Most 128-bit words of one tile's scales and biases on one port; linears always have room for biases."""
+        linears = [replace(p, bias=True) for p in self.linears.values()]
+        return max(p.head_words for p in (self.gate_up, self.down, *linears))
+
+    @property
+    def max_channel_words(self) -> int:
+        """Most 128-bit words of one channel's weights."""
+        return max(p.channel_words for p in self.products)
+
+    @property
+    def max_section_words(self) -> int:
+        """Most 128-bit words of one port's section."""
+        return max([self.section_words, *(p.section_words for p in self.linears.values())])
+
+    @property
+    def max_row_words(self) -> int:
+        """128-bit words of the longest float32 row in or out."""
+        longest = max([self.mlp.hidden, *(max(p.inputs, p.channels) for p in self.linears.values())])
+        return float_words(longest)
+
+    def shapes(self) -> list[Product]:
+        """Return one unbiased product per distinct shape of a linear, for the test bench."""
+        return list(dict.fromkeys(replace(p, bias=False) for p in self.linears.values()))
+
+    @property
+    def mlp_cycles(self) -> int:
+        """Estimated clocks of an MLP in which some row computes; pipeline depths and memory latency are left out."""
+        rows = self.rows_per_core
+        return rows * float_words(self.mlp.hidden) + self.gate_up.cycles(rows, inner=True) + self.down.cycles(rows)
+
+    def cycles(self, name: str) -> int:
+        """Return the estimated clocks of one linear call, under the same terms."""
+        product, rows = self.linears[name], self.rows_per_core
+        return rows * float_words(product.inputs) + product.cycles(rows)
+
+    @property
+    def step_cycles(self) -> int:
+        """Estimated clocks of a forward in which every MLP computes."""
+        return self.mlp.layers * self.mlp_cycles + sum(self.cycles(name) for name in self.linears)
+
+    @property
+    def step_words(self) -> int:
+        """128-bit words that one port reads in such a forward."""
+        return self.mlp.layers * self.port_words + sum(p.port_words for p in self.linears.values())
+
+    @cached_property
+    def usage(self) -> Usage:
+        """Estimated resources (not synthesised)."""
+        buffers = Buffers(
+            inputs=self.max_inputs,
+            tile=self.max_tile,
+            tile_words=self.max_tile_words,
+            tile_sums=self.max_tile_sums,
+            head_words=self.max_head_words,
+            channel_words=self.max_channel_words,
+            prefetch_words=self.prefetch_words,
+            uram=self.tiles_in_uram,
+        )
+        return engine_usage(self.mlp, self.ports, buffers)
+
+    def excess(self) -> list[str]:
+        """Return one text per resource that the design needs more of than the budget has."""
+        return self.usage.over(self.budget)
+
+    def fit(self, linear: LinearSpec) -> Product:
+        """Return a product for any linear on this very engine: its tiles are as long as the buffers allow.
+
+        Raises:
+            CompileError: the buffers are too small for it.
+        """
+        product = linear.product(self.ports, self.mlp.weight_bits)
+        step = product.tile_step
+        rows = [self.max_tile, self.max_tile_words // product.channel_words, self.max_tile_sums // product.sums]
+        largest = min(rows) // step * step
+        while largest and replace(product, tile=largest).head_words > self.max_head_words:
+            largest -= step
+        if linear.inputs > self.max_inputs or not largest:
+            raise CompileError(
+                f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {self.max_inputs}, "
+                f"and tiles of {self.max_tile_words} words per port",
+                hint="choose the design again with this linear",
+            )
+        return product.cut_rows(largest)
+
+    @property
+    def part(self) -> DesignPart:
+        """What the manifest and the report say of the design."""
+        return DesignPart(
+            spec=MlpSpecPart(**asdict(self.mlp)),
+            budget=BudgetPart(**asdict(self.budget)),
+            ports=self.ports,
+            gate_up=self.gate_up.part,
+            down=self.down.part,
+            linears={name: product.part for name, product in self.linears.items()},
+            tiles_in_uram=self.tiles_in_uram,
+            prefetch_words=self.prefetch_words,
+            lanes=self.lanes,
+            rows_per_core=self.rows_per_core,
+            stream_bytes=self.stream_bytes,
+            linear_stream_bytes={name: product.stream_bytes for name, product in self.linears.items()},
+            usage_estimate=self.usage.part,
+            cycles_estimate=self.mlp_cycles,
+            linear_cycles_estimate={name: self.cycles(name) for name in self.linears},
+        )
+
+    @classmethod
+    def of(cls, part: DesignPart) -> Design:
+        """Return the design of a manifest."""
+        return cls(
+            mlp=MlpSpec(**part.spec.model_dump()),
+            budget=BoardBudget(**part.budget.model_dump()),
+            ports=part.ports,
+            gate_up=Product(**part.gate_up.model_dump()),
+            down=Product(**part.down.model_dump()),
+            linears={name: Product(**product.model_dump()) for name, product in part.linears.items()},
+            tiles_in_uram=part.tiles_in_uram,
+            prefetch_words=part.prefetch_words,
+        )

@@ -1,0 +1,74 @@
+"""How much of a memory's peak bandwidth sequential bursts reach: refresh, activations and bank conflicts.
+
+No constant here is fitted to a measured system; the timings are the standards' (dram.toml).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from math import ceil
+
+from fastcar_compile.targets import Target
+from fastcar_compile.targets.model import Memory
+
+BURST_BYTES = 4096
+"""Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, is also the 4 KiB page."""
+
+
+@dataclass(frozen=True)
+class DramTiming:
+    """Timing of one technology, nanoseconds; `banks` and `row_bytes` of one channel."""
+
+    t_rfc: float
+    t_refi: float
+    t_rp: float
+    t_rcd: float
+    t_faw: float
+    banks: int
+    row_bytes: int
+    source: str
+
+    def efficiency(self, burst_bytes: int, streams: int, channel_bandwidth: float) -> float:
+        """Return the share of a channel's peak that `streams` interleaved sequential readers reach.
+
+        Each burst opens at least one row. Activations of other banks hide behind transfers, as far as the four-activate
+        window allows; one that meets a bank in use does not. With several streams, a burst follows one of another
+        stream and meets its bank once in `banks`.
+
+        Args:
+            burst_bytes: bytes that one request reads in sequence.
+            streams: readers that share the channel.
+            channel_bandwidth: bytes per second of one channel.
+        """
+        transfer = burst_bytes / channel_bandwidth * 1e9
+        activations = max(1.0, burst_bytes / self.row_bytes)
+        busy = max(transfer, activations * self.t_faw / 4)
+        conflict = (streams - 1) / streams / self.banks * (self.t_rp + self.t_rcd)
+        return (1 - self.t_rfc / self.t_refi) * transfer / (busy + conflict)
+
+
+def timing_of(memory: Memory) -> DramTiming:
+    """Return the timing of a board's memory."""
+    table = tomllib.loads((files("fastcar_compile.codegen.hls.design") / "dram.toml").read_text())
+    return DramTiming(**table[memory.technology])
+
+
+def memory_rate(target: Target, ports: int) -> float:
+    """Return the bytes per second that `ports` sequential weight streams get from the target's weight memories together.
+
+    Streams are spread over the channels; a channel without a stream gives nothing.
+    """
+    rate, memories = 0.0, target.weight_memories
+    share = ceil(ports / len(memories))
+    for memory in memories:
+        channel = memory.peak_bandwidth / memory.channels
+        used, streams = min(memory.channels, share), ceil(share / memory.channels)
+        rate += used * channel * timing_of(memory).efficiency(BURST_BYTES, streams, channel)
+    return rate
+
+
+def peak_bandwidth(target: Target) -> float:
+    """Return the bytes per second of the weight memories, theoretical."""
+    return sum(memory.peak_bandwidth for memory in target.weight_memories)

@@ -1,0 +1,208 @@
+"""Design-space exploration: of every engine that fits the board, the one with the least predicted time per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fastcar_compile.artifact.sections.accelerator import ExplorationPart
+from fastcar_compile.codegen.hls.design.controller import controller_usage
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.dram import memory_rate
+from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
+from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, check_linears
+from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
+from fastcar_compile.drs.table import AttentionShape, Limits
+from fastcar_compile.errors import CompileError, TargetError
+from fastcar_compile.targets import Target
+
+MAX_CORES = 8
+"""More cores share one weight stream without more bandwidth; each costs its own copy of the buffers."""
+
+PORT_CHOICES = (8, 4, 2, 1)
+TILE_WORD_CHOICES = (1024, 512, 256, 128, 64)
+"""Words of one tile on one port: one or two BRAM depths, then smaller."""
+
+URAM_TILE_WORD_CHOICES = (2048, 1024)
+"""The same where tiles are in UltraRAM: half a block or less. Longer tiles only lengthen the first and the last."""
+
+PREFETCH_WORD_CHOICES = (4096, 2048, 1024, 512, 256, 128)
+"""Words of the prefetch buffer per port: from the depth of one URAM to what is no longer worth a block RAM."""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """The chosen design and why it is no faster.
+
+    Attributes:
+        seconds_per_step: predicted time of the engine's work in a step in which everything computes.
+        bound_by: "memory" (DRAM bandwidth), "ports" (AXI ports times clock), "compute" (scaling of the sums), or the
+            resource that a faster design would need more of (LUT, FF, DSP, BRAM36, URAM).
+        tried: designs compared. rejected: of those, the ones that do not fit.
+        faster: why the fastest design that does not fit was refused; empty when none is faster.
+    """
+
+    design: Design
+    seconds_per_step: float
+    bound_by: str
+    tried: int
+    rejected: int
+    faster: tuple[str, ...]
+
+    @property
+    def part(self) -> ExplorationPart:
+        """The reasons for the manifest and the report, without the design."""
+        return ExplorationPart(**{name: getattr(self, name) for name in ExplorationPart.model_fields})
+
+
+def explore(
+    mlp: MlpSpec,
+    target: Target,
+    attention: AttentionShape,
+    linears: Sequence[LinearSpec] = (),
+    cores: Sequence[int] | None = None,
+) -> Exploration:
+    """Compare cores, ports, tile lengths and tile memories.
+
+    Args:
+        mlp: its `cores` are chosen here.
+        attention: heads that the TAS unit is built for; the engine has to leave room for it.
+        linears: every other linear of a step that the engine computes, in call order.
+        cores: numbers of cores to compare; None: 1 to as many as there are rows, at most 8.
+
+    Raises:
+        CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
+        TargetError: the target has no fabric.
+    """
+    budget = _beside(budget_of(target), controller_usage_of(attention))
+    numbers = cores or range(1, min(mlp.batch, MAX_CORES) + 1)
+    found = [(step_seconds(d, target), d) for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
+    if not (fitting := [(s, d) for s, d in found if not d.excess()]):
+        raise _too_large(min((d for _s, d in found), key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
+    seconds, design = min(fitting, key=lambda item: (item[0], _share(item[1])))
+    beyond = [(s, d) for s, d in found if d.excess() and s < seconds * 0.999]
+    faster = min(beyond, key=lambda item: item[0])[1].excess() if beyond else []
+    return Exploration(
+        design=with_prefetch(design),
+        seconds_per_step=seconds,
+        bound_by=faster[0].split()[0] if faster else _bound(design, target),
+        tried=len(found),
+        rejected=len(found) - len(fitting),
+        faster=tuple(faster),
+    )
+
+
+def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = ()) -> Iterator[Design]:
+    """Yield every design that the board has ports for, most ports and longest tiles first, whether or not it fits.
+
+    Raises:
+        CompileError: there is no kernel for this MLP or a linear, or the board has too few ports.
+    """
+    mlp.check()
+    check_linears(linears)
+    if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:
+        raise CompileError(
+            f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "
+            f"the engine needs {ROW_PORTS + 1} of {WORD_BITS}",
+            hint="choose a board with more or wider memory ports",
+        )
+    memories = [(words, True) for words in URAM_TILE_WORD_CHOICES if budget.uram]
+    memories += [(words, False) for words in TILE_WORD_CHOICES]
+    for ports in PORT_CHOICES:
+        if ports + ROW_PORTS <= budget.axi_ports:
+            yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
+
+
+def _design(
+    mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec], ports: int, words: int, uram: bool
+) -> Design:
+    bits, parts = mlp.weight_bits, 2 if mlp.gated else 1
+    first = Product(mlp.hidden, parts * mlp.intermediate, ports, bits=bits, bias=mlp.up_bias)
+    second = Product(mlp.intermediate, mlp.hidden, ports, bits=bits, bias=mlp.down_bias)
+    others = {linear.name: linear.product(ports, bits).cut(words) for linear in linears}
+    return Design(mlp, budget, ports, first.cut(words), second.cut(words), others, uram)
+
+
+def _too_large(least: Design) -> CompileError:
+    mlp = least.mlp
+    widest = max(least.linears, key=lambda name: least.linears[name].inputs, default=None)
+    also = f" and linears of up to {least.linears[widest].inputs} inputs ({widest})" if widest else ""
+    return CompileError(
+        f"an engine for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
+        f"does not fit {least.budget.part}: {', '.join(least.excess())} (estimates, least design: {least.ports} port, "
+        f"{least.lanes} lanes)",
+        hint="use a larger board or a smaller batch" + (", or offload='mlp'" if least.linears else ""),
+    )
+
+
+def with_prefetch(design: Design) -> Design:
+    """Return the design with the longest prefetch buffer in half of the blocks that it leaves, at most a section.
+
+    The other half is for what a design's own estimate leaves out: the controller's key buffer, and routing. No design
+    is chosen for the sake of the buffer.
+    """
+    left = Usage(
+        0, 0, 0, (design.budget.bram36 - design.usage.bram36) // 2, (design.budget.uram - design.usage.uram) // 2
+    )
+    for words in PREFETCH_WORD_CHOICES:
+        bram36, uram = prefetch_blocks(design.ports, words, uram=design.tiles_in_uram)
+        if words <= design.port_words and bram36 <= left.bram36 and uram <= left.uram:
+            return replace(design, prefetch_words=words)
+    return design
+
+
+def step_seconds(design: Design, target: Target) -> float:
+    """Return the engine's time in a step in which everything computes: clocks, and waiting for memory beyond them."""
+    clock, words = design.budget.clock_mhz * 1e6, design.step_words
+    streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.ports)
+    return design.step_cycles / clock + max(0.0, streamed - words / clock)
+
+
+def _bound(design: Design, target: Target) -> str:
+    if memory_rate(target, design.ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
+        return "memory"
+    steps = [product.steps(design.rows_per_core) for product in (design.gate_up, design.down)]
+    return "ports" if all(fetch >= scale for fetch, _multiply, scale, *_others in steps) else "compute"
+
+
+def _share(design: Design) -> float:
+    budget, usage = design.budget, design.usage
+    memories = usage.bram36 / budget.bram36 + (usage.uram / budget.uram if budget.uram else 0.0)
+    return usage.dsp / budget.dsp + usage.lut / budget.lut + memories
+
+
+def budget_of(target: Target) -> BoardBudget:
+    """Return what a design may use of a target.
+
+    Raises:
+        TargetError: the target has no fabric.
+    """
+    if target.fabric is None:
+        raise TargetError(f"{target.name} has no fabric to place an engine on", hint="choose a board (fastcar targets)")
+    return BoardBudget(
+        part=target.part or "",
+        clock_mhz=target.fabric.clock_mhz,
+        axi_ports=sum(m.ports for m in target.weight_memories),
+        axi_bits=min(m.width_bits for m in target.weight_memories),
+        **target.budget(),
+    )
+
+
+def controller_usage_of(attention: AttentionShape) -> Usage:
+    """Return the resources of the TAS unit and DRS controller beside the engine."""
+    return controller_usage(Limits(cores=MAX_CORES, key_words=attention.key_words))
+
+
+def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
+    return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
+
+
+def resources_of(design: Design, attention: AttentionShape, target: Target) -> dict[str, Any]:
+    """Return per resource the estimated use of engine and controller, the limit for a design, and the share of it."""
+    limits, controller = target.budget(), asdict(controller_usage_of(attention))
+    used = {name: count + controller[name] for name, count in asdict(design.usage).items()}
+    return {
+        name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
+        for name, count in used.items()
+    }

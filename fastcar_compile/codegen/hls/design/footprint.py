@@ -1,0 +1,69 @@
+"""Whether a decoder fits the board's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
+from fastcar_compile.targets import Target
+
+HOST_RESERVE = 128 * 2**20
+"""Bytes left to the operating system and the program on a board whose memory is shared with the host. Estimate."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that have to be in the weight memories at the same time; the weights of a gate are among the weights."""
+
+    weights: int
+    kv_cache: int
+    mlp_cache: int
+    gate_cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, bytes."""
+        return self.weights + self.kv_cache + self.mlp_cache + self.gate_cache
+
+
+def shares_memory(target: Target) -> bool:
+    """Return whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
+    return target.host_triple.startswith("aarch64")
+
+
+def capacity(target: Target) -> int:
+    """Return the bytes of the weight memories that a decoder may fill."""
+    whole = sum(m.capacity_bytes for m in target.weight_memories)
+    return whole - (HOST_RESERVE if shares_memory(target) else 0)
+
+
+def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: int) -> None:
+    """Raise CompileError for what the board cannot hold.
+
+    Args:
+        positions: of the KV cache, tokens.
+
+    Raises:
+        CompileError: it does not fit; the text has the numbers and the options.
+    """
+    room = capacity(target)
+    if footprint.total <= room:
+        return
+    narrowest = min(ACCELERATED, key=lambda name: QUANT_FORMATS[name].weight_bits)
+    options = [] if quant == narrowest else [f'quant="{narrowest}" ({QUANT_FORMATS[narrowest].summary})']
+    if footprint.kv_cache > footprint.total // 20:
+        options.append(f"a shorter cache than {positions} positions, or attention over sinks and a sliding window")
+    if footprint.gate_cache:
+        options.append("a gate without a cache of its own, such as tas")
+    options.append(f"a board with at least {footprint.total / GB:.2f} GB")
+    gate = f"gate cache {footprint.gate_cache / GB:.2f} GB, " if footprint.gate_cache else ""
+    raise CompileError(
+        f"the decoder does not fit the memory of {target.name}: weights {footprint.weights / GB:.2f} GB ({quant}), "
+        f"KV cache {footprint.kv_cache / GB:.2f} GB ({positions} positions), "
+        f"MLP cache {footprint.mlp_cache / GB:.2f} GB, {gate}together {footprint.total / GB:.2f} GB; "
+        f"the board has room for {room / GB:.2f} GB",
+        hint="; or ".join(options),
+    )

@@ -1,0 +1,141 @@
+"""One matrix product on the engine: how it is cut into tiles, its weight stream, and its clocks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from math import ceil, gcd
+
+from fastcar_compile.artifact.sections import ProductPart
+from fastcar_compile.formats import GROUP
+
+WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
+
+SECTION_WORDS = 256
+"""A port's section of a weight stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
+
+ADD_LATENCY = 8
+"""Clocks of a float32 addition into the same group total. Estimate; Vitis HLS takes 4 to 8 at 200 to 300 MHz."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`channels` outputs of `inputs` int8 values, cut into tiles.
+
+    Channel (t * tile + j) * ports + p is row j of tile t on weight port p.
+
+    Args:
+        inputs: K. channels: N, of all linears of a call together.
+        ports: weight ports, 128 bits per clock each.
+        tile: rows of a tile on one port. tiles: their number.
+        bits: of a weight, 8 or 4; 4: float16 scales for groups of 128 inputs.
+        bias: whether a tile has float32 biases.
+    """
+
+    inputs: int
+    channels: int
+    ports: int
+    tile: int = 1
+    tiles: int = 1
+    bits: int = 8
+    bias: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Weights in one 128-bit word."""
+        return WORD_BITS // self.bits
+
+    @property
+    def sums(self) -> int:
+        """int32 sums of one channel: one, or one per group."""
+        return 1 if self.bits == 8 else ceil(self.inputs / GROUP)
+
+    @property
+    def channel_words(self) -> int:
+        """128-bit words of one channel's weights."""
+        return ceil(self.inputs / self.lanes) if self.bits == 8 else self.sums * (GROUP // self.lanes)
+
+    @property
+    def scale_words(self) -> int:
+        """128-bit words of one tile's scales on one port."""
+        return ceil(self.tile * self.sums / (FLOATS_PER_WORD if self.bits == 8 else 2 * FLOATS_PER_WORD))
+
+    @property
+    def head_words(self) -> int:
+        """128-bit words of one tile's scales and biases on one port."""
+        return self.scale_words + (float_words(self.tile) if self.bias else 0)
+
+    @property
+    def tile_words(self) -> int:
+        """128-bit words of one tile's weights on one port."""
+        return self.tile * self.channel_words
+
+    @property
+    def port_words(self) -> int:
+        """128-bit words of the product on one port."""
+        return self.tiles * (self.head_words + self.tile_words)
+
+    @property
+    def section_words(self) -> int:
+        """128-bit words from one port's section to the next, of a stream that is this product alone."""
+        return section_words(self.port_words)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of such a stream, all ports."""
+        return self.ports * self.section_words * WORD_BYTES
+
+    def scale_cycles(self, rows: int) -> int:
+        """Return the clocks of scaling one tile's sums: one value per clock; groups before that, all ports and a row in four."""
+        groups = 0 if self.bits == 8 else self.sums * max(self.tile * ceil(rows / row_lanes(rows)), ADD_LATENCY)
+        return groups + self.tile * self.ports * rows
+
+    def steps(self, rows: int, *, inner: bool = False) -> tuple[int, int, int, int, int]:
+        """Return the clocks of fetching, multiplying, scaling, finishing and sending one tile.
+
+        Args:
+            rows: of one core. inner: the values stay in the core, as those of an MLP's first product.
+        """
+        finish = self.tile * self.ports * rows
+        send = 0 if inner else finish // FLOATS_PER_WORD
+        return self.head_words + self.tile_words, self.tile_words, self.scale_cycles(rows), finish, send
+
+    def cycles(self, rows: int, *, inner: bool = False) -> int:
+        """Return estimated clocks: two passes that quantise, then the steps, which overlap at the pace of the slowest."""
+        steps = self.steps(rows, inner=inner)
+        return 2 * rows * float_words(self.inputs) + (self.tiles - 1) * max(steps) + sum(steps)
+
+    @property
+    def tile_step(self) -> int:
+        """Rows of a tile per port come in these steps: its channels are whole float32 words (and pairs)."""
+        return FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, self.ports)
+
+    @property
+    def part(self) -> ProductPart:
+        """The product as a host calls it."""
+        return ProductPart(**asdict(self))
+
+    def cut(self, words: int) -> Product:
+        """Cut into tiles of about `words` words on one port, all of one size."""
+        step = self.tile_step
+        return self.cut_rows(max(step, words // self.channel_words // step * step))
+
+    def cut_rows(self, largest: int) -> Product:
+        """Cut into the fewest equal tiles of at most `largest` rows per port, a multiple of `tile_step`."""
+        per_port, step = ceil(self.channels / self.ports), self.tile_step
+        tile = ceil(ceil(per_port / ceil(per_port / largest)) / step) * step
+        return replace(self, tile=tile, tiles=ceil(per_port / tile))
+
+
+def section_words(words: int) -> int:
+    """Return the length of a section that holds this many words."""
+    return ceil(words / SECTION_WORDS) * SECTION_WORDS
+
+
+def float_words(values: int) -> int:
+    """Return the 128-bit words of float32 values; rows are moved and quantised a word per clock."""
+    return ceil(values / FLOATS_PER_WORD)
+
+
+def row_lanes(rows: int) -> int:
+    """Return how many rows' groups are scaled in one clock (Shapes::ROW_LANES)."""
+    return ceil(rows / 4)

@@ -1,0 +1,110 @@
+"""The C++ host program of an artifact: real headers and mains, and one generated header with this decoder's sizes."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import numpy as np
+import torch
+
+from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
+from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
+from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
+from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+
+ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
+
+_ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""As safetensors names them, and fastcar_safetensors.hpp."""
+
+
+class HostProgramEmitter:
+    """Writes the C++ host program of an FPGA target. The manifest has no section for it."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> None:
+        """Write the sources; see Emitter.emit."""
+        host = context.section(HostSection)
+        if host is None or host.board is None:
+            return
+        for name, text in host_sources(program, host.board, context.section(AcceleratorSection)).items():
+            context.writer.write_text(f"{HOST_SOURCES}/{name}", text)
+
+
+def host_sources(program: DecoderProgram, board: BoardPart, accelerator: AcceleratorSection | None) -> dict[str, str]:
+    """Return the texts of the host program by file name.
+
+    Args:
+        board: the manifest's `host.board`. accelerator: the manifest's section; None: no program for it is written.
+
+    Returns:
+        Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
+    """
+    templates = files("hls_templates") / "host"
+    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))]
+    texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
+    texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
+    if accelerator is not None:
+        texts["fastcar_kernels.hpp"] = _kernels(program, accelerator)
+    texts["fastcar_program.hpp"] = render(
+        "host/fastcar_program.hpp",
+        config=program.config,
+        programs=board.programs.named(),
+        weights=weight_file(),
+        thresholds=[_float(s.threshold) for s in program.sites],
+        state=[
+            {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role not in _ATTENTION}
+            for s in program.state
+        ],
+    )
+    return dict(sorted(texts.items()))
+
+
+def _kernels(program: DecoderProgram, accelerator: AcceleratorSection) -> str:
+    """Return the compute kernel, the controller, and the names that the offload library calls them by."""
+    compute, controller = accelerator.kernels
+    return render(
+        "host/fastcar_kernels.hpp",
+        config=program.config,
+        kernels=[compute, controller],
+        weights=accelerator.weights,
+        table=accelerator.table,
+        linears=accelerator.design.linears,
+        mlp_function=MLP_FUNCTION,
+        gate_function=GATE_FUNCTION,
+        linear_function=LINEAR_FUNCTION,
+        operations={f"OP_{op.name}": op.value for op in Op},
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type in a safetensors file.
+
+    Raises:
+        InternalError: a type that the host program does not know.
+    """
+    if dtype not in _DTYPES:
+        raise InternalError(f"the host program has no tensor of type {dtype}")
+    return _DTYPES[dtype]
+
+
+def _float(threshold: float | None) -> str:
+    """Return a float32 in C++, exactly; None is +inf."""
+    value = float("inf") if threshold is None else float(np.float32(threshold))
+    if np.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return f"{value.hex()}f"

@@ -1,0 +1,150 @@
+"""The TAS unit and DRS controller of an artifact, in C simulation or on a board: it decides and dispatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.result import RESULT_WORDS, read_result
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace
+from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Opcode, Status
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
+
+Array = NDArray[Any]
+
+
+class Controller:
+    """The kernel `fastcar_drs` on a unit."""
+
+    def __init__(self, unit: ComputeUnit) -> None:
+        self._unit, self._table = unit, b""
+        self._words = unit.argument("result").bytes // 4
+
+    def run(self, table: bytes, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
+        """Return the answer to one call.
+
+        Args:
+            table: any bytes; sent when they are others than before.
+            rows: of the batch. capacity: records at most; None: as many as `result` holds.
+        """
+        unit = self._unit
+        if table != self._table:
+            unit.write("table", np.frombuffer(table + bytes(-len(table) % 4), np.uint8))
+            self._table = table
+        chain = np.zeros(MAX_ROWS, np.int32)
+        chain[: len(call.chain)] = call.chain
+        for name, words in (("query", call.query), ("key", call.key), ("chain", chain)):
+            unit.fill(name)
+            unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
+        unit.set(
+            {
+                "table_bytes": len(table),
+                "layer": call.layer,
+                "step": call.step,
+                "query_words": len(call.query),
+                "key_words": len(call.key),
+                "held": NO_LAYER if call.held is None else call.held,
+                "capacity": (self._words - RESULT_WORDS) // 2 if capacity is None else capacity,
+            }
+        )
+        unit.run()
+        return read_result(unit.read("result", 4 * self._words).view(np.uint32), rows)
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """What the unit decides for one layer: replay bool [B], score float32 [B], chain int32 [B] with this forward."""
+
+    replay: Array
+    score: Array
+    chain: Array
+
+
+class GateController:
+    """Decides and dispatches layer by layer through the controller.
+
+    Args:
+        controller: that is asked. table: drs/table.bin.
+
+    Raises:
+        UserError: the table is not valid.
+    """
+
+    def __init__(self, controller: Controller, table: bytes) -> None:
+        self._controller, self._table, self._binary = controller, read_table(table), table
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last forward and empty the prefetch buffer."""
+        self._step, self._held = 0, None
+        self._traces: dict[int, LayerTrace] = {}
+
+    def start(self, step: int, thresholds: Array) -> None:
+        """Begin decode forward number `step`; thresholds float32 [L], and others than before are a new table.
+
+        A threshold of a layer whose gate the host decides is not the unit's.
+        """
+        self._step = step
+        self._traces.clear()
+        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(thresholds.tolist())]
+        if tuple(own) != self._table.thresholds:
+            self._table = self._table.with_thresholds(own)
+            self._binary = self._table.to_bytes()
+            self._held = None
+
+    def decide(self, layer: int, query: Array, key: Array, chain: Array) -> GateDecision:
+        """Return the decision for one layer.
+
+        Args:
+            query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
+            chain: int32 [B], replays in a row at this slot.
+
+        Raises:
+            BackendError: the controller stopped with a status other than OK.
+        """
+        trace = self._run(layer, pack_heads(query), pack_heads(key), chain)
+        replay = [not trace.index_register >> row & 1 for row in range(self._table.rows)]
+        return GateDecision(np.array(replay), np.array(trace.scores, np.float32), np.array(trace.chain, np.int32))
+
+    def decides(self, layer: int) -> bool:
+        """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""
+        return self._table.factors[layer] != 0
+
+    def dispatched(self, layer: int) -> LayerTrace:
+        """Return what was dispatched for a layer in this forward; a layer without a gate is scheduled now."""
+        if layer not in self._traces:
+            empty = np.zeros((0, 4), np.float32)
+            self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
+        return self._traces[layer]
+
+    def computed(self, layer: int) -> int:
+        """Return the Index Register of the rows that the controller dispatched to a core."""
+        records = self.dispatched(layer).records
+        return sum(1 << r.row for r in records if r.opcode is Opcode.COMPUTE_MLP and r.row is not None)
+
+    def prefetched(self, layer: int) -> int:
+        """Return the bytes of this layer's weights that are in the prefetch buffer: the argument of LOAD_WEIGHTS."""
+        records = self.dispatched(layer).records
+        return sum(record.argument for record in records if record.opcode is Opcode.LOAD_WEIGHTS)
+
+    def to_prefetch(self, layer: int) -> int | None:
+        """Return the layer whose weights PREFETCH_NEXT fetches while this MLP is skipped; None: it was discarded."""
+        records = self.dispatched(layer).records
+        fetches = any(record.opcode is Opcode.PREFETCH_NEXT for record in records)
+        return (layer + 1) % self._table.layers if fetches else None
+
+    def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
+        call = LayerCall(layer, self._step, query, key, chain, self._held)
+        trace = self._controller.run(self._binary, call, self._table.rows)
+        if trace.status is not Status.OK:
+            what = f"the DRS controller stopped with status {trace.status.name}"
+            raise BackendError(what, where=f"layer {layer}", hint="compile the model again")
+        self._held = trace.held
+        self._traces[layer] = trace
+        return trace

@@ -1,0 +1,143 @@
+"""A device through pyxrt, and a kernel on it whose arguments are filled by name: fastcar_xrt.hpp in Python."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fastcar_compile.artifact.sections import KernelPart
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.backends.accelerator.unit import Buffer, Bytes, ComputeUnit
+
+XCLBIN, DEVICE = "FASTCAR_XCLBIN", "FASTCAR_DEVICE"
+"""Environment variables: path of the device binary; index of the device, 0 if not set."""
+
+TIMEOUT_MS = 10_000
+T = TypeVar("T")
+
+
+class Device:
+    """An open device that holds the xclbin of this design.
+
+    Attributes:
+        xrt: the module pyxrt.
+
+    Raises:
+        BackendError: pyxrt, the xclbin or the device is missing, or the xclbin is of another design.
+    """
+
+    def __init__(self, kernels: Sequence[KernelPart]) -> None:
+        self.xrt = _import_pyxrt()
+        path, index = _xclbin(), _index()
+        image = attempt("the xclbin cannot be read", str(path), lambda: self.xrt.xclbin(str(path)))
+        for kernel in kernels:
+            _check_kernel(image, kernel, path)
+        hint = "load the XRT driver; `xbutil examine` lists the devices"
+        where = f"device {index}"
+        self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), hint)
+        hint = "build it for this board's platform"
+        self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), hint)
+        if self.uuid.to_string() != image.get_uuid().to_string():
+            what = f"the device holds the xclbin {self.uuid.to_string()}, not {image.get_uuid().to_string()}"
+            raise BackendError(what, where=where, hint="another program has loaded its own: end it")
+
+
+def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/tutorial/board.md") -> T:
+    """Return what `work` returns; XRT's own exceptions become a BackendError."""
+    try:
+        return work()
+    except (RuntimeError, OSError, ValueError, MemoryError) as error:
+        raise BackendError(f"{what}: {error}", where=where, hint=hint) from error
+
+
+def _import_pyxrt() -> Any:
+    try:
+        return importlib.import_module("pyxrt")
+    except ImportError as error:
+        hint = "run on the board, with XRT's bindings (/opt/xilinx/xrt/python) on PYTHONPATH; docs/tutorial/board.md"
+        raise BackendError(f"the board backend needs pyxrt: {error}", where="import pyxrt", hint=hint) from error
+
+
+def _xclbin() -> Path:
+    text = os.environ.get(XCLBIN)
+    if not text:
+        raise BackendError(
+            "the board backend does not know its xclbin",
+            where=f"${XCLBIN} is not set",
+            hint="set it to the file's path",
+        )
+    if not Path(text).is_file():
+        raise BackendError(
+            "the xclbin does not exist", where=text, hint=f"correct ${XCLBIN}; `make link` writes the file"
+        )
+    return Path(text)
+
+
+def _index() -> int:
+    text = os.environ.get(DEVICE, "0")
+    if not text.isdecimal():
+        raise BackendError(f"{text!r} is no device index", where=f"${DEVICE}", hint="give 0, 1, …")
+    return int(text)
+
+
+def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
+    """Raise BackendError for another design; pyxrt tells a kernel's name and number of arguments, not their names."""
+    hint = "link the kernels of this artifact again"
+    found = [k for k in image.get_kernels() if k.get_name() == kernel.name]
+    if not found:
+        raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), hint=hint)
+    if found[0].get_num_args() != len(kernel.arguments):
+        what = (
+            f"the xclbin is of another design: {kernel.name} has {found[0].get_num_args()} arguments, "
+            f"expected are {len(kernel.arguments)}"
+        )
+        raise BackendError(what, where=str(path), hint=hint)
+
+
+class XrtUnit(ComputeUnit):
+    """A kernel of the xclbin."""
+
+    def __init__(self, device: Device, kernel: KernelPart) -> None:
+        super().__init__(kernel)
+        self._device, xrt = device, device.xrt
+        self._kernel = attempt(
+            "the kernel cannot be opened",
+            kernel.name,
+            lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.shared),
+            "end other programs that use the board",
+        )
+        self._run = xrt.run(self._kernel)
+
+    def _allocate(self, name: str, size: int) -> Buffer:
+        xrt, device, group = self._device.xrt, self._device.device, self._kernel.group_id(self.kernel.index(name))
+        return attempt(
+            f"no memory for {size} bytes",
+            f"{self.kernel.name}, argument {name}",
+            lambda: xrt.bo(device, size, xrt.bo.normal, group),
+            "free device memory, or compile for fewer layers, rows or bits",
+        )
+
+    def _upload(self, buffer: Buffer, data: Bytes) -> None:
+        if data.size:
+            buffer.write(np.ascontiguousarray(data), 0)
+            buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, data.size, 0)
+
+    def _download(self, buffer: Buffer, size: int) -> Bytes:
+        buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, size, 0)
+        return np.frombuffer(bytes(buffer.read(size, 0)), np.uint8).copy()
+
+    def _set_argument(self, index: int, value: Buffer | int) -> None:
+        """Set an argument; pyxrt takes a scalar as a C int."""
+        self._run.set_arg(index, (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) if isinstance(value, int) else value)
+
+    def _execute(self) -> None:
+        self._run.start()
+        state = self._run.wait(TIMEOUT_MS)
+        if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
+            hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
+            raise BackendError(f"the kernel did not complete: {state}", where=self.kernel.name, hint=hint)

@@ -1,0 +1,100 @@
+"""Imports follow docs/reference/architecture.md: the order of its table, no cycles, and folders that stay light."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "fastcar_compile"
+ENTRIES = re.findall(
+    r"^\| `([a-z_]+)(?:/|\.py)` \|", (ROOT / "docs" / "reference" / "architecture.md").read_text("utf-8"), re.MULTILINE
+)
+HEAVY = ("torch", "transformers", "onnx")
+TORCH_SIDE = tuple(f"{PACKAGE}.{m}" for m in ("gates.gate_file", "gates.weight_tensors", "runtime.backends.eager"))
+"""The modules of light folders that are torch's side of a gate and of a backend."""
+LIGHT = ("errors", "parallel", "registry", "formats", "drs", "gates", "config", "targets", "artifact", "runtime")
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+}
+
+
+def targets(node: ast.AST) -> Iterator[str]:
+    """Return the modules of the package that an import statement names."""
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "the package has no relative imports"
+        names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    yield from (name for name in names if name in MODULES and name != PACKAGE)
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Return the nodes that run when the module is imported: no function bodies and no `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not function and not checking:
+            yield node
+            yield from at_import(node)
+
+
+def entry(module: str) -> str:
+    """Return the entry of the table that a module belongs to."""
+    return module.split(".")[1]
+
+
+def test_the_table_lists_every_file_and_folder() -> None:
+    found = {entry(module) for module in MODULES if "." in module} - {"__main__"}
+    assert sorted(ENTRIES) == sorted(found)
+
+
+def test_no_import_is_against_the_order() -> None:
+    order = {name: number for number, name in enumerate(ENTRIES)} | {"__main__": len(ENTRIES)}
+    against = set[str]()
+    for module, path in MODULES.items():
+        if module == PACKAGE:
+            continue  # the public names, from everywhere
+        imports = (ast.Import, ast.ImportFrom)
+        for node in (n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, imports)):
+            wrong = [target for target in targets(node) if order[entry(target)] > order[entry(module)]]
+            against |= {f"{module}:{node.lineno} imports {target}" for target in wrong}
+    assert not against, "\n".join(sorted(against))
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules of one cycle, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = {
+        module: {t for node in at_import(ast.parse(path.read_text("utf-8"))) for t in targets(node)} - {module}
+        for module, path in MODULES.items()
+    }
+    for module, found in graph.items():
+        # `from a.b import c` runs a/b/__init__.py as well, unless this file is inside of a.b
+        parents = {t.rpartition(".")[0] for t in found} - {PACKAGE, ""}
+        found |= {p for p in parents if not module.startswith(f"{p}.") and p != module}
+    assert cycle(graph) == []
+    assert cycle({"a": {"b"}, "b": {"a"}}) != [], "the check itself finds one"
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_folders_import_nothing_heavy(name: str) -> None:
+    modules = [m for m in MODULES if "." in m and entry(m) == name and m not in TORCH_SIDE]
+    code = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint(*({set(HEAVY)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
