@@ -24,6 +24,7 @@ from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
@@ -156,7 +157,7 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
 def test_every_unsupported_operator_is_named() -> None:
     source = copy.deepcopy(program(Case()))
     graph = source.graph_module.graph
-    logits = graph.output_node().args[0][0]  # type: ignore[index]
+    logits = output_nodes(graph)[0]
     with graph.inserting_before(graph.output_node()):
         for op in (torch.ops.aten.lgamma.default, torch.ops.aten.cummax.default):
             node = graph.call_function(op, (logits,))
