@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from fastcar_compile.errors import BackendError
 
 
 @contextmanager
-def needs(extra: str) -> Iterator[None]:
+def needs(extra: str) -> Generator[None]:
     """Name the extra to install where an import of the block fails.
 
     Raises:

@@ -27,7 +27,7 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\n"
         f"pipeline: {sections.pipeline.passes}\n"
     )
-    texts = []
+    texts: list[str] = []
     for part in layers if layer is None else [layers[layer]]:
         own = [t for t in sections.decoder.state if t.layer == part.layer]
         texts.append(_layer(part, own, config.tokens_per_frame))

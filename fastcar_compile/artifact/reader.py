@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -69,7 +69,7 @@ def read_manifest(path: str | Path) -> Manifest:
         data = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ArtifactError(f"the manifest is not valid JSON: {error}", where=str(file)) from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
+    version = cast("dict[str, Any]", data).get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ArtifactError(
             f"the artifact has schema version {version}, this fastcar_compile reads version {SCHEMA_VERSION}",

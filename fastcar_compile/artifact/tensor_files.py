@@ -172,7 +172,7 @@ def _bytes(name: str, array: Array, spec: TensorSpec) -> memoryview:
     if found != spec:
         texts = [f"{s.dtype.name} {list(s.shape)}" for s in (found, spec)]
         raise InternalError(f"{name} is {texts[0]}, not {texts[1]}")
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 class Arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fastcar_compile.errors import InputError
 
@@ -49,7 +50,7 @@ class QuantFormat:
         return outputs * (ROW_BYTES * -(-inputs * self.weight_bits // (8 * ROW_BYTES)) + self.scale_bytes)
 
 
-_INTEGER = {"integer": True, "accelerated": True, "tolerance": 5e-2}
+_INTEGER: dict[str, Any] = {"integer": True, "accelerated": True, "tolerance": 5e-2}
 
 QUANT_FORMATS = {
     f.name: f

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,9 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """Return an array: of a torch tensor, of anything that speaks DLPack, or of a sequence."""
     if _is_torch(value):
         return value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
-    return np.asarray(value)
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.asarray(cast(Any, value))
+    return np.from_dlpack(value)
 
 
 def like(example: Any, array: NDArray[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
@@ -46,7 +46,7 @@ class StateArena:
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     @contextmanager
-    def kept(self, roles: Collection[StateRole], slot: int) -> Iterator[None]:
+    def kept(self, roles: Collection[StateRole], slot: int) -> Generator[None]:
         """Put one slot (first index) of the states of these roles back at the end of the block.
 
         A forward writes no other slot.

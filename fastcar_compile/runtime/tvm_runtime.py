@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ _CPU, _POOLED = 1, 2
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
+def _without_torch() -> Generator[None]:
     """Make `import torch` fail for the block, unless torch is loaded: tvm_ffi imports it where it is installed."""
     if "torch" in sys.modules:
         yield

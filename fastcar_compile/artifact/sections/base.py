@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
 
@@ -36,7 +36,8 @@ class Section(Part):
     def _has_this_version(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        found = data.get("version", cls.VERSION)
+        fields = cast("dict[str, Any]", data)
+        found = fields.get("version", cls.VERSION)
         if found != cls.VERSION:
             raise ValueError(f"version {found}; this fastcar_compile reads version {cls.VERSION}")
-        return {**data, "version": found}
+        return {**fields, "version": found}

@@ -75,12 +75,12 @@ class EagerStepper(Stepper):
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         feeds = self._feeds(inputs, position)
-        feeds |= {"step": torch.tensor([step]), "thresholds": torch.from_numpy(thresholds)}
+        feeds |= {"step": torch.tensor([step]), "thresholds": torch.as_tensor(thresholds)}
         results = {n: t.numpy() for n, t in self._run(self._decode, self._outputs, feeds).items() if n in _RESULTS}
         return StepResult.of(results["logits"], results.get("decisions"), results.get("scores"), len(thresholds))
 
     def _feeds(self, inputs: Array, position: int) -> dict[str, Tensor]:
-        value = torch.from_numpy(np.ascontiguousarray(inputs))
+        value = torch.as_tensor(np.ascontiguousarray(inputs))
         return {"tokens": value, "inputs_embeds": value, "position": torch.tensor([position])}
 
     def _run(self, graph: fx.GraphModule, outputs: Sequence[str], feeds: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import onnxruntime
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import ATTENTION_ROLES, DecoderSection, OnnxSection
 from fastcar_compile.errors import BackendError
 from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+
+onnxruntime: Any = import_module("onnxruntime")  # it has no types
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtStepper:
@@ -43,8 +46,8 @@ class OrtStepper(Stepper):
         except Exception as error:  # onnxruntime's exceptions share no public base class
             raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
         self._config, self._specs = decoder.config, decoder.state
-        self._inputs = {i.name for i in self._session.get_inputs()}
-        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._inputs: set[str] = {i.name for i in self._session.get_inputs()}
+        self._outputs: list[str] = [o.name for o in self._session.get_outputs()]
         self.reset()
 
     def reset(self) -> None:
@@ -75,6 +78,8 @@ class OrtStepper(Stepper):
         }
         feeds = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in self._state.items() if k in self._inputs}
-        results = dict(zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True))
+        results: dict[str, Any] = dict(
+            zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True)
+        )
         self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}

@@ -68,8 +68,8 @@ def combined_linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: Instru
     Its arguments are the activations, then the weights (and scales) of each linear, then the results.
     """
     linear = LINEARS[kind]
-    kernels = [linear.kernel(m, n, k, isa=isa) for n in ns]
-    combined = combine(kernels, linear.activations)
+    kernels: list[Any] = [linear.kernel(m, n, k, isa=isa) for n in ns]
+    combined: Any = combine(kernels, linear.activations)
     combined.__name__ = f"{kernels[0].__name__}_x{len(ns)}"
     return combined
 
@@ -96,9 +96,8 @@ KIND, OPTIONS = "fastcar.kernel", "fastcar.options"
 @cache
 def dispatch(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
     """Return the kernel of that kind for the instruction set, with the marks that `specialise` reads."""
-    kernel = KERNELS[kind](*options, isa=isa)
-    marked = kernel.with_attrs({KIND: kind, OPTIONS: json.dumps(options)})
-    assert isinstance(marked, PrimFunc)
+    kernel: Any = KERNELS[kind](*options, isa=isa)
+    marked: Any = kernel.with_attrs({KIND: kind, OPTIONS: json.dumps(options)})
     marked.__name__ = kernel.__name__
     return marked
 
@@ -108,7 +107,7 @@ def _unmarked(kind: str, options: str, isa: InstructionSet) -> PrimFunc:
     return KERNELS[kind](*(tuple(o) if isinstance(o, list) else o for o in json.loads(options)), isa=isa)
 
 
-def specialise(module: tvm.IRModule, isa: InstructionSet) -> tvm.IRModule:
+def specialise(module: Any, isa: InstructionSet) -> tvm.IRModule:
     """Return the module with the kernel of `isa` in place of every marked kernel, without the marks."""
     functions = {}
     for variable, function in module.functions_items():

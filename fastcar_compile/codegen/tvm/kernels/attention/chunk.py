@@ -1,5 +1,8 @@
 """Attention of a prefill chunk: many query rows over the filled part of the cache, as two small matrix products."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

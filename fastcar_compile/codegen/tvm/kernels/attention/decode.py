@@ -1,5 +1,8 @@
 """Decode attention: one query row per head over the filled part of the cache."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from functools import partial

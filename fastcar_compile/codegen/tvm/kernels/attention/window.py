@@ -1,5 +1,8 @@
 """Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,8 @@
 """The append to a key/value cache: rows rounded to the KV type, bit for bit as ops/cached.py defines it."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from tvm import te, topi
 from tvm.tirx import PrimFunc
@@ -27,13 +28,12 @@ def split_rows(count: int, size: int, dtype: str) -> PrimFunc:
     return _opaque([whole, *topi.split(whole, count, 0)], "split_rows")
 
 
-def _opaque(tensors: list[te.Tensor], name: str) -> PrimFunc:
+def _opaque(tensors: list[Any], name: str) -> PrimFunc:
     # Without the mark TVM would fuse several of them into one.
-    kernel = (
+    kernel: Any = (
         te.create_prim_func(tensors)
         .without_attr("global_symbol")
         .with_attr({"op_pattern": OPAQUE, "tir.noalias": True})
     )
-    assert isinstance(kernel, PrimFunc)
     kernel.__name__ = name
     return kernel

@@ -3,6 +3,9 @@
 The slot of a forward is step mod F.
 """
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T

@@ -1,5 +1,8 @@
 """Score of the gate `learned`: a network with one hidden layer over the MLP's input and its change."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

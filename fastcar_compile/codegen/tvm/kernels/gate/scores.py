@@ -1,5 +1,8 @@
 """Scores of the gates beside `tas`: float32 [B], sums in the order of the elements."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T
@@ -43,16 +46,15 @@ def tas_heads(
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], factor[0:hq])
                 T.writes(y[0:b])
-                dot = T.alloc_buffer((1,), "float32")
-                total = T.alloc_buffer((1,), "float32")
+                sums = T.alloc_buffer((2,), "float32")  # of one head, and of all heads
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                total[0] = T.float32(0)
+                sums[1] = T.float32(0)
                 for h in range(hq):
-                    dot[0] = T.float32(0)
+                    sums[0] = T.float32(0)
                     for c in range(d):
-                        dot[0] += q[i, h, 0, c] * keys_of.element(row_at(keys, i, h // group, before), c, 0)
-                    total[0] += dot[0] * factor[h]
-                y[i] = total[0] * T.float32(scale)
+                        sums[0] += q[i, h, 0, c] * keys_of.element(row_at(keys, i, h // group, before), c, 0)
+                    sums[1] += sums[0] * factor[h]
+                y[i] = sums[1] * T.float32(scale)
 
     return weighted_temporal_score
 
@@ -106,24 +108,21 @@ def cosine_distance(
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
                 T.writes(y[0:b])
-                dot = T.alloc_buffer((1,), "float32")
-                query_norm = T.alloc_buffer((1,), "float32")
-                key_norm = T.alloc_buffer((1,), "float32")
-                cosines = T.alloc_buffer((1,), "float32")
-                key = T.alloc_buffer((1,), "float32")
+                # <q, k>, <q, q> and <k, k> of one head, the sum of the cosines, an element of k
+                acc = T.alloc_buffer((5,), "float32")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                cosines[0] = T.float32(0)
+                acc[3] = T.float32(0)
                 for h in range(hq):
-                    dot[0] = T.float32(0)
-                    query_norm[0] = T.float32(0)
-                    key_norm[0] = T.float32(0)
+                    acc[0] = T.float32(0)
+                    acc[1] = T.float32(0)
+                    acc[2] = T.float32(0)
                     for c in range(d):
-                        key[0] = keys_of.element(row_at(keys, i, h // group, before), c, 0)
-                        dot[0] += q[i, h, 0, c] * key[0]
-                        query_norm[0] += q[i, h, 0, c] * q[i, h, 0, c]
-                        key_norm[0] += key[0] * key[0]
-                    cosines[0] += dot[0] / T.sqrt(T.max(query_norm[0] * key_norm[0], T.float32(TINY)))
-                y[i] = T.sqrt(T.max(T.float32(1) - cosines[0] / T.float32(hq), T.float32(0)))
+                        acc[4] = keys_of.element(row_at(keys, i, h // group, before), c, 0)
+                        acc[0] += q[i, h, 0, c] * acc[4]
+                        acc[1] += q[i, h, 0, c] * q[i, h, 0, c]
+                        acc[2] += acc[4] * acc[4]
+                    acc[3] += acc[0] / T.sqrt(T.max(acc[1] * acc[2], T.float32(TINY)))
+                y[i] = T.sqrt(T.max(T.float32(1) - acc[3] / T.float32(hq), T.float32(0)))
 
     return temporal_distance
 

@@ -1,5 +1,8 @@
 """The temporal attention score (TAS)."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T

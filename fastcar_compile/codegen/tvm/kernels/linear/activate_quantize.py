@@ -4,6 +4,9 @@ Bit for bit what the three operators give one after the other: no sum could be r
 an addition.
 """
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T

@@ -1,5 +1,8 @@
 """Table factor of an activation, bit for bit as fastcar_compile.ops.activations defines it."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from tvm.s_tir import SBlock, SBlockRealize, renew_defs
-from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, PrimFunc, SeqStmt, Stmt, Var
+from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
 from fastcar_compile.errors import InternalError
@@ -60,14 +61,14 @@ def _split(body: Stmt) -> tuple[list[Stmt], For | None, list[Stmt]]:
     return statements[:at], loop, statements[at + 1 :]
 
 
-def _one_loop(loops: Sequence[For]) -> list[For]:
+def _one_loop(loops: Sequence[Any]) -> list[For]:
     """Return one parallel loop over the iterations of these loops, all of which begin at 0, or nothing for no loops."""
     if not loops:
         return []
     ends = [sum(int(loop.extent) for loop in loops[: i + 1]) for i in range(len(loops))]
     every = Var("block", "int32")
-    body: Stmt | None = None
+    body: Any = None
     for loop, end in zip(reversed(loops), reversed(ends), strict=True):
         mine = SeqStmt([Bind(loop.loop_var, every - (end - int(loop.extent))), loop.body])
         body = mine if body is None else IfThenElse(every < end, mine, body)
-    return [For(every, 0, ends[-1], ForKind.PARALLEL, body)]
+    return [For(every, IntImm("int32", 0), IntImm("int32", ends[-1]), ForKind.PARALLEL, body)]

@@ -1,5 +1,8 @@
 """GEMM of a prefill chunk or a large batch with float32 or bfloat16 weights."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """GEMV and small-batch GEMM with float32 or bfloat16 weights: dot products along the reduction."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """int4 GEMV and GEMM in groups of 128, exact int32 group sums, bit for bit as fastcar_compile.ops.quant defines it."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -4,6 +4,9 @@ Both kernels of a norm share the macro that normalises a row, so its sums have o
 kernel quantises are bit for bit those that the first kernel writes.
 """
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

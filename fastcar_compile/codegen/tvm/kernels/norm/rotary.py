@@ -1,5 +1,8 @@
 """Rotary position embedding of queries or keys."""
 
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from tvm.script import tirx as T
