@@ -24,6 +24,7 @@ from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
@@ -98,13 +99,15 @@ class Bound:
     unit: Callable[..., GateDecision]
     step: int
 
-    def mlp(self, layer: int, *operands: np.ndarray) -> np.ndarray:
+    def mlp(self, layer: int, x: np.ndarray, replay: np.ndarray, cached: np.ndarray) -> np.ndarray:
         """As Offloaded.mlp."""
-        return self.accelerator(layer, *map(torch.tensor, operands)).numpy()
+        return self.accelerator(layer, *map(torch.tensor, (x, replay, cached))).numpy()
 
-    def gate(self, layer: int, *operands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gate(
+        self, layer: int, query: np.ndarray, key: np.ndarray, chain: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As Offloaded.gate."""
-        found = self.unit(layer, *map(torch.tensor, operands), self.step)
+        found = self.unit(layer, *map(torch.tensor, (query, key, chain)), self.step)
         return found.replay.numpy(), found.score.numpy(), found.chain.numpy()
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -156,7 +159,7 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
 def test_every_unsupported_operator_is_named() -> None:
     source = copy.deepcopy(program(Case()))
     graph = source.graph_module.graph
-    logits = graph.output_node().args[0][0]  # type: ignore[index]
+    logits = output_nodes(graph)[0]
     with graph.inserting_before(graph.output_node()):
         for op in (torch.ops.aten.lgamma.default, torch.ops.aten.cummax.default):
             node = graph.call_function(op, (logits,))

@@ -33,7 +33,7 @@ def program(quant: str = "none", thresholds: tuple[float | None, ...] = (0.0, No
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=1,
-        quant=quant,  # type: ignore[arg-type]
+        quant=quant,
         replay=ReplayConfig(threshold=thresholds),
         prefill_chunk=1,
     )
