@@ -163,6 +163,8 @@ class _Reader:
         node = self.node(Role.ACTIVATION)
         name = activation_of(node) or str(node_arg(node, 1).args[1])
         inner = node_arg(linears[-1], 0)
+        if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
+            inner = node_arg(inner, 2)
         factors = [node, linears[-2]] if len(linears) == 3 else [node]
         found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
         direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)

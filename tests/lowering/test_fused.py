@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activat
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.codegen.tvm.kernels.norm.rotary import rotary
+from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ops.activations import FACTORS, factor_table
 from fastcar_compile.ops.quant import quantize_rows
 
@@ -143,19 +146,19 @@ def test_a_real_decode_step_uses_them(quant: str) -> None:
     assert len([n for n in names if n.startswith("attend")]) == 1
 
 
-def _traced(function: object, *inputs: Tensor) -> fx.Node:
+def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.Node:
     """The operator that makes the result."""
     exported = torch.export.export(_Module(function), inputs)
-    return exported.graph.output_node().args[0][0]  # type: ignore[index,return-value]
+    return output_nodes(exported.graph)[0]
 
 
 class _Module(torch.nn.Module):
-    def __init__(self, function: object) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self._function(*inputs)  # type: ignore[operator]
+        return self._function(*inputs)
 
 
 def test_patterns_are_found_in_either_order() -> None:
@@ -185,7 +188,7 @@ def test_patterns_are_found_in_either_order() -> None:
         lambda a, c, s: a * c + torch.cat([-c.expand(2, 3, 4, 8)[..., 4:], a[..., :4]], -1) * s,  # of something else
     ],
 )
-def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: object) -> None:
+def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: Callable[..., Tensor]) -> None:
     x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
     assert rotary_of(_traced(function, x, table, table + 1)) is None
 
@@ -212,7 +215,7 @@ def test_norms_are_found() -> None:
         lambda a, w: w + (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
     ],
 )
-def test_what_only_resembles_a_norm_is_left_alone(function: object) -> None:
+def test_what_only_resembles_a_norm_is_left_alone(function: Callable[..., Tensor]) -> None:
     assert rms_norm_of(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
 
 

@@ -41,7 +41,7 @@ _TYPES = {
 
 
 def export_onnx(program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None) -> None:
-    """Write the decode step as ONNX, checked by onnx.checker; same program, same bytes.
+    """Write the decode step as ONNX, checked by onnx.checker. Same program, same bytes.
 
     Args:
         program: the rewritten program. path: the .onnx file.
@@ -158,7 +158,7 @@ def _info(name: str, node: fx.Node) -> onnx.ValueInfoProto:
 
 
 def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
-    """The innermost cause, one line of it, and the first node whose operator it names."""
+    """Return the innermost cause as one line, and the first node whose operator it names."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).splitlines()[0]

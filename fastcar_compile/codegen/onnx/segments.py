@@ -23,7 +23,7 @@ _TALKATIVE = ("torch.onnx._internal.exporter._registration", "onnx_ir.passes.com
 
 
 def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list[onnx.FunctionProto]]:
-    """The segment as the function `DOMAIN.name`, and the functions that it calls.
+    """Return the segment as the function `DOMAIN.name`, and the functions that it calls.
 
     int8 parameters are uint8 with zero point 128 there, as `ops.linear_w8a8` takes them.
 
@@ -43,14 +43,14 @@ def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list
 
 
 def _example(node: fx.Node) -> torch.Tensor:
-    """Zeros that nothing writes to, so that they take no memory; the export looks at shape and dtype only."""
+    """Return zeros that nothing writes to, so that they take no memory: the export reads shape and dtype only."""
     val = node.meta["val"]
     dtype = torch.uint8 if node.op == "get_attr" and val.dtype == torch.int8 else val.dtype
     return torch.zeros(tuple(val.shape), dtype=dtype)
 
 
 def _function(proto: onnx.ModelProto, name: str, inputs: list[str]) -> onnx.FunctionProto:
-    """A function has no initialisers, and none of its inputs may be an output: constants and identities stand in."""
+    """Return the graph as a function: constants replace initialisers, an identity separates an input from an output."""
     graph = proto.graph
     nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer]
     nodes += graph.node
@@ -65,8 +65,7 @@ def _function(proto: onnx.ModelProto, name: str, inputs: list[str]) -> onnx.Func
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Without the exporter's notes on torchvision, which no decoder needs, on constants that it leaves as they are, and
-    on its own deprecated calls."""
+    """Silence the exporter's notes on torchvision, on constants that it keeps, and on its own deprecated calls."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def host_variants(names: Sequence[str]) -> list[InstructionSet]:
-    """The instruction sets that an artifact is to carry libraries for, the best one of each architecture first.
+    """Return the instruction sets that an artifact is to carry libraries for, the best one of each machine first.
 
     Raises:
         CompileError: an unknown name, or no linker for one of them; all of these at once.
@@ -105,7 +105,7 @@ def _emit_variant(
 
 
 def cross_compiler(triple: str, machine: str) -> str:
-    """Name of the C++ compiler that links for `triple` on a machine whose own triple is `machine`."""
+    """Return the name of the C++ compiler that links for `triple` on a machine whose own triple is `machine`."""
     return "g++" if triple == machine else f"{triple}-g++"
 
 

@@ -86,7 +86,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
 
 
 def instruction_set(name: str) -> InstructionSet:
-    """The row of that name.
+    """Return the row of that name.
 
     Raises:
         CompileError: there is none.
@@ -99,7 +99,7 @@ def instruction_set(name: str) -> InstructionSet:
 
 
 def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
-    """The rows of these names, "native" for the best one of this machine; in the table's order, each once.
+    """Return the rows of these names, in the table's order, each once. "native" is the best one of this machine.
 
     Raises:
         CompileError: an unknown name, or none at all.
@@ -112,13 +112,13 @@ def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
 
 
 def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]) -> list[InstructionSet]:
-    """Those that a CPU with these flags runs, the best one first."""
+    """Return those that a CPU with these flags runs, the best one first."""
     able = {isa.name for isa in sets if isa.machine == machine and isa.flags <= flags}
     return [isa for isa in INSTRUCTION_SETS if isa.name in able]
 
 
 def host_instruction_set() -> InstructionSet:
-    """The best one of this machine.
+    """Return the best one of this machine.
 
     Raises:
         CompileError: the CPU runs none of the table.

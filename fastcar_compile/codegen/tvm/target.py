@@ -11,14 +11,14 @@ from fastcar_compile.errors import TargetError
 
 
 def host_target(isa: InstructionSet | None = None) -> tvm.target.Target:
-    """LLVM target of an instruction set; None: the best one of this machine."""
+    """Return the LLVM target of an instruction set; None: of the best one of this machine."""
     chosen = isa or host_instruction_set()
     options = {"kind": "llvm", "mtriple": chosen.triple, "mcpu": chosen.cpu}
     return tvm.target.Target(options | ({"mattr": list(chosen.features)} if chosen.features else {}))
 
 
 def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
-    """The best instruction set that a CPU with this LLVM name runs, compiled for that very CPU.
+    """Return the best instruction set that a CPU with this LLVM name runs, compiled for that very CPU.
 
     Raises:
         TargetError: LLVM does not know the CPU, or it runs none of the table.
