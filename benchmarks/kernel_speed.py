@@ -9,8 +9,8 @@ that of a kernel that only reads, measured in turns with the others; times are t
 is the context and k the width of the decoder, in heads of 128; rows are the batch.
 """
 
-# pyright: reportInvalidTypeForm=false
-# TVMScript annotates buffers with calls.
+# pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
+# TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
 
 from __future__ import annotations
 

@@ -22,7 +22,13 @@ from fastcar_compile.targets import load_target
 
 def decoder_config(**changes: Any) -> DecoderConfig:
     """Two rows, three layers, frames of four tokens."""
-    sizes = {"batch_size": 2, "max_seq_len": 32, "tokens_per_frame": 4, "num_layers": 3, "hidden_size": 128}
+    sizes: dict[str, Any] = {
+        "batch_size": 2,
+        "max_seq_len": 32,
+        "tokens_per_frame": 4,
+        "num_layers": 3,
+        "hidden_size": 128,
+    }
     return DecoderConfig(**sizes | {"vocab_size": 17, "takes_embeddings": False, "prefill_chunk": 4} | changes)
 
 

@@ -38,7 +38,8 @@ SHARDS = 3
 
 def save(folder: Path, *, dtype: torch.dtype = torch.bfloat16, tied: bool = False) -> Path:
     """A Llama of four layers in shards, without save_pretrained's choice of where to cut."""
-    model = torch.nn.Module.to(llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied), dtype)
+    model = llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    torch.nn.Module.to(model, dtype)
     folder.mkdir()
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(folder)

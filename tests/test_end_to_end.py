@@ -13,6 +13,7 @@ import torch
 from decoders import PlainDecoder, headless_llama, llama
 
 import fastcar_compile as fc
+from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.tvm_runtime import fill
 
@@ -97,6 +98,7 @@ def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact]
     for i in range(1, 1 + FRAME):
         session.step(ids[:, i])
     backend = session._stepper
+    assert isinstance(backend, CpuStepper)
     for name, tensor in zip(backend._decode.names, backend._decode.arguments, strict=True):
         if ".mlp." in name:
             fill(tensor, np.full(tuple(tensor.shape), np.nan, np.float32))

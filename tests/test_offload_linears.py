@@ -107,7 +107,9 @@ def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
     replay = fc.ReplayConfig(threshold=0.0)
     options = {"tokens_per_frame": 8, "quant": "w4a8", "replay": replay, "prefill_chunk": 1, "offload": "linears"}
     artifact = fc.compile(PlainDecoder(batch=2), "zcu102", batch_size=2, output=tmp_path / "a", **options)
-    assert {s.bits for s in artifact.manifest.accelerator.design.linears.values()} == {4}
+    accelerator = artifact.manifest.accelerator
+    assert accelerator is not None
+    assert {s.bits for s in accelerator.design.linears.values()} == {4}
     ids = torch.randint(0, 11, (2, 33), generator=torch.Generator().manual_seed(4))
     cpu, hls = (artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     assert torch.equal(decode(cpu, ids), decode(hls, ids))

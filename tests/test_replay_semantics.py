@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -161,10 +162,12 @@ class Recorder:
         self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, branch in self.backend._decode.named_children():
             if "_branch_" in name:
-                branch.register_forward_hook(lambda _m, args, out, name=name: self.keep(name, args[0], out[0]))
+                branch.register_forward_hook(partial(self.keep, name))
 
-    def keep(self, name: str, hidden: torch.Tensor, y: torch.Tensor) -> None:
-        self.calls.append((name, hidden.clone(), y.clone()))
+    def keep(
+        self, name: str, _branch: torch.nn.Module, args: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> None:
+        self.calls.append((name, args[0].clone(), out[0].clone()))
 
     def state(self, name: str) -> np.ndarray:
         return self.backend._state[name].clone().numpy()

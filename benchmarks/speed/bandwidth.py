@@ -1,7 +1,7 @@
 """Read bandwidth of this process: a sum over a buffer much larger than the caches, on all threads."""
 
-# pyright: reportInvalidTypeForm=false
-# TVMScript annotates buffers with calls.
+# pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
+# TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -104,7 +104,7 @@ def _arguments(node: fx.Node, values: Mapping[fx.Node, Any], literals: list[int 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
     at = _LITERALS.get(node.target)
     if at is not None:
-        literal = args[at]
+        literal = cast("int | str", args[at])  # _LITERALS names where such a literal stands
         args = (*args[:at], type(literal)(len(literals)), *args[at + 1 :])
         literals.append(literal)
     return args, kwargs

@@ -6,9 +6,9 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from torch import fx
@@ -46,7 +46,7 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and math.isinf(value):
         return str(value)
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(v) for v in cast("Sequence[object]", value)]
     return value.name if isinstance(value, GateWeights) else value
 
 
@@ -54,7 +54,7 @@ def _from_plain(value: object) -> object:
     if value in _INFINITIES:
         return float(str(value))
     if isinstance(value, list):
-        return tuple(_from_plain(v) for v in value)
+        return tuple(_from_plain(v) for v in cast("list[object]", value))
     if isinstance(value, str) and DIGEST.fullmatch(value):
         return GateWeights(value.removeprefix("sha256:"))
     return value

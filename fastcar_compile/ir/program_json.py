@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -144,7 +144,7 @@ def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta
         raise ArtifactError(f"the graph file is no JSON: {error}", where=str(path)) from error
     if not isinstance(data, dict):
         raise ArtifactError("the graph file holds no JSON object", where=str(path))
-    return program_from_json(data, params, missing_on_meta=missing_on_meta)
+    return program_from_json(cast("Json", data), params, missing_on_meta=missing_on_meta)
 
 
 def graph_file_text(program: DecoderProgram) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -146,14 +146,14 @@ def fake_value(graph: fx.Graph, node: fx.Node) -> Any:
     return known[key]
 
 
-def _signature(value: Any) -> object:
+def _signature(value: object) -> object:
     """Return what a fake definition can see of an argument, as a key."""
     if isinstance(value, Tensor):
         return (value.dtype, tuple(value.shape), value.stride(), str(value.device))
     if isinstance(value, list | tuple):
-        return tuple(_signature(v) for v in value)
+        return tuple(_signature(v) for v in cast("Sequence[object]", value))
     if isinstance(value, dict):
-        return tuple((k, _signature(v)) for k, v in value.items())
+        return tuple((k, _signature(v)) for k, v in cast("dict[object, object]", value).items())
     return (type(value), value)
 
 

@@ -44,7 +44,8 @@ def to_torch(array: NDArray[Any]) -> Tensor:
     """Return a tensor over the array's memory."""
     if not array.size:
         return torch.empty(array.shape, dtype=torch_dtype(array.dtype.name))
-    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    flat = torch.from_numpy(octets)  # pyright: ignore[reportUnknownMemberType]  (torch does not type its argument)
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)
 
 

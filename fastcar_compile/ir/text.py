@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.layers import layer_of, role_of
@@ -55,9 +56,10 @@ def target_name(target: Any) -> str:
     for name, special in SPECIAL_OPERATORS.items():
         if target is special:
             return name
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
-        return str(target)
-    raise InternalError(f"operator {target} cannot be written to a graph file")
+    name = str(target)
+    if isinstance(target, OpOverload) and target.namespace in NAMESPACES:
+        return name
+    raise InternalError(f"operator {name} cannot be written to a graph file")
 
 
 def _notes(node: fx.Node) -> list[str]:

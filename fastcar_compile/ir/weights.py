@@ -87,7 +87,7 @@ class LazyWeights:
     """
 
     source: Source
-    recipes: dict[str, Recipe] = field(default_factory=dict)
+    recipes: dict[str, Recipe] = field(default_factory=dict[str, Recipe])
     _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
 
     def derive(self, names: Sequence[str], source: str, make: Make, *, by_rows: bool = True) -> None:

@@ -58,7 +58,7 @@ def compiled(
     """For zcu102, with the library for its CPU linked."""
     check_tool("aarch64-linux-gnu-g++")
     return fc.compile(
-        llama(initializer_range=0.2, **changes),  # type: ignore[arg-type]
+        llama(initializer_range=0.2, **changes),
         target="zcu102",
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
@@ -94,7 +94,12 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
         assert built.returncode == 0, built.stderr
         return library
 
-    return lambda a: build(a.path / "hls", json.dumps([k.model_dump() for k in a.manifest.accelerator.kernels]))
+    def library(artifact: fc.Artifact) -> Path:
+        accelerator = artifact.manifest.accelerator
+        assert accelerator is not None
+        return build(artifact.path / "hls", json.dumps([k.model_dump() for k in accelerator.kernels]))
+
+    return library
 
 
 def argument_names(kernels: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,11 +27,11 @@ from fastcar_compile.targets import load_target
 def lowered() -> LoweredModule:
     """x + x as a program."""
     builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    x = relax.Var("x", relax.TensorType([tvm.tirx.IntImm("int64", 4)], "float32"))
     with builder.function("run", [x]):
         builder.emit_func_output(relax.Tuple([builder.emit(relax.op.add(x, x))]))
     module = builder.finalize()
-    return LoweredModule(None, ("x",), (), ("y",), 0, module).retarget(host_instruction_set())
+    return LoweredModule(cast("Any", None), ("x",), (), ("y",), 0, module).retarget(host_instruction_set())
 
 
 def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> BoardPart:
@@ -81,6 +82,7 @@ def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: Lowere
     assert (section.compiler, section.linked) == ("g++", True)
     library = section.programs.decode.library
     assert library == "host/x86_64-linux-gnu-x86-64-v3/decode.so"
-    machine = relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "a" / library)), tvm.cpu())
-    (doubled,) = machine["run"](tvm.runtime.tensor(np.float32([1, 2, 3, 4])))
+    module: Any = tvm.runtime.load_module(str(tmp_path / "a" / library))
+    machine = relax.VirtualMachine(module, cast("Any", tvm.cpu()))
+    (doubled,) = machine["run"](tvm.runtime.tensor(np.array([1, 2, 3, 4], np.float32)))
     assert doubled.numpy().tolist() == [2, 4, 6, 8]

@@ -16,6 +16,7 @@ from conftest import check_tool
 from fastcar_compile.artifact.tensor_files import save_tensors
 
 NAMES = ("a", 'b "x"')
+REAL = np.array([1.5], np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def read(reader: Path, *paths: Path) -> list[str]:
 
 def good(folder: Path) -> bytes:
     """A file as the artifact's are."""
-    save_tensors(folder / "good", {NAMES[0]: np.arange(6, dtype=np.int8).reshape(2, 3), NAMES[1]: np.float32([1.5])})
+    save_tensors(folder / "good", {NAMES[0]: np.arange(6, dtype=np.int8).reshape(2, 3), NAMES[1]: REAL})
     return (folder / "good").read_bytes()
 
 
@@ -57,7 +58,7 @@ def test_what_python_writes_is_read(reader: Path, tmp_path: Path) -> None:
     good(tmp_path)
     other = {"a": tensor(shape=(), offsets=(0, 1)), NAMES[1]: tensor("F32", (0, 4), (1, 1)), "__metadata__": {"k": "v"}}
     (tmp_path / "other").write_bytes(with_header(other, b"\7"))
-    byte_sum = sum(np.float32([1.5]).tobytes())
+    byte_sum = sum(REAL.tobytes())
     lines = read(reader, tmp_path / "good", tmp_path / "other")
     assert lines == [f"ok I8[2] 15 F32[1] {byte_sum}", "ok I8[0] 7 F32[2] 0"]
 

@@ -114,7 +114,7 @@ def test_errors(fastcar: Fastcar, analysed: Path, words: list[str], text: str) -
         (lambda data: data["config"].pop("batch_size"), "the decoder section is malformed"),
     ],
 )
-def test_a_malformed_file(fastcar: Fastcar, analysed: Path, tmp_path: Path, spoil: Callable, text: str) -> None:  # type: ignore[type-arg]
+def test_a_malformed_file(fastcar: Fastcar, analysed: Path, tmp_path: Path, spoil: Callable, text: str) -> None:
     data = json.loads(analysed.read_text())
     spoil(data)
     (tmp_path / "spoilt.json").write_text(json.dumps(data))

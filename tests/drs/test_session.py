@@ -36,8 +36,14 @@ CASES = [
 def options_of(case: Case) -> CompileConfig:
     """What the case was compiled with, for a board."""
     replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
-    sizes = {"tokens_per_frame": FRAME, "max_seq_len": case.length, "batch_size": case.batch}
-    return CompileConfig(target="zcu102", quant="w8a8", replay=replay, **sizes)
+    return CompileConfig(
+        target="zcu102",
+        quant="w8a8",
+        replay=replay,
+        tokens_per_frame=FRAME,
+        max_seq_len=case.length,
+        batch_size=case.batch,
+    )
 
 
 def table_of(case: Case) -> DrsTable:
@@ -102,11 +108,15 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
     reference, backend = eager(program(case)), eager(host)
     unit = GateController(controller.kernel, table_of(case).to_bytes())
     replayed = 0
+
+    def decided(layer: int, query: torch.Tensor, key: torch.Tensor, chain: torch.Tensor, step: int) -> GateDecision:
+        return asked(unit, layer, query, key, chain)
+
     for t, token in enumerate(tokens(case, FORWARDS)):
         thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
         expected = reference.decode(token, t, t, thresholds)
         unit.start(t, thresholds)
-        with bound_gate_unit(lambda *operands: asked(unit, *operands[:4])):
+        with bound_gate_unit(decided):
             actual = backend.decode(token, t, t, thresholds)
         for name in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))

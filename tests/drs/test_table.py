@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,7 @@ def test_a_layer_that_is_not_there(controller: Controller, layer: int) -> None:
 def test_operands_of_another_size(controller: Controller, field: str, extra: int) -> None:
     call = call_for(0)
     words = np.zeros((len(call.query) + extra, 4), np.float32)
-    wrong = {"query": call.query, "key": call.key} | {field: words}
-    trace = controller.agreed(GOOD, type(call)(call.layer, call.step, **wrong, chain=call.chain))
+    trace = controller.agreed(GOOD, replace(call, **{field: words}))
     assert (trace.status, trace.records) == (Status.BAD_OPERANDS, ())
 
 

@@ -18,7 +18,7 @@ WORK = Workload(SHAPE, "w8a8", 128, batch=2, offload="mlp", replay=0.5)
 
 
 def with_gate(name: str, units: int | None = None, **changes: float) -> Estimate:
-    return estimate(replace(WORK, gate=GateModel.named(name, units), **changes), ZCU102)  # type: ignore[arg-type]
+    return estimate(replace(WORK, gate=GateModel.named(name, units), **changes), ZCU102)
 
 
 def times(result: Estimate) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from manifests import decoder_config, layer_part
 
@@ -9,7 +11,7 @@ from fastcar_compile.errors import UserError
 from fastcar_compile.estimate import available_shapes, load_shape
 from fastcar_compile.estimate.shapes import LinearShape, shape_of_sections
 
-SIZES = {"hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 DECODER = decoder_config(tokens_per_frame=8, max_seq_len=33, vocab_size=None)
 
 
@@ -51,4 +53,4 @@ def test_shape_of_an_artifact() -> None:
     shape = shape_of_sections(DECODER, [layer_part(0, **SIZES), layer_part(1, **SIZES)])
     assert (shape.layers, shape.kv_heads, shape.vocab, shape.frames) == (2, 2, 0, 4)
     with pytest.raises(UserError, match="layer 1 differs from layer 0 in intermediate"):
-        shape_of_sections(DECODER, [layer_part(0, **SIZES), layer_part(1, **SIZES | {"intermediate": 128})])
+        shape_of_sections(DECODER, [layer_part(0, **SIZES), layer_part(1, **{**SIZES, "intermediate": 128})])

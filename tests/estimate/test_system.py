@@ -19,7 +19,7 @@ ZCU102 = load_target("zcu102")
 
 
 def predict(shape: str, quant: str, board: str, context: int = 512, **options: Any) -> Estimate:
-    return estimate(Workload(load_shape(shape), quant, context, **options), load_target(board))  # type: ignore[arg-type]
+    return estimate(Workload(load_shape(shape), quant, context, **options), load_target(board))
 
 
 @pytest.mark.parametrize(

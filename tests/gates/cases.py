@@ -24,7 +24,9 @@ class LearnedCase:
 
     def kernel(self, _isa: InstructionSet) -> PrimFunc:
         """The same for every instruction set."""
-        return learned_score(self.rows, self.width, self.units).with_attr("global_symbol", self.name)
+        kernel = learned_score(self.rows, self.width, self.units).with_attr("global_symbol", self.name)
+        assert isinstance(kernel, PrimFunc)
+        return kernel
 
     def arguments(self) -> list[np.ndarray]:
         """Of the kernel, the output last and as the reference gives it."""

@@ -125,7 +125,9 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 0.001 MiB" in text
     assert "gate_cache_0: float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
     assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
-    assert artifact.manifest.options.replay.gate_weights == LEARNED["gate_weights"]
+    replay = artifact.manifest.options.replay
+    assert replay is not None
+    assert replay.gate_weights == LEARNED["gate_weights"]
 
 
 @pytest.fixture(scope="module")

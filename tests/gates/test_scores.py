@@ -6,6 +6,7 @@ import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ INF = float("inf")
 def run(kernel: PrimFunc, *arguments: Tensor) -> Tensor:
     """The kernel compiled by itself; its last argument afterwards."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    tensors = [
+    tensors: list[Any] = [
         tvm.runtime.from_dlpack(a) if a.dtype == torch.bfloat16 else tvm.runtime.tensor(a.numpy()) for a in arguments
     ]
     tvm.compile(module, target=host_target())["main"](*tensors)
@@ -64,7 +65,7 @@ def test_tas_heads(tmp_path: Path, heads: int) -> None:
     torch.testing.assert_close(eager, expected)
     factors = torch.zeros(heads)
     factors[chosen] = torch.tensor(weights)
-    kernel = scores.tas_heads(tuple(query.shape), tuple(keys.shape), 4, 0.3)
+    kernel = scores.tas_heads((2, heads, 1, 8), (2, 2, 19, 8), 4, 0.3)
     torch.testing.assert_close(run(kernel, query, keys, at, factors, torch.zeros(2)), eager, atol=1e-6, rtol=1e-5)
     onnx = run_onnx(fastcar.tas_heads.default, (query, keys, at), (4, 0.3, chosen, weights), tmp_path / "op.onnx")
     torch.testing.assert_close(onnx, eager, atol=1e-6, rtol=1e-5)
@@ -102,7 +103,7 @@ def test_output_bound(tmp_path: Path, heads: int) -> None:
     arguments = (x, cached, query, keys, at)
     eager = fastcar.output_bound(*arguments, 4, 0.1)
     torch.testing.assert_close(eager, fastcar.input_delta(x, cached) + 0.1 * distance)
-    kernel = scores.cosine_distance(tuple(query.shape), tuple(keys.shape), 4)
+    kernel = scores.cosine_distance((2, heads, 1, 8), (2, 2, 19, 8), 4)
     torch.testing.assert_close(run(kernel, query, keys, at, torch.zeros(2)), distance, atol=1e-6, rtol=1e-5)
     onnx = run_onnx(fastcar.output_bound.default, arguments, (4, 0.1), tmp_path / "op.onnx")
     torch.testing.assert_close(onnx, eager)
@@ -215,7 +216,8 @@ def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
     """Compiled for each, without a call of the C library; exact on those that this machine has (board/ has AArch64)."""
     kernels = tvm.IRModule({case.name: case.kernel(isa) for case in NETWORKS})
     built = tvm.compile(kernels, target=host_target(isa))
-    calls = re.findall(r"\b(?:callq?|bl)\s+(\w+)", getattr(built, "mod", built).inspect_source("asm"))
+    assembler = built.mod.inspect_source("asm")
+    calls = re.findall(r"\b(?:callq?|bl)\s+(\w+)", assembler)
     assert not [name for name in calls if name.startswith(("__trunc", "__ext", "fabs", "fma"))]
     if isa not in runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags()):
         return

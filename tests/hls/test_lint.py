@@ -197,8 +197,8 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
 def test_a_shared_stream_is_found(project: dict[str, str], design_name: str, right: str, wrong: str) -> None:
     top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
     assert right in top + processes
-    changed = (text.replace(right, wrong) for text in (top, processes))
-    assert lint.find_shared_streams(*changed, stream_sizes(design_name))
+    top, processes = top.replace(right, wrong), processes.replace(right, wrong)
+    assert lint.find_shared_streams(top, processes, stream_sizes(design_name))
 
 
 @pytest.mark.parametrize(

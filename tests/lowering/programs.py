@@ -63,7 +63,7 @@ def program(case: Case) -> DecoderProgram:
         tokens_per_frame=FRAME,
         max_seq_len=case.length,
         batch_size=case.batch,
-        quant=case.quant,  # type: ignore[arg-type]
+        quant=case.quant,
         replay=replay,
         prefill_chunk=6,
     )

@@ -99,13 +99,15 @@ class Bound:
     unit: Callable[..., GateDecision]
     step: int
 
-    def mlp(self, layer: int, *operands: np.ndarray) -> np.ndarray:
+    def mlp(self, layer: int, x: np.ndarray, replay: np.ndarray, cached: np.ndarray) -> np.ndarray:
         """As Offloaded.mlp."""
-        return self.accelerator(layer, *map(torch.tensor, operands)).numpy()
+        return self.accelerator(layer, *map(torch.tensor, (x, replay, cached))).numpy()
 
-    def gate(self, layer: int, *operands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gate(
+        self, layer: int, query: np.ndarray, key: np.ndarray, chain: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As Offloaded.gate."""
-        found = self.unit(layer, *map(torch.tensor, operands), self.step)
+        found = self.unit(layer, *map(torch.tensor, (query, key, chain)), self.step)
         return found.replay.numpy(), found.score.numpy(), found.chain.numpy()
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ class CachedCase:
 def _writing(dim: int) -> CachedCase:
     def make(isa: InstructionSet) -> PrimFunc:
         """The cache as the last argument."""
-        kernel = cache_write((1, 1, COUNT, dim), COUNT, "int8", isa)
+        kernel = cast("Any", cache_write((1, 1, COUNT, dim), COUNT, "int8", isa))  # tvm declares its fields in C++
         cache, *others = kernel.params
         return PrimFunc([*others, cache], kernel.body, kernel.ret_type, kernel.attrs)
 

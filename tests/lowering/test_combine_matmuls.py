@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -102,13 +102,14 @@ def _calls(module: Any) -> list[tuple[str, int]]:
     for variable, function in module.functions_items():
         if not isinstance(function, relax.Function) or not variable.name_hint.startswith("segment_1"):
             continue
+        assert isinstance(function.body, relax.SeqExpr)
         for binding in (b for block in function.body.blocks for b in block.bindings):
-            value = binding.value
+            value = cast("Any", binding).value
             if isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir"):
                 name = module[value.args[0]].attrs.get("fastcar.kernel", "")
                 if str(name).startswith("linear"):
                     kind = value.ty_args[0]
-                    calls.append((str(name), len(kind.fields) if isinstance(kind, relax.TupleType) else 1))
+                    calls.append((str(name), len(cast("Any", kind).fields) if isinstance(kind, relax.TupleType) else 1))
     return sorted(calls)
 
 

@@ -1,8 +1,11 @@
 """A step is one function: its layers' statements in order, with buffers that no later layer can overwrite."""
 
+# pyright: reportInvalidTypeForm=false
+# TVMScript annotates tensors with calls.
+
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -55,7 +58,7 @@ def _built(module: tvm.IRModule, flat: bool) -> tuple[Any, Any]:
     default = relax.backend.cpu_generic.get_default_pipeline(host_target())
     passes = [default, *([flatten(ENTRY, CHECK)] if flat else [])]
     executable = tvm.compile(module, target=host_target(), relax_pipeline=tvm.transform.Sequential(passes))
-    return executable, relax.VirtualMachine(executable, tvm.cpu())
+    return executable, relax.VirtualMachine(executable, cast("Any", tvm.cpu()))
 
 
 def _tensor(values: Any, dtype: str) -> Any:

@@ -1,5 +1,8 @@
 """float16 of a cache against PyTorch, for every value and every instruction set of this CPU."""
 
+# pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
+# TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
+
 from __future__ import annotations
 
 import platform

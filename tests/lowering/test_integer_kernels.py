@@ -35,7 +35,7 @@ X86 = (*(isa for isa in INSTRUCTION_SETS if isa.machine == "x86_64"), EVEX)
 
 
 def check(
-    library: tvm.runtime.Module, case: IntegerCase | TogetherCase, seed: int = 0, skipped: tuple[int, ...] = ()
+    library: tvm.runtime.Executable, case: IntegerCase | TogetherCase, seed: int = 0, skipped: tuple[int, ...] = ()
 ) -> None:
     """The kernel's outputs equal the reference's; rows that are skipped are zero."""
     arguments, results = case.arguments(seed), getattr(case, "results", 1)

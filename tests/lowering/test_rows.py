@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,5 +68,5 @@ def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: P
 def test_no_kernel_has_an_argument_for_every_layer() -> None:
     """They take seconds to compile; the entry of the library is no kernel."""
     module = lowered(Case(thresholds=(0.0,) * 26)).ir_module
-    kernels = [f for _, f in module.functions_items() if isinstance(f, tvm.tirx.PrimFunc)]
+    kernels: list[Any] = [f for _, f in module.functions_items() if isinstance(f, tvm.tirx.PrimFunc)]
     assert max(len(f.params) for f in kernels) <= 14

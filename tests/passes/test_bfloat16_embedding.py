@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch import fx
 
 from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -61,6 +62,7 @@ def test_it_says_what_it_did() -> None:
 @pytest.mark.parametrize("quantise", [False, True])
 def test_a_table_that_is_the_head_too_is_kept_until_the_head_is_quantised(quantise: bool) -> None:
     program = with_table()
+    nodes: dict[str, fx.Node] = {}
     for module in program.graphs():
         nodes = {str(n.target): n for n in module.graph.nodes if n.op == "get_attr"}
         nodes["head.weight"].replace_all_uses_with(nodes[TABLE])

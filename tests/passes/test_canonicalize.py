@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.node import Argument
 
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
 from fastcar_compile.passes.canonicalize import Canonicalize
@@ -55,14 +56,14 @@ KEPT, DROPPED = True, False
         (aten.relu.default, (), KEPT),
     ],
 )
-def test_one_node(target: torch._ops.OpOverload, arguments: tuple[object, ...], kept: bool) -> None:
+def test_one_node(target: torch._ops.OpOverload, arguments: tuple[Argument, ...], kept: bool) -> None:
     program = program_of(target, arguments)
     assert Canonicalize().apply(program) is not kept
     left = [n.target for n in program.graph_module.graph.nodes if n.op == "call_function"]
     assert left == ([target] if kept else []) + [aten.neg.default]
 
 
-def program_of(target: torch._ops.OpOverload, arguments: tuple[object, ...]) -> DecoderProgram:
+def program_of(target: torch._ops.OpOverload, arguments: tuple[Argument, ...]) -> DecoderProgram:
     """return -target(x, *arguments)"""
     graph = fx.Graph()
     x = graph.placeholder("tokens")

@@ -18,6 +18,7 @@ from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.modules import graph_module
 from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
@@ -118,11 +119,11 @@ class Claims(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         if self.does:
             graph = program.graph_module.graph
-            first = graph.output_node().args[0][0]
+            first, *others = output_nodes(graph)
             with graph.inserting_before(graph.output_node()):
                 node = graph.call_function(torch.ops.aten.neg.default, (first,))
             node.meta = dict(first.meta)
-            graph.output_node().args = ((node, *graph.output_node().args[0][1:]),)
+            graph.output_node().args = ((node, *others),)
         return self.says
 
 
@@ -211,11 +212,11 @@ def broken() -> Iterator[tuple[str, object]]:
     def method(program: DecoderProgram) -> None:
         graph = program.prefill.graph  # type: ignore[union-attr]
         with graph.inserting_before(graph.output_node()):
-            graph.call_method("neg", (graph.output_node().args[0][0],))
+            graph.call_method("neg", (output_nodes(graph)[0],))
 
     def attribute(program: DecoderProgram) -> None:
         graph = program.graph_module.graph
-        program.graph_module.note = "text"
+        program.graph_module.note = "text"  # pyright: ignore[reportArgumentType]  (a module takes any attribute)
         with graph.inserting_before(graph.output_node()):
             graph.create_node("get_attr", "note")
 
@@ -289,7 +290,7 @@ def test_a_module_of_a_graph_writes_its_code_at_its_first_call() -> None:
     graph.output(graph.call_function(torch.ops.aten.add.Tensor, (x, 1)))
     module = graph_module(torch.nn.Module(), graph)
     assert "_code" not in vars(module)
-    seen: list[torch.Tensor] = []
+    seen: list[object] = []
     module.register_forward_hook(lambda _module, _args, result: seen.append(result))
     for _ in range(2):
         assert module(torch.ones(1)).item() == 2

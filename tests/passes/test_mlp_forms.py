@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,13 @@ from .tiny import WIDTH, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
 BEFORE = (NormalizeState(), Canonicalize())
-SMALL = {"vocab_size": 17, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 33}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 17,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 33,
+}
+TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def gpt2() -> hf.PreTrainedModel:
@@ -36,7 +42,7 @@ def gpt2() -> hf.PreTrainedModel:
 
 
 def gemma() -> hf.PreTrainedModel:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
     return hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, **sizes, **TOKENS))
 
 

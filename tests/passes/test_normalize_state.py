@@ -94,6 +94,8 @@ class Uncached(TinyBlock):
 
 
 class Counting(TinyBlock):
+    seen: Tensor
+
     def __init__(self, batch: int) -> None:
         super().__init__(batch)
         self.register_buffer("seen", torch.zeros(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_offloaded_gate_gets_the_row() -> None:
         (lambda: captured(), SPARSE, "finds no attention sites"),
         (lambda: sparse(), SparsifyAttention(2, 2), "sparse-attention ran already, as Ring"),
         (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 0), "a window of 0 and 1 sinks"),
-        (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, "none"), "positions are 'none'"),
+        (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, cast("Any", "none")), "positions are 'none'"),
         (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, "cache"), "needs rotary embeddings"),
     ],
 )

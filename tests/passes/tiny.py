@@ -36,6 +36,9 @@ class TinyMlp(nn.Module):
 class TinyBlock(nn.Module):
     """Two query heads over one key/value head; the cast and the dropout are there to be removed."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, batch: int = BATCH) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)

@@ -25,6 +25,9 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
 class RotaryBlock(nn.Module):
     """Grouped-query attention with rotary positions, normed queries and keys, and a GELU MLP."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, batch: int, rotary: bool) -> None:
         super().__init__()
         self.rotary = rotary

@@ -6,7 +6,7 @@ import copy
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from fastcar_compile.runtime.session import Session
 from .oracle import ROWS, VOCAB, RotaryDecoder, streaming
 
 FRAME, CHUNK, BATCH = 6, 5, 2
+Positions = Literal["absolute", "cache"]
 
 
 @cache
@@ -48,7 +49,7 @@ def captured() -> DecoderProgram:
     return run_pipeline(program, analysis_pipeline())
 
 
-def rewritten(sinks: int, window: int, positions: str, *before: Any) -> DecoderProgram:
+def rewritten(sinks: int, window: int, positions: Positions, *before: Any) -> DecoderProgram:
     passes = [*before, SparsifyAttention(sinks, window, positions)]
     return run_pipeline(copy.deepcopy(captured()), passes)
 
@@ -65,7 +66,7 @@ def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
 
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 @pytest.mark.parametrize(("sinks", "window"), [(3, 4), (0, 5), (4, 1)])
-def test_every_position_is_that_of_streaming_attention(positions: str, sinks: int, window: int) -> None:
+def test_every_position_is_that_of_streaming_attention(positions: Positions, sinks: int, window: int) -> None:
     """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns several times."""
     program, ids = rewritten(sinks, window, positions), token_ids()
     assert program.config.ring is not None

@@ -47,10 +47,10 @@ class Functionalizer:
 
     graph: fx.Graph
     position: fx.Node
-    writes: list[CacheWrite] = field(default_factory=list)
-    problems: list[CompileError] = field(default_factory=list)
-    _root: dict[fx.Node, str] = field(default_factory=dict)
-    _current: dict[str, fx.Node] = field(default_factory=dict)
+    writes: list[CacheWrite] = field(default_factory=list[CacheWrite])
+    problems: list[CompileError] = field(default_factory=list[CompileError])
+    _root: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    _current: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
 
     def run(self) -> bool:
         """Returns whether the graph was modified."""

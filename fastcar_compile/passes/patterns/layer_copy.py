@@ -163,5 +163,5 @@ def _operation(node: fx.Node) -> tuple[object, ...]:
 
 
 def _value(node: fx.Node) -> tuple[object, ...]:
-    value = node.meta.get("val")
+    value: object = node.meta.get("val")
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (type(value),)

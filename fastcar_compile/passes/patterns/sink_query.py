@@ -124,7 +124,7 @@ class SinkQueries:
 
     def _check_distance(self, attention: fx.Node, query: fx.Node, key: fx.Node) -> None:
         """The product of a rotated query and a rotated key must stay when both positions move alike."""
-        products = []
+        products: list[Tensor] = []
         for start in _PROBES:
             query_at, key_at = self._value_at(query, start + 17), self._value_at(key, start)
             if query_at is None or key_at is None or query_at.shape[1] % key_at.shape[1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ _current: ContextVar[Offloaded | None] = ContextVar("fastcar_accelerator_backend
 
 
 @contextmanager
-def stepping(backend: Offloaded) -> Iterator[None]:
+def stepping(backend: Offloaded) -> Generator[None]:
     """Bind offload libraries to `backend` within this context."""
     token = _current.set(backend)
     try:
