@@ -23,7 +23,8 @@ class Controller:
     """The kernel `fastcar_drs` on a unit."""
 
     def __init__(self, unit: ComputeUnit) -> None:
-        self._unit, self._table = unit, b""
+        self._unit = unit
+        self._table: bytes | None = None  # what the unit holds; an empty table is one too
         self._words = unit.argument("result").bytes // 4
 
     def run(self, table: bytes, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
