@@ -146,7 +146,7 @@ def test_the_commands(fastcar: tuple[Path, Callable[..., tuple[int, str]]]) -> N
     assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
     code, text = run("tune-decoder", *words, "--json")
     assert code == 2
-    assert json.loads(text)["error"]["message"] == "the output is there already"
+    assert json.loads(text)["error"]["message"] == "the output exists already"
 
 
 @pytest.mark.parametrize("name", ["train-gate", "tune-decoder"])
