@@ -62,7 +62,7 @@ def test_it_is_the_least_of_all_that_fit() -> None:
     work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), small_board(dsp=400)
     spec, heads = work.mlp_spec(), work.attention()
     found = explore(spec, target, heads)
-    budget = module._beside(budget_of(target), module.controller_usage_of(heads))
+    budget = module._beside(budget_of(target), module.controller_usage_of(heads, spec))
     candidates = [d for n in range(1, 9) for d in module.designs(replace(spec, cores=n), budget)]
     times = [module.step_seconds(d, target) for d in candidates if not d.excess()]
     assert found.seconds_per_step == min(times)
