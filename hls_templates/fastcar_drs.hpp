@@ -79,9 +79,10 @@ inline uint32_t all_rows(uint32_t rows) {
 // Chain counts, four to a word, in one burst.
 inline void read_chain(const word_t* chain, uint32_t rows, uint32_t counts[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
+    const uint32_t words = (rows + 3) >> 2;
     FASTCAR_BURST(CHAIN)
 read_counts:
-    for (uint32_t i = 0; i < (rows + 3) >> 2; ++i) {
+    for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, 8)
         FASTCAR_BEAT(CHAIN, i)
@@ -213,9 +214,10 @@ report_each_row:
 // The first words of the answer, in one burst of 128-bit words.
 inline void write_answer(const uint32_t answer[ANSWER_WORDS], uint32_t count, word_t* result) {
     FASTCAR_NO_INLINE
+    const uint32_t words = (count + 3) >> 2;
     FASTCAR_BURST(RESULT)
 write_words:
-    for (uint32_t i = 0; i < (count + 3) >> 2; ++i) {
+    for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, ANSWER_WORDS / 4)
         FASTCAR_BEAT(RESULT, i)
