@@ -124,10 +124,9 @@ inline void map_places(uint32_t index_register, uint32_t rows, uint32_t cores, u
     uint32_t core = 0;
     uint32_t pass = 0;
 map_each_row:
-    for (uint32_t row = 0; row < static_cast<uint32_t>(INDEX_REGISTER_BITS); ++row) {
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(32, 32)
-        const bool computes = row < rows && row_computes(index_register, static_cast<int>(row));
+        const bool computes = static_cast<uint32_t>(row) < rows && row_computes(index_register, row);
         const bool last = core + 1 == cores;
         places[row] = static_cast<uint16_t>(computes ? core << 8 | pass : 0u);
         pass += computes && last ? 1u : 0u;
