@@ -140,6 +140,21 @@ def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) 
     assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
 
 
+def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each; a forward with those of the one before loads nothing."""
+    kernel, loaded = controller.kernel, []
+    load = kernel.load
+    monkeypatch.setattr(kernel, "load", lambda table: loaded.append(read_table(table).thresholds) or load(table))
+    unit = GateController(kernel, table_for(1).to_bytes())
+    one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
+    replays = []
+    for threshold in (0.0, 0.0, 2.0, 2.0, 0.0):
+        unit.start(64, np.full(3, threshold, np.float32))
+        replays += [bool(unit.decide(layer, one, one, none).replay[0]) for layer in range(3)]
+    assert loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
+    assert replays == [*[True] * 6, *[False] * 6, *[True] * 3]
+
+
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
     unit = GateController(controller.kernel, table_for(2).to_bytes())
     unit.start(64, np.zeros(3, np.float32))
