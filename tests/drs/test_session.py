@@ -140,6 +140,21 @@ def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) 
     assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
 
 
+def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each; a forward with those of the one before loads nothing."""
+    kernel, loaded = controller.kernel, []
+    load = kernel.load
+    monkeypatch.setattr(kernel, "load", lambda table: loaded.append(read_table(table).thresholds) or load(table))
+    unit = GateController(kernel, table_for(1).to_bytes())
+    one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
+    replays = []
+    for threshold in (0.0, 0.0, 2.0, 2.0, 0.0):
+        unit.start(64, np.full(3, threshold, np.float32))
+        replays += [bool(unit.decide(layer, one, one, none).replay[0]) for layer in range(3)]
+    assert loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
+    assert replays == [*[True] * 6, *[False] * 6, *[True] * 3]
+
+
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
     unit = GateController(controller.kernel, table_for(2).to_bytes())
     unit.start(64, np.zeros(3, np.float32))
@@ -156,7 +171,7 @@ def test_layers_of_different_attention_are_refused() -> None:
     graph, query = source.graph_module.graph, attention.args[0]
     with graph.inserting_before(attention):
         wider = graph.call_function(torch.ops.aten.cat.default, ([query, query], 1))
-    wider.meta = dict(query.meta) | {"val": torch.cat([query.meta["val"]] * 2, 1)}  # type: ignore[union-attr]
-    attention.replace_input_with(query, wider)  # type: ignore[arg-type]
+    wider.meta = dict(query.meta) | {"val": torch.cat([query.meta["val"]] * 2, 1)}  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    attention.replace_input_with(query, wider)  # pyright: ignore[reportArgumentType]
     with pytest.raises(CompileError, match=r"the layers have different attention shapes: layer 0.*heads=4.*layer 2"):
         control_table(source, options_of(case), 2)
