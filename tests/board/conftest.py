@@ -51,7 +51,7 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 @pytest.fixture(scope="session")
 def delta_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 4, w8a8: the host decides by the change of its input."""
-    return compiled(tmp_path_factory, threshold=(0.4,), gate="input_delta", batch=4, num_hidden_layers=1)
+    return compiled(tmp_path_factory, threshold=(1.0,), gate="input_delta", batch=4, num_hidden_layers=1)
 
 
 def compiled(
