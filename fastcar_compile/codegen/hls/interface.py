@@ -190,3 +190,15 @@ def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) ->
             KernelPort("capacity", "uint32_t"),
         ),
     )
+
+
+def probe_interface(design: Design) -> KernelInterface:
+    """Return the interface of the bandwidth probe: the engine's weight ports, with the engine's bursts.
+
+    `ports`: bit p = 1: port p reads `words` words. `result` takes a checksum per port.
+    """
+    weights = [port for port in engine_interface(design).ports if port.streamed]
+    result = KernelPort("result", "uint32_t", "m_axi", "gmem_result", len(weights), writable=True)
+    return KernelInterface(
+        "fastcar_probe", (*weights, result, KernelPort("words", "uint32_t"), KernelPort("ports", "uint32_t"))
+    )
