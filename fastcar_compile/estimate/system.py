@@ -46,7 +46,6 @@ class Workload:
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
         kv_rows: rows of a key or value cache; None: as many as attention reads.
         gate: what decides, where something replays.
-        side_by_side: whether a core multiplies its rows at the same time (as emitted).
     """
 
     shape: DecoderShape
@@ -59,7 +58,6 @@ class Workload:
     replay: float = 0.0
     sink_window: tuple[int, int] | None = None
     kv_rows: int | None = None
-    side_by_side: bool = True
     gate: GateModel = TAS
 
     def check(self) -> None:
@@ -234,8 +232,6 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
     none."""
     engine, on_host = Engine.of(design, target), workload.gate.on_host
     unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
-    if not workload.side_by_side:
-        engine = engine.one_row_after_another()
     return Board(
         engine,
         host_of(target),
