@@ -54,7 +54,7 @@ FASTCAR_SINK_WINDOW = {(4, 256): 354.5, (4, 16): 324.3}
 
 def predict(shape: DecoderShape, quant: str, board: str, context: int, **options: Any) -> Estimate:
     """Return one estimate without a check that the decoder fits the board's memory."""
-    return estimate(Workload(shape, quant, context, **options), load_target(board), check_memory=False)
+    return estimate(Workload(shape, quant, context, **options), load_target(board), what_if=True)
 
 
 def published() -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
             work = Workload(shape, "w8a8", 1024, batch)
             for trace in traces.values():
                 decisions = trace[:, :, :batch]
-                result = estimate(work, board, decisions=decisions, design=design, check_memory=False)
+                result = estimate(work, board, decisions=decisions, design=design, what_if=True)
                 versus = result.comparison
                 rows.append(
                     {

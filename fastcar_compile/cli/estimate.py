@@ -35,12 +35,17 @@ def estimate_command(
     batch: Annotated[int | None, typer.Option(min=1, max=32, help="Rows decoded together.")] = None,
     replay: Annotated[float | None, typer.Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
-    offload: Annotated[str | None, typer.Option(help="In the fabric: mlp, linears, or all (attention too).")] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="Bits of a cached key or value element: 8, 16 or 32.")] = None,
+    offload: Annotated[str | None, typer.Option(help="In the fabric: mlp or linears; all: see --what-if.")] = None,
+    kv: Annotated[str | None, typer.Option(help="Keys and values as float32, float16 or int8.")] = None,
     sink_window: Annotated[str | None, typer.Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
     gate: Annotated[str | None, typer.Option(help="What decides; default: the artifact's, or tas.")] = None,
     gate_units: Annotated[int | None, typer.Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
-    ignore_capacity: Annotated[bool, typer.Option(help="Predict even what does not fit the board's memory.")] = False,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if", help="Predict also what is not emitted (attention in the fabric) or does not fit the memory."
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the time line of one token into this file.")] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -59,7 +64,7 @@ def estimate_command(
     work, board, design = _of_shape(str(shape), target) if artifact is None else _of_artifact(artifact, target)
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
-    chosen = _with_options(work, wishes | {"kv_bits": kv_bits, "sink_window": window})
+    chosen = _with_options(work, wishes | {"kv": kv, "sink_window": window})
     if gate is not None or gate_units is not None:
         chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
     if (chosen.quant, chosen.batch) != (work.quant, work.batch):
@@ -67,7 +72,7 @@ def estimate_command(
     with stages(as_json, "estimate") as show:
         show("simulating one token")
         decisions = None if trace is None else load_trace(existing(trace, "trace"))
-        result = estimate(chosen, board, decisions=decisions, design=design, check_memory=not ignore_capacity)
+        result = estimate(chosen, board, decisions=decisions, design=design, what_if=what_if)
         if plot is not None:
             from fastcar_compile.estimate.plot import plot_time_line
 
@@ -103,15 +108,14 @@ def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desi
     design = None
     if accelerator is not None and board == manifest.target:
         design = hls.Design.of(accelerator.design)
-    ring, kept = manifest.decoder.config.ring, kv_type(options.kv)
+    ring = manifest.decoder.config.ring
     work = Workload(
         shape_of_sections(manifest.decoder.config, layers),
         options.quant if options.quant in ACCELERATED else SHAPE_QUANT,
         max(1, options.max_seq_len // 2),
         batch=options.batch_size,
         offload=options.offload,
-        kv_bits=kept.bits,
-        kv_block=kept.block,
+        kv=kv_type(options.kv).dtype,
         sink_window=None if ring is None else (ring.sinks, ring.window),
         kv_rows=None if ring is None else ring.capacity,
         gate=GateModel.of_sections(options.replay, layers),
@@ -158,7 +162,8 @@ def _show(result: Estimate, plot: Path | None) -> None:
 def _speed_fields(result: Estimate) -> dict[str, str]:
     shares = ", ".join(f"{unit} {share:.1%}" for unit, share in sorted(result.shares.items(), key=lambda s: -s[1]))
     versus = result.comparison
-    return {
+    asked = {"what if": f"NOT EMITTED by this compiler: {'; '.join(result.what_if)}"} if result.what_if else {}
+    return asked | {
         "predicted": f"{result.tokens_per_second:.2f} tokens/s, {result.seconds_per_step * 1e3:.2f} ms per step",
         "workload": f"{result.shape} {result.quant}, {count_text(result.batch, 'row')}, context {result.context}, "
         f"{result.replay_ratio:.1%} replay, in the fabric: {result.offload}",

@@ -15,12 +15,20 @@ SERVER_CORES = 8
 
 @dataclass(frozen=True)
 class HostModel:
-    """Rates of a host CPU: bytes per second of all cores, operations per clock of one, seconds per kernel call."""
+    """Rates of a host CPU.
+
+    Args:
+        stream_bandwidth: bytes per second that all cores together read of memory.
+        int8_macs_per_cycle, flops_per_cycle: of one core.
+        row_bytes_per_cycle: that one core loads and stores of rows in its first-level cache.
+        call_seconds: of starting a kernel and seeing its end.
+    """
 
     clock_ghz: float
     stream_bandwidth: float
     int8_macs_per_cycle: float
     flops_per_cycle: float
+    row_bytes_per_cycle: float
     call_seconds: float
     source: str
     cores: int = 1
@@ -30,6 +38,14 @@ class HostModel:
         rate = self.cores * self.clock_ghz * 1e9
         compute = int8_macs / (rate * self.int8_macs_per_cycle) + flops / (rate * self.flops_per_cycle)
         return max(bytes_read / self.stream_bandwidth, compute)
+
+    def row_seconds(self, moved: float) -> float:
+        """Return the time of moving so many bytes of rows through one core.
+
+        Norms and rotary embeddings are serial loops, whose loads and stores take longer than their arithmetic
+        (codegen/tvm/kernels/norm).
+        """
+        return moved / (self.clock_ghz * 1e9 * self.row_bytes_per_cycle)
 
 
 def host_of(target: Target) -> HostModel:

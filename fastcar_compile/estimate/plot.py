@@ -50,8 +50,10 @@ def plot_time_line(estimate: Estimate, path: Path) -> None:
     figure, axes = plt.subplots(2, 1, figsize=(11, 5), constrained_layout=True)
     _draw(axes[0], estimate, estimate.seconds_per_step, labels=False)
     _draw(axes[1], estimate, last, labels=True)
+    asked = f"what if (not emitted): {'; '.join(estimate.what_if)}\n" if estimate.what_if else ""
     axes[0].set_title(
-        f"{estimate.shape} {estimate.quant} on {estimate.target}: {estimate.tokens_per_second:.2f} tokens/s predicted, "
+        f"{asked}{estimate.shape} {estimate.quant} on {estimate.target}: "
+        f"{estimate.tokens_per_second:.2f} tokens/s predicted, "
         f"{estimate.replay_ratio:.0%} replay, bound by {estimate.bound_by}",
         fontsize=10,
     )

@@ -11,11 +11,12 @@ from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
 
-NORM_FLOPS = 8
-"""Floating-point operations per element of a norm and the residual add before it: square, sum, scale, weight, add."""
+NORM_BYTES = 28
+"""What a norm and the residual add before it load and store per element, float32: two summands and their sum; the row
+for the sum of squares; the row, its weight and the result (codegen/tvm/kernels/norm/norm.py)."""
 
-ROPE_FLOPS = 6
-"""Per element of q and k: two multiplications and an addition, on pairs, with their table look-ups."""
+ROPE_BYTES = 16
+"""The same per element of q and k: the element, cosine, sine, result (codegen/tvm/kernels/norm/rotary.py)."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class _Simulation:
     def layer(self, layer: int, load: int, attended: float) -> None:
         board, shape = self.board, self.board.shape
         qkv, o = shape.attention_linears
-        self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+        self._norm(layer)
         self._linear(qkv, layer)
         width = (shape.heads + shape.kv_heads) * shape.head_dim
-        self._host("rope", layer, ROPE_FLOPS * width * board.batch)
+        self._rows("rope", layer, ROPE_BYTES * width)
         if board.controller_seconds:
             self.step.add("start DRS", layer, "host", board.host.call_seconds)
             self.step.add("TAS, DRS", layer, "drs", board.controller_seconds)
@@ -107,12 +108,12 @@ class _Simulation:
             self._copy(layer)
             return
         if not norm_done:
-            self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+            self._norm(layer)
         self._mlp(layer, load)
 
     def head(self) -> None:
         shape = self.board.shape
-        self._host("norm", shape.layers, NORM_FLOPS * shape.hidden * self.board.batch)
+        self._norm(shape.layers)
         if shape.head is not None:
             self._linear(shape.head, shape.layers)
 
@@ -122,14 +123,18 @@ class _Simulation:
         if board.gate is None:
             return False
         if board.gate.caches_input:
-            self._host("norm", layer, NORM_FLOPS * shape.hidden * board.batch)
+            self._norm(layer)
         moved = board.gate.moved_bytes(shape, board.batch)
         seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
         self.step.add("gate", layer, "host", seconds, moved)
         return board.gate.caches_input
 
-    def _host(self, name: str, layer: int, flops: float) -> None:
-        self.step.add(name, layer, "host", self.board.host.seconds(flops=flops))
+    def _norm(self, layer: int) -> None:
+        self._rows("norm", layer, NORM_BYTES * self.board.shape.hidden)
+
+    def _rows(self, name: str, layer: int, moved: float) -> None:
+        """Add work of the host on every row of the batch; it is in a cache, so it counts as no traffic."""
+        self.step.add(name, layer, "host", self.board.host.row_seconds(moved * self.board.batch))
 
     def _linear(self, linear: LinearShape, layer: int) -> None:
         board = self.board

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +12,14 @@ from fastcar_compile.codegen.hls.design.controller import controller_cycles
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore, resources_of
-from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, require_fit
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
-from fastcar_compile.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_fit
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.host import host_of
-from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.estimate.step import Board, Step, simulate_step
-from fastcar_compile.formats.quant import ACCELERATED
+from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.targets import Target
 
-Offload = Literal["mlp", "linears", "all"]
 Decisions = NDArray[np.bool_]
 
 SYNTHETIC_FORWARDS = 200
@@ -32,112 +27,11 @@ SYNTHETIC_FORWARDS = 200
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is decoded and how.
-
-    Args:
-        context: positions that attention reads.
-        batch: rows B.
-        offload: what the fabric computes: the MLPs; every linear; or, "all", attention over an int8 cache as well, as
-            published accelerators do. No attention kernel is emitted by this compiler.
-        kv_bits: bits of one cached key or value element.
-        kv_block: elements that share an exponent of one byte beside those; 0: none do.
-        replay: share of (forward, layer, row) that replays, all forwards counted.
-        sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
-        kv_rows: rows of a key or value cache; None: as many as attention reads.
-        gate: what decides, where something replays.
-    """
-
-    shape: DecoderShape
-    quant: str
-    context: int
-    batch: int = 1
-    offload: Offload = "all"
-    kv_bits: int = 8
-    kv_block: int = 0
-    replay: float = 0.0
-    sink_window: tuple[int, int] | None = None
-    kv_rows: int | None = None
-    gate: GateModel = TAS
-
-    def check(self) -> None:
-        """Raise InputError when a figure is out of range."""
-        wrong = []
-        if not 0 <= self.replay <= 1:
-            wrong.append(f"replay = {self.replay} (0 to 1)")
-        if self.context < 1:
-            wrong.append(f"context = {self.context} (at least 1)")
-        if not 1 <= self.batch <= 32:
-            wrong.append(f"batch = {self.batch} (1 to 32)")
-        if self.quant not in ACCELERATED:
-            wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
-        if self.kv_bits not in (8, 16, 32):
-            wrong.append(f"kv_bits = {self.kv_bits} (8, 16 or 32)")
-        if wrong:
-            raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
-
-    @property
-    def attended(self) -> int:
-        """Positions that attention reads."""
-        return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
-
-    def attention(self) -> AttentionShape:
-        """Return what the TAS unit is built for."""
-        return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
-
-    def control_table(self, cores: int) -> DrsTable:
-        """Return a control table of these sizes, every layer with a gate."""
-        layers = self.shape.layers
-        return build_table(
-            *(layers, self.batch, cores, self.shape.tokens_per_frame),
-            [0.0] * layers,
-            attention=self.attention(),
-            scales=[1.0] * layers,
-        )
-
-    def mlp_spec(self) -> MlpSpec:
-        """Return the MLP that the engine is built for."""
-        shape = self.shape
-        return MlpSpec(
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            batch=self.batch,
-            layers=shape.layers,
-            cores=1,
-            activation=shape.activation,
-            gated=shape.gated,
-            quant=self.quant,
-        )
-
-    def linear_specs(self) -> list[LinearSpec]:
-        """Return the other linears that the engine computes; none where only MLPs are offloaded."""
-        if self.offload == "mlp":
-            return []
-        shape, layers = self.shape, range(self.shape.layers)
-        specs = [
-            LinearSpec(f"layer_{n}.{x.name}", x.inputs, x.outputs) for n in layers for x in shape.attention_linears
-        ]
-        return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
-
-    def kv_bytes(self, positions: int) -> int:
-        """Return the bytes of this many cached positions, all layers and rows."""
-        return self.shape.kv_bytes(positions, self.batch, self.kv_bits, self.kv_block)
-
-    def footprint(self) -> Footprint:
-        """Return the memory that it needs on the board."""
-        return Footprint(
-            self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
-            self.kv_bytes(self.kv_rows or self.attended),
-            self.shape.mlp_cache_bytes(self.batch),
-            self.gate.cache_bytes(self.shape, self.batch),
-        )
-
-
-@dataclass(frozen=True)
 class Estimate:
     """A prediction. Times in seconds, sizes in bytes, energy in joules; shares of one.
 
     Attributes:
+        what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
         attended: positions that attention reads, at most `context`.
         bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
@@ -149,6 +43,7 @@ class Estimate:
         time_line: the segments of one step whose replays are nearest to the mean.
     """
 
+    what_if: tuple[str, ...]
     target: str
     shape: str
     quant: str
@@ -187,7 +82,7 @@ def estimate(
     *,
     decisions: Decisions | None = None,
     design: Design | None = None,
-    check_memory: bool = True,
+    what_if: bool = False,
 ) -> Estimate:
     """Predict the decode speed of a workload on a board.
 
@@ -195,16 +90,15 @@ def estimate(
         decisions: bool [forwards, layers, rows], True where a row replayed (`session.stats.decisions`); forward t then
             attends to t + 1 positions, at most `context`. None: decisions drawn for `workload.replay`.
         design: an emitted design; None: the best that fits the board.
-        check_memory: refuse what does not fit the board's memory.
+        what_if: predict also what the compiler does not emit; the result says what that is.
 
     Raises:
-        InputError: a figure or the decisions do not fit the workload.
+        InputError: a figure or the decisions do not fit the workload, or it is not emitted.
         TargetError: the target lacks what the model needs.
         CompileError: the decoder does not fit the board.
     """
     workload.check()
-    if check_memory:
-        require_fit(workload.footprint(), target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
+    reasons = _require_emitted(workload, target, what_if=what_if)
     found = None
     if design is None:
         found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
@@ -215,16 +109,32 @@ def estimate(
     attended = np.full(len(trace), workload.attended)
     if decisions is not None:
         attended = np.minimum(attended, np.arange(1, len(trace) + 1))
-    run = _Run.of(board, trace, attended)
+    fetches = gated and not workload.gate.on_host  # only the controller issues PREFETCH_NEXT, for gates that it decides
+    run = _Run.of(board, trace, attended, prefetch=fetches)
     variants = {
-        "dense": _Run.of(board, np.zeros_like(trace), attended),
-        "static_mapping": _Run.of(board, trace, attended, drs=False),
+        "dense": _Run.of(board, np.zeros_like(trace), attended, prefetch=False),
+        "static_mapping": _Run.of(board, trace, attended, drs=False, prefetch=fetches),
         "no_prefetch": _Run.of(board, trace, attended, prefetch=False),
         "static_no_prefetch": _Run.of(board, trace, attended, drs=False, prefetch=False),
     }
     seconds = {name: variant.seconds for name, variant in variants.items()}
-    result = _result(workload, target, design, trace, run, seconds)
+    result = replace(_result(workload, target, design, trace, run, seconds), what_if=reasons)
     return replace(result, exploration=found.part.model_dump(mode="json")) if found else result
+
+
+def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
+    """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
+    reasons, footprint = workload.what_if(), workload.footprint()
+    if reasons and not what_if:
+        raise InputError(
+            f"the compiler does not emit this: {'; '.join(reasons)}",
+            hint="choose offload mlp or linears, or ask with what_if=True (--what-if)",
+        )
+    if not what_if:
+        require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
+    if footprint.total > (room := capacity(target)):
+        return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
+    return reasons
 
 
 def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
@@ -282,8 +192,8 @@ class _Run:
         trace: Decisions,
         attended: NDArray[np.integer],
         *,
+        prefetch: bool,
         drs: bool = True,
-        prefetch: bool = True,
     ) -> _Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         loads = np.array([[board.engine.load(tuple(rows), drs=drs) for rows in layers] for layers in trace.tolist()])
@@ -324,6 +234,7 @@ def _result(
     footprint = work.footprint()
     streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
     return Estimate(
+        what_if=(),
         target=target.name,
         shape=work.shape.name,
         quant=work.quant,

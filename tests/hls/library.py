@@ -64,8 +64,8 @@ DESIGNS = {
     "linears": design(37, 53, 5, 3, ports=4, linears=(("qkv", 300, 70, True), ("o", 21, 1000, False))),
     "linears_int4": design(20, 140, 2, 1, ports=3, linears=(("qkv", 600, 33, False), ("o", 5, 9, True)), **PLAIN_INT4),
 }
-"""Sizes that are no multiples of words, groups or tiles; one to eight weight ports, also two on an AXI port; one to eight
-rows, in one pass and in several; both quantisations; gated and plain; MLPs alone and with linears."""
+"""Sizes that are no multiples of words, groups or tiles; one to eight weight ports, also two on an AXI port; one to
+eight rows, in one pass and in several; both quantisations; gated and plain; MLPs alone and with linears."""
 
 LINEARS = [name for name, made in DESIGNS.items() if made.linears]
 

@@ -94,7 +94,7 @@ def test_the_seven_billion_parameter_shape_fits_zcu102(linears: tuple[tuple[str,
 
 
 def test_an_engine_for_mlps_alone_costs_what_one_with_linears_does() -> None:
-    """One kernel for both: of equal tiles the MLP takes the same clocks, and linears no narrower than it add nothing."""
+    """One kernel for both: with equal tiles the MLP takes the same clocks, and linears of its width add nothing."""
     also = design(128, 352, 2, 2, linears=EXAMPLE)
     alone = replace(also, linears={})
     assert alone.mlp_cycles == also.mlp_cycles

@@ -73,8 +73,7 @@ def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) ->
     the same file only once. The copy's file is not needed any more.
 
     Args:
-        defines: macros of the build: FASTCAR_COUNTERS counts work (`read_counters`), FASTCAR_STATIC_MAPPING maps rows to
-            fixed cores, for comparison.
+        defines: macros of the build, such as those of `counters.py`.
 
     Raises:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.

@@ -1,0 +1,125 @@
+"""What is decoded and how: the question that the hardware model answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastcar_compile.codegen.hls.design.footprint import Footprint
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.errors import InputError
+from fastcar_compile.estimate.gate import TAS, GateModel
+from fastcar_compile.estimate.shapes import DecoderShape
+from fastcar_compile.formats import KV_TYPES
+from fastcar_compile.formats.quant import ACCELERATED
+
+Offload = Literal["mlp", "linears", "all"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded and how.
+
+    Args:
+        context: positions that attention reads.
+        batch: rows B.
+        offload: what the fabric computes: the MLPs; every linear; or, "all", attention as well, as published
+            accelerators do. This compiler emits no attention kernel, so "all" is a question of the kind "what if".
+        kv: what keys and values are cached as, a name of `fastcar_compile.formats.kv.KV_TYPES`.
+        replay: share of (forward, layer, row) that replays, all forwards counted.
+        sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
+        kv_rows: rows of a key or value cache; None: as many as attention reads.
+        gate: what decides, where something replays.
+    """
+
+    shape: DecoderShape
+    quant: str
+    context: int
+    batch: int = 1
+    offload: Offload = "linears"
+    kv: str = "int8"
+    replay: float = 0.0
+    sink_window: tuple[int, int] | None = None
+    kv_rows: int | None = None
+    gate: GateModel = TAS
+
+    def check(self) -> None:
+        """Raise InputError when a figure is out of range."""
+        wrong = []
+        if not 0 <= self.replay <= 1:
+            wrong.append(f"replay = {self.replay} (0 to 1)")
+        if self.context < 1:
+            wrong.append(f"context = {self.context} (at least 1)")
+        if not 1 <= self.batch <= 32:
+            wrong.append(f"batch = {self.batch} (1 to 32)")
+        if self.quant not in ACCELERATED:
+            wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
+        if self.kv not in KV_TYPES:
+            wrong.append(f'kv = "{self.kv}" ({", ".join(KV_TYPES)})')
+        if wrong:
+            raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
+
+    def what_if(self) -> tuple[str, ...]:
+        """Return what this workload asks for that the compiler does not emit; empty: all of it is emitted."""
+        reasons = []
+        if self.offload == "all":
+            reasons.append("attention in the fabric: no attention kernel is emitted")
+        return tuple(reasons)
+
+    @property
+    def attended(self) -> int:
+        """Positions that attention reads."""
+        return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
+
+    def attention(self) -> AttentionShape:
+        """Return what the TAS unit is built for."""
+        return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+
+    def control_table(self, cores: int) -> DrsTable:
+        """Return a control table of these sizes, every layer with a gate."""
+        layers = self.shape.layers
+        return build_table(
+            *(layers, self.batch, cores, self.shape.tokens_per_frame),
+            [0.0] * layers,
+            attention=self.attention(),
+            scales=[1.0] * layers,
+        )
+
+    def mlp_spec(self) -> MlpSpec:
+        """Return the MLP that the engine is built for."""
+        shape = self.shape
+        return MlpSpec(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            batch=self.batch,
+            layers=shape.layers,
+            cores=1,
+            activation=shape.activation,
+            gated=shape.gated,
+            quant=self.quant,
+        )
+
+    def linear_specs(self) -> list[LinearSpec]:
+        """Return the other linears that the engine computes; none where only MLPs are offloaded."""
+        if self.offload == "mlp":
+            return []
+        shape, layers = self.shape, range(self.shape.layers)
+        specs = [
+            LinearSpec(f"layer_{n}.{x.name}", x.inputs, x.outputs) for n in layers for x in shape.attention_linears
+        ]
+        return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
+
+    def kv_bytes(self, positions: int) -> int:
+        """Return the bytes of this many cached positions, all layers and rows."""
+        kept = KV_TYPES[self.kv]
+        return self.shape.kv_bytes(positions, self.batch, kept.bits, kept.block)
+
+    def footprint(self) -> Footprint:
+        """Return the memory that it needs on the board."""
+        return Footprint(
+            self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
+            self.kv_bytes(self.kv_rows or self.attended),
+            self.shape.mlp_cache_bytes(self.batch),
+            self.gate.cache_bytes(self.shape, self.batch),
+        )

@@ -1,0 +1,291 @@
+"""The simulator: processes that flow at constant rates from one event to the next.
+
+Between two events every pipelined loop runs at a constant rate: one iteration every `ii` clocks, or slower where a
+FIFO is empty (then at the rate of its tokens), full (then at the rate of its reader) or a memory is shared. Events are
+starts and ends of loops, FIFOs that become empty or full, blocks that change hands, and refreshes. So the work grows
+with the tiles of a product, not with its clocks, and constant rates are exact: iteration k of a loop starts k * ii
+clocks after the first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+
+from fastcar_compile.errors import InternalError
+from fastcar_compile.simulation.network import Network, ProcessResult, Result
+from fastcar_compile.simulation.state import (
+    MOMENT,
+    TOKEN,
+    FifoState,
+    MemoryState,
+    ProcessState,
+    Showing,
+    Wait,
+    water_fill,
+)
+
+RATE = 1e-9
+"""The difference of two rates that counts as none."""
+
+MOST_EVENTS = 50_000_000
+"""More than any step has: a network that never ends would otherwise not end here either."""
+
+
+def simulate_network(network: Network, *, watch: str | None = None, spans: bool = False) -> Result:
+    """Return what a network does until every process is done.
+
+    Args:
+        watch: process whose waiting is followed to its root.
+        spans: whether time lines are kept.
+
+    Raises:
+        InternalError: processes wait on each other; the text names them.
+    """
+    return _Simulator(network, watch, spans).run()
+
+
+class _Simulator:
+    def __init__(self, network: Network, watch: str | None, spans: bool) -> None:
+        self.now = 0.0
+        self.fifos = {name: FifoState(name, fifo) for name, fifo in network.fifos.items()}
+        self.free = {name: blocks.copies for name, blocks in network.blocks.items()}
+        self.full = dict.fromkeys(network.blocks, 0)
+        self.memories = {name: MemoryState(name, memory) for name, memory in network.memories.items()}
+        self.processes = {name: ProcessState(name, actions, spans) for name, actions in network.processes.items()}
+        self.network, self.watch = network, watch
+        self.roots: dict[str, float] = {}
+        self._later: list[Showing] = []
+        self._count = 0
+
+    def run(self) -> Result:
+        """Run until every process is done."""
+        self._settle()
+        for _event in range(MOST_EVENTS):
+            if all(p.done for p in self.processes.values()):
+                break
+            self._set_rates()
+            step = self._horizon()
+            if step == inf:
+                raise self._deadlock()
+            self._advance(step)
+            self._settle()
+        else:
+            raise InternalError(f"a network did not end in {MOST_EVENTS} events")
+        results = {
+            name: ProcessResult(p.busy, dict(p.stalls), p.end, tuple(p.spans)) for name, p in self.processes.items()
+        }
+        words = {name: memory.moved for name, memory in self.memories.items()}
+        return Result(max((p.end for p in self.processes.values()), default=0.0), results, self.roots, words)
+
+    # What happens at one moment.
+
+    def _settle(self) -> None:
+        """Let everything happen that takes no time."""
+        while self._later and self._later[0].time <= self.now + MOMENT:
+            showing = heapq.heappop(self._later)
+            fifo = self.fifos[showing.fifo]
+            fifo.shown = fifo.shown if showing.total is None else showing.total
+            fifo.shown_rate = showing.rate
+        moved = True
+        while moved:
+            moved = False
+            for process in self.processes.values():
+                while not process.done and self._step(process):
+                    moved = True
+
+    def _step(self, process: ProcessState) -> bool:
+        """Let a process go on; return whether it did."""
+        if process.run is not None:
+            return self._end_of_run(process)
+        if process.until is not None:
+            if process.until > self.now + MOMENT:
+                return False
+            process.until = None
+            process.next_action(self.now)
+            return True
+        return self._begin(process)
+
+    def _end_of_run(self, process: ProcessState) -> bool:
+        run = process.run
+        if run is None or process.left > TOKEN:
+            return False
+        for name in run.reads:
+            self.fifos[name].taken = round(self.fifos[name].taken)
+        for name in run.writes:
+            self.fifos[name].put = round(self.fifos[name].put)
+        self._set_rate(process, 0.0, whole=True)
+        process.run, process.draining = None, True
+        process.until = self.now + run.latency
+        return True
+
+    def _begin(self, process: ProcessState) -> bool:
+        """Begin the action of a process that has none under way; False: it has to wait."""
+        wait = process.begin(self)
+        process.wait = wait
+        return wait is None
+
+    def start_run(self, process: ProcessState) -> Wait | None:
+        """Start a loop with its first iteration; return what is lacking."""
+        run = process.wanted_run
+        for name in run.reads:
+            if self.fifos[name].ready < 1 - TOKEN:
+                return Wait("FIFO empty", name, self.network.fifos[name].writer)
+        for name in run.writes:
+            if self.fifos[name].used > self._capacity(name, process) - 1 + TOKEN:
+                return Wait("FIFO full", name, self.network.fifos[name].reader)
+        for name in run.reads:
+            self.fifos[name].taken += 1
+        for name in run.writes:
+            self.fifos[name].put += 1
+        if run.memory is not None:
+            self.memories[run.memory].moved += run.words
+        process.run, process.left, process.rate = run, float(run.trips - 1), 0.0
+        self._tell(process, whole=True)
+        return None
+
+    def _capacity(self, name: str, process: ProcessState) -> float:
+        """Return the tokens that a FIFO and the pipeline that fills it hold."""
+        run = process.wanted_run
+        flight = run.latency / run.ii if run.memory is None else self.memories[run.memory].memory.window
+        return self.fifos[name].fifo.depth + flight
+
+    # Rates.
+
+    def _set_rates(self) -> None:
+        """Find the highest rates that every FIFO and memory allows."""
+        flowing = [p for p in self.processes.values() if p.run is not None]
+        rates = {p.name: 1 / p.run.ii for p in flowing if p.run is not None}
+        causes: dict[str, Wait] = {}
+        for _round in range(len(flowing) + 2):
+            before = dict(rates)
+            for process in flowing:
+                self._limit(process, rates, causes)
+            for memory in self.memories.values():
+                self._share(memory, flowing, rates, causes)
+            if rates == before:
+                break
+        for process in flowing:
+            process.wait = causes.get(process.name)
+            if rates[process.name] != process.rate:
+                self._set_rate(process, rates[process.name])
+
+    def _limit(self, process: ProcessState, rates: dict[str, float], causes: dict[str, Wait]) -> None:
+        run = process.wanted_run
+        for name in run.reads:
+            fifo = self.fifos[name]
+            if fifo.ready <= TOKEN and fifo.shown_rate < rates[process.name] - RATE:
+                rates[process.name] = fifo.shown_rate
+                causes[process.name] = Wait("FIFO empty", name, fifo.fifo.writer)
+        for name in run.writes:
+            fifo = self.fifos[name]
+            if fifo.used < self._capacity(name, process) - TOKEN:
+                continue
+            reader = self.processes[fifo.fifo.reader]
+            reads = reader.run is not None and name in reader.run.reads
+            limit = rates.get(reader.name, 0.0) if reads else 0.0
+            if limit < rates[process.name] - RATE:
+                rates[process.name] = limit
+                causes[process.name] = Wait("FIFO full", name, reader.name)
+
+    def _share(
+        self, memory: MemoryState, flowing: list[ProcessState], rates: dict[str, float], causes: dict[str, Wait]
+    ) -> None:
+        users = [p for p in flowing if p.wanted_run.memory == memory.name]
+        if not users:
+            return
+        limit = memory.memory.window / memory.memory.latency if memory.memory.latency else inf
+        wishes = [min(rates[p.name] * p.wanted_run.words, limit * p.wanted_run.words) for p in users]
+        for process, given in zip(users, water_fill(wishes, memory.rate), strict=True):
+            rate = given / process.wanted_run.words
+            if rate < rates[process.name] - RATE:
+                rates[process.name] = rate
+                causes[process.name] = Wait("memory", memory.name, None)
+
+    def _set_rate(self, process: ProcessState, rate: float, *, whole: bool = False) -> None:
+        run = process.wanted_run
+        for name in run.reads:
+            self.fifos[name].read_rate = rate
+        for name in run.writes:
+            self.fifos[name].write_rate = rate
+        process.rate = rate
+        self._tell(process, whole=whole)
+
+    def _tell(self, process: ProcessState, *, whole: bool) -> None:
+        """Show a loop's results to their readers, a latency later. `whole`: the tokens so far are a whole number."""
+        run = process.wanted_run
+        for name in run.writes:
+            self._count += 1
+            total = self.fifos[name].put if whole else None
+            heapq.heappush(self._later, Showing(self.now + run.latency, self._count, name, total, process.rate))
+
+    # From one event to the next.
+
+    def _horizon(self) -> float:
+        """Return the clocks until something changes."""
+        times = [self._later[0].time - self.now] if self._later else []
+        for process in self.processes.values():
+            if process.until is not None:
+                times.append(process.until - self.now)
+            elif process.run is not None and process.rate > 0:
+                times.append(process.left / process.rate)
+        for name, fifo in self.fifos.items():
+            times.append(fifo.horizon(self._capacity_of_writer(name)))
+        if any(p.run is not None and p.run.memory for p in self.processes.values()):
+            times += [memory.horizon(self.now) for memory in self.memories.values()]
+        return max(min(times, default=inf), 0.0)
+
+    def _capacity_of_writer(self, name: str) -> float:
+        writer = self.processes[self.network.fifos[name].writer]
+        return inf if writer.done or not writer.has_run else self._capacity(name, writer)
+
+    def _advance(self, step: float) -> None:
+        if self.watch is not None:
+            self._count_root(self.watch, step)
+        for process in self.processes.values():
+            process.advance(self.now, step)
+            if process.run is not None and process.run.memory is not None:
+                self.memories[process.run.memory].moved += process.rate * process.run.words * step
+        for fifo in self.fifos.values():
+            fifo.advance(step)
+        self.now += step
+        for memory in self.memories.values():
+            memory.at(self.now)
+
+    # Who waits for whom.
+
+    def _count_root(self, name: str, step: float) -> None:
+        process = self.processes[name]
+        lost = 0.0 if process.done else step * (1 - process.state[1])
+        if lost > 0:
+            root = self._root(name)
+            self.roots[root] = self.roots.get(root, 0.0) + lost
+
+    def _root(self, name: str) -> str:
+        """Return what a process's waiting goes back to."""
+        seen = set[str]()
+        while name not in seen:
+            seen.add(name)
+            process = self.processes[name]
+            if process.pause is not None:
+                return process.pause
+            if process.draining or process.wait is None:
+                return f"busy: {name}"
+            if process.wait.on is None:
+                return f"{process.wait.cause}: {process.wait.what}"
+            name = process.wait.on
+        return f"each other: {name}"
+
+    def _deadlock(self) -> InternalError:
+        """Return the error that names a circle of processes that wait on each other."""
+        waits = {p.name: p.wait for p in self.processes.values() if p.wait is not None and not p.done}
+        path: list[str] = []
+        name = next(iter(waits), None)
+        while name is not None and name not in path:
+            path.append(name)
+            wait = waits.get(name)
+            name = wait.on if wait is not None else None
+        circle = path[path.index(name) :] if name is not None else path
+        text = [f"{each} ({w.cause}: {w.what})" if (w := waits.get(each)) else f"{each} (done)" for each in circle]
+        end = f" -> {name}" if name is not None else ""
+        return InternalError(f"deadlock at clock {self.now:.0f}: {' -> '.join(text)}{end}")

@@ -1,0 +1,157 @@
+"""What is simulated: processes, the FIFOs and blocks between them, and the memories that they read and write.
+
+A process is a sequence of actions. `Run` is a pipelined loop: `trips` iterations, one every `ii` clocks, whose results
+appear `latency` clocks after their operands went in. An iteration takes one token of every FIFO that it reads, and puts
+one into every FIFO that it writes. Blocks are what lies between two processes of an HLS DATAFLOW region: an array in
+several copies (two: a ping-pong buffer). Claim and Post are its writer's ends, Take and Free its reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pipelined loop.
+
+    Args:
+        loop: its name. trips: iterations, at least 1. ii: clocks from one to the next.
+        latency: clocks from an iteration's operands to its results; at least 1.
+        reads, writes: FIFOs. memory: that every iteration reads or writes `words` words of; None: none.
+    """
+
+    loop: str
+    trips: int
+    ii: float = 1.0
+    latency: int = 1
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    memory: str | None = None
+    words: float = 1.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Wait for an empty block, to write it."""
+
+    blocks: str
+
+
+@dataclass(frozen=True)
+class Post:
+    """The block that was claimed is full."""
+
+    blocks: str
+
+
+@dataclass(frozen=True)
+class Take:
+    """Wait for a full block, to read it."""
+
+    blocks: str
+
+
+@dataclass(frozen=True)
+class Free:
+    """The block that was taken is empty."""
+
+    blocks: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Nothing for some clocks, for a cause: launch, barrier, control."""
+
+    clocks: float
+    cause: str
+
+
+Action = Run | Claim | Post | Take | Free | Pause
+
+
+@dataclass(frozen=True)
+class Fifo:
+    """A stream: `depth` tokens, one writer, one reader (names of processes)."""
+
+    depth: int
+    writer: str
+    reader: str
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """An array between two processes, in `copies` copies."""
+
+    copies: int
+    writer: str
+    reader: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory controller, or several that are used alike.
+
+    Args:
+        rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
+            first word. window: words that one user may have under way (outstanding requests times burst).
+        refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
+    """
+
+    rate: float
+    latency: int
+    window: int
+    refresh_interval: float = 0.0
+    refresh: float = 0.0
+
+    @property
+    def free_rate(self) -> float:
+        """Words per clock between two refreshes."""
+        return self.rate / (1 - self.refresh / self.refresh_interval) if self.refresh else self.rate
+
+
+@dataclass(frozen=True)
+class Network:
+    """Everything that runs between two barriers: one call of a kernel."""
+
+    processes: Mapping[str, Iterable[Action]]
+    fifos: Mapping[str, Fifo] = field(default_factory=dict)
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    memories: Mapping[str, Memory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span of a process's time line, clocks; `state` is a loop's name, or why it waits."""
+
+    start: float
+    end: float
+    state: str
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """What one process did: clocks of work and, by cause, of waiting; `end`: when it was done."""
+
+    busy: float
+    stalls: dict[str, float]
+    end: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a network did.
+
+    Attributes:
+        clocks: until the last process was done.
+        roots: of the process watched: what its waiting goes back to -> clocks. A process that works at its full rate is
+            a root ("busy: NAME"), as are a memory ("memory: NAME"), and a pause's cause.
+        words: moved by each memory.
+    """
+
+    clocks: float
+    processes: dict[str, ProcessResult]
+    roots: dict[str, float]
+    words: dict[str, float]

@@ -1,0 +1,70 @@
+"""Which rows compute, and what a mapping of rows to cores makes of it: passes over the weights of a tile.
+
+A core is one slot of the MAC array. All cores take part in a pass, so the passes of a layer are the rows of the core
+that has most. DRS gives the i-th computing row to core i mod C. The static mapping, which exists for comparison only,
+gives row b to core b mod C whatever computes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.errors import InputError
+
+Decisions = NDArray[np.bool_]
+
+
+class Mapping(StrEnum):
+    """How computing rows are given to cores."""
+
+    DRS = "drs"
+    STATIC = "static"
+
+
+class Draw(StrEnum):
+    """How decisions of a replay ratio are drawn."""
+
+    INDEPENDENT = "independent"
+    CORRELATED = "correlated"
+
+
+def draw_decisions(
+    shape: tuple[int, int, int], replay: float, kind: Draw = Draw.INDEPENDENT, seed: int = 0
+) -> Decisions:
+    """Return decisions bool [forwards, layers, rows] of a replay ratio, exact per layer and row up to one forward.
+
+    Args:
+        kind: rows that decide each for itself, or, correlated, all alike.
+    """
+    forwards, layers, rows = shape
+    own = rows if kind is Draw.INDEPENDENT else 1
+    ranks = np.random.default_rng(seed).random((forwards, layers, own)).argsort(0).argsort(0)
+    return np.broadcast_to(ranks < round(replay * forwards), shape).copy()
+
+
+def core_rows(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> NDArray[np.int64]:
+    """Return how many rows every core computes, int [..., cores], of computing rows bool [..., rows]."""
+    if cores < 1:
+        raise InputError(f"there are no {cores} cores", hint="give at least one")
+    if mapping is Mapping.DRS:
+        active = computing.sum(-1, keepdims=True)
+        return (active - np.arange(cores) + cores - 1) // cores
+    padded = np.zeros((*computing.shape[:-1], -(-computing.shape[-1] // cores) * cores), bool)
+    padded[..., : computing.shape[-1]] = computing
+    return padded.reshape(*computing.shape[:-1], -1, cores).sum(-2)
+
+
+def passes_of(decisions: Decisions, cores: int, mapping: Mapping) -> NDArray[np.int64]:
+    """Return the passes of every layer, int [forwards, layers]; 0: every row replays."""
+    return core_rows(~decisions, cores, mapping).max(-1)
+
+
+def places_of(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> list[list[int]]:
+    """Return per core the rows that it computes, pass by pass, of computing rows bool [rows]."""
+    rows: list[list[int]] = [[] for _ in range(cores)]
+    for number, row in enumerate(np.flatnonzero(computing).tolist()):
+        rows[(number if mapping is Mapping.DRS else row) % cores].append(row)
+    return rows

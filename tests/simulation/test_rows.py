@@ -1,0 +1,67 @@
+"""Rows, cores and passes: DRS and the static mapping on the same decisions, counted and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcar_compile.drs.simulator import map_rows
+from fastcar_compile.errors import InputError
+from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
+from fastcar_compile.simulation.rows import Draw, Mapping, core_rows, draw_decisions, passes_of, places_of
+
+
+@given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
+def test_places_are_those_of_the_mapping_registers(register: int, rows: int, cores: int) -> None:
+    computing = np.array([bool(register >> row & 1) for row in range(rows)])
+    mapped = map_rows(register & (1 << rows) - 1, rows, cores)
+    places = places_of(computing, cores, Mapping.DRS)
+    assert {row: core for core, own in enumerate(places) for row in own} == {
+        row: mapped[row] for row in np.flatnonzero(computing).tolist()
+    }
+    for mapping in Mapping:
+        places = places_of(computing, cores, mapping)
+        assert core_rows(computing, cores, mapping).tolist() == [len(own) for own in places]
+        assert sorted(row for own in places for row in own) == np.flatnonzero(computing).tolist()
+    assert passes_of(~computing[None, None], cores, Mapping.DRS).item() == -(-int(computing.sum()) // cores)
+
+
+@pytest.mark.parametrize(("rows", "cores", "gain"), [(16, 4, 1.39), (32, 8, 1.70), (4, 4, 1.0)])
+def test_monte_carlo_of_independent_rows(rows: int, cores: int, gain: float) -> None:
+    """Busiest core, static over DRS, at replay 0.8. With a core per row there is nothing to balance."""
+    decisions = np.random.default_rng(7).random((50_000, 1, rows)) < 0.8
+    means = [passes_of(decisions, cores, mapping).mean() for mapping in (Mapping.STATIC, Mapping.DRS)]
+    assert means[0] / means[1] == pytest.approx(gain, abs=0.02)
+
+
+def test_rows_that_decide_alike_leave_nothing_to_balance() -> None:
+    decisions = draw_decisions((200, 3, 16), 0.8, Draw.CORRELATED)
+    assert (decisions == decisions[..., :1]).all()
+    assert decisions.mean() == pytest.approx(0.8)
+    assert (passes_of(decisions, 4, Mapping.STATIC) == passes_of(decisions, 4, Mapping.DRS)).all()
+
+
+def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> None:
+    decisions = draw_decisions((200, 3, 4), 0.35, seed=1)
+    assert (decisions.mean(0) == 0.35).all()
+    assert (decisions == draw_decisions((200, 3, 4), 0.35, seed=1)).all()
+    assert (decisions != draw_decisions((200, 3, 4), 0.35, seed=2)).any()
+    with pytest.raises(InputError, match="there are no 0 cores"):
+        passes_of(decisions, 0, Mapping.DRS)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in Draw)
+    draw_active_rows({"independent": independent, "alike": alike}, tmp_path / "rows.svg")
+    forward = typical_forward(independent, 4)
+    draw_cores(independent, 4, forward, "independent", tmp_path / "cores.svg")
+    text = (tmp_path / "cores.svg").read_text()
+    for mapping, name in ((Mapping.STATIC, "static mapping"), (Mapping.DRS, "DRS")):
+        passes = passes_of(independent[forward : forward + 1], 4, mapping).sum()
+        assert f"independent, {name}: {passes} passes" in text
+    assert "independent: 80% replay" in (tmp_path / "rows.svg").read_text()
