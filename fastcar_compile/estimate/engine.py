@@ -6,12 +6,13 @@ fetched, multiplied, scaled, finished and sent in a pipeline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import memory_rate
+from fastcar_compile.codegen.hls.design.loops import Load, tile_loops
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import WEIGHT_BITS
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
@@ -27,7 +28,7 @@ class Engine:
         memory_rate: bytes per second that the weight memories deliver to the engine's ports.
         fifo_bytes: weights that the ports' FIFOs take before the first product starts.
         prefetch_bytes: weights of the next layer that the prefetch buffer holds.
-        side_by_side: whether a core multiplies its rows at the same time (as emitted) or one after another.
+        scale_rows: least rows of a tile in the loop over groups. axi_words: weight ports that an AXI port carries.
     """
 
     clock_hz: float
@@ -38,7 +39,8 @@ class Engine:
     memory_rate: float
     fifo_bytes: int
     prefetch_bytes: int
-    side_by_side: bool = True
+    scale_rows: int
+    axi_words: int = 1
 
     @classmethod
     def of(cls, design: Design, target: Target) -> Engine:
@@ -49,14 +51,12 @@ class Engine:
             cores=design.mlp.cores,
             rows=design.mlp.batch,
             tile_words=design.max_tile_words,
-            memory_rate=memory_rate(target, design.ports),
+            memory_rate=memory_rate(target, design.axi_weight_ports),
             fifo_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
             prefetch_bytes=design.prefetch_bytes,
+            scale_rows=design.scale_rows,
+            axi_words=design.axi_words,
         )
-
-    def one_row_after_another(self) -> Engine:
-        """Return the same engine with cores that multiply one row at a time, from tiles that stay on chip."""
-        return replace(self, side_by_side=False)
 
     @property
     def port_rate(self) -> float:
@@ -92,8 +92,9 @@ class Engine:
 @lru_cache(maxsize=1024)
 def _stream_seconds(engine: Engine, linear: LinearShape, quant: str, load: int) -> tuple[float, str]:
     product = Product(linear.inputs, linear.outputs, engine.ports, bits=WEIGHT_BITS[quant]).cut(engine.tile_words)
-    fetch, multiply, *others = product.steps(load)
-    steps = (fetch, multiply * (1 if engine.side_by_side else load), *others)
+    work = Load(min(load * engine.cores, engine.rows), load, engine.cores, engine.scale_rows)
+    steps = tuple(loop.cycles for loop in tile_loops(product, work).stages)
+    fetch = steps[0]
     fill = sum(steps) - max(steps)
     cycles = product.tiles * max(steps) + fill
     waiting = linear.weight_bytes(quant) / engine.memory_rate

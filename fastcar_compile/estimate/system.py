@@ -142,8 +142,6 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
     none."""
     engine, on_host = Engine.of(design, target), workload.gate.on_host
     unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
-    if not workload.side_by_side:
-        engine = engine.one_row_after_another()
     return Board(
         engine,
         host_of(target),

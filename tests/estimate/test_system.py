@@ -86,12 +86,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     ratio=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
     offload=st.sampled_from(["mlp", "linears", "all"]),
     quant=st.sampled_from(["w8a8", "w4a8"]),
-    side_by_side=st.booleans(),
 )
-def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: Any, side_by_side: bool) -> None:
-    work = Workload(TINY, quant, 64, batch, offload, replay=ratio, side_by_side=side_by_side)
+def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: Any) -> None:
+    work = Workload(TINY, quant, 64, batch, offload, replay=ratio)
     result = estimate(work, ZCU102, what_if=True)
-    assert bool(result.what_if) == (offload == "all" or not side_by_side)
+    assert bool(result.what_if) == (offload == "all")
     line, end = result.time_line, 0.0
     for segment in line:
         assert segment["start"] == pytest.approx(end)
@@ -137,13 +136,13 @@ def test_one_computing_row_keeps_the_whole_weight_stream() -> None:
 
 
 def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
-    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0, 0)
+    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0, 0, 2)
     rows = (False, True, False, True)  # rows 0 and 2 compute; both belong to core 0
     assert engine.load(rows, drs=False) == 2
     assert engine.load(rows, drs=True) == 1
     decisions = np.tile(np.array([rows]), (4, 3, 1))
-    serial = Workload(TINY, "w8a8", 8, batch=4, side_by_side=False)
-    result = estimate(serial, ZCU102, decisions=decisions, what_if=True)
+    work = Workload(TINY, "w8a8", 8, batch=4)
+    result = estimate(work, ZCU102, decisions=decisions, what_if=True)
     assert result.tokens_per_second >= result.comparison["static_mapping"]
 
 
@@ -164,10 +163,7 @@ def test_refused_figures(options: dict[str, Any], text: str) -> None:
 
 
 def test_what_the_compiler_does_not_emit_is_refused() -> None:
-    asked = (
-        (Workload(TINY, "w8a8", 8, offload="all"), "no attention kernel"),
-        (Workload(TINY, "w8a8", 8, side_by_side=False), "one after another"),
-    )
+    asked = ((Workload(TINY, "w8a8", 8, offload="all"), "no attention kernel"),)
     for work, text in asked:
         with pytest.raises(InputError, match=rf"the compiler does not emit this: .*{text}"):
             estimate(work, ZCU102)

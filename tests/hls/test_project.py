@@ -94,16 +94,22 @@ def test_the_seven_billion_parameter_shape_fits_zcu102(linears: tuple[tuple[str,
 
 
 def test_an_engine_for_mlps_alone_costs_what_one_with_linears_does() -> None:
-    """One kernel for both: the example's MLP takes the same clocks, and linears no narrower than it add nothing."""
-    alone, also = design(128, 352, 2, 2), design(128, 352, 2, 2, linears=EXAMPLE)
+    """One kernel for both: with equal tiles the MLP takes the same clocks, and linears of its width add nothing."""
+    also = design(128, 352, 2, 2, linears=EXAMPLE)
+    alone = replace(also, linears={})
     assert alone.mlp_cycles == also.mlp_cycles
     assert alone.usage.dsp == also.usage.dsp
 
 
-def test_fewer_ports_when_the_lanes_do_not_fit() -> None:
-    assert design(128, 352, 32, 4).ports == 4  # 4,096 lanes in 2,048 / 2 DSP
-    assert design(128, 352, 32, 4, quant="w4a8").ports == 2
-    assert design(128, 352, 32, 8, quant="w4a8").ports < 4
+def test_more_cores_share_the_ports_and_the_tiles() -> None:
+    """Two cores more cost multipliers and rows, no weight port and no copy of a tile."""
+    four, eight = (design(128, 352, 32, cores, quant="w4a8") for cores in (4, 8))
+    assert four.ports == eight.ports == 4
+    assert (four.passes, eight.passes) == (8, 4)
+    assert eight.lanes == 2 * four.lanes == 1024
+    wider = replace(four, mlp=replace(four.mlp, cores=8))
+    assert wider.usage.dsp > four.usage.dsp
+    assert replace(wider, tiles_in_uram=True).usage.uram == replace(four, tiles_in_uram=True).usage.uram > 0
 
 
 def test_wider_linears_than_the_mlp_widen_the_buffers() -> None:
@@ -355,8 +361,8 @@ def test_test_bench_passes(
         ("fastcar_engine_core.hpp", "covered - chunk < channels", "covered < channels", "engine_testbench"),
         (
             "fastcar_tile.hpp",
-            "bounds.scale_words + j / FLOAT_LANES",
-            "j / FLOAT_LANES",
+            "scale_words + now.row / FLOAT_LANES",
+            "now.row / FLOAT_LANES",
             "engine_testbench",
         ),
         ("fastcar_drs.hpp", "return index_register != 0;", "return index_register > 1;", "drs_testbench"),

@@ -19,7 +19,6 @@ from fastcar_compile.codegen.hls.control import attention_of, control_table, con
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.footprint import Footprint, require_fit, shares_memory
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
@@ -73,7 +72,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     }
     for call in calls:
         product = design.linears[call.name]
-        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, product))
+        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
     writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
     writer.write_bytes(DRS_TABLE, table.to_bytes())
     writer.write_text(DRS_TABLE_JSON, json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
@@ -153,9 +152,9 @@ def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDA
     return pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design)
 
 
-def _linear_stream(program: DecoderProgram, call: LinearCall, product: Product) -> NDArray[np.uint8]:
+def _linear_stream(program: DecoderProgram, call: LinearCall, design: Design) -> NDArray[np.uint8]:
     """Return the kernel's weight stream of one linear call, uint8."""
-    return pack_linear(_weights(program, call.weights, call.biases), product)
+    return pack_linear(_weights(program, call.weights, call.biases), design.linears[call.name], design.axi_words)
 
 
 def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastcar_compile.codegen.hls.controller_project import drs_kernel, emit_drs, limits_of, table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interface
 from fastcar_compile.codegen.hls.render import TEMPLATES, render
 from fastcar_compile.codegen.hls.vitis import Bench, vitis_files
@@ -26,7 +27,8 @@ def emit_hls(design: Design, out_dir: Path, table: DrsTable | None = None, limit
     out_dir.mkdir(parents=True, exist_ok=True)
     table = table or table_of_sizes(design)
     engine, drs = kernel_interfaces(design, table)
-    texts = {name: render(name, design=design, kernel=engine) for name in SOURCES}
+    fifo_words = FIFO_WORDS // design.axi_words
+    texts = {name: render(name, design=design, kernel=engine, fifo_words=fifo_words) for name in SOURCES}
     texts |= emit_drs(table, limits or limits_of(table)).texts
     benches = [Bench(engine, "engine_testbench.cpp"), Bench(drs, "drs_testbench.cpp")]
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches)
