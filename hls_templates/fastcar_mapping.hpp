@@ -12,22 +12,10 @@ namespace fastcar {
 
 static const int INDEX_REGISTER_BITS = 32;
 
-// A pass is below 32: there are no more rows.
-typedef ap_uint<5> pass_t;
-
-// ceil(log2(CORES)), at least one bit.
-template <int CORES>
-struct MappingBits {
-    static const int VALUE = 1 + MappingBits<(CORES + 1) / 2>::VALUE;
-};
-template <>
-struct MappingBits<2> {
-    static const int VALUE = 1;
-};
-template <>
-struct MappingBits<1> {
-    static const int VALUE = 1;
-};
+// Core and pass are below 32: there are no more rows.
+static const int PLACE_BITS = 5;
+typedef ap_uint<PLACE_BITS> core_t;
+typedef ap_uint<PLACE_BITS> pass_t;
 
 inline bool row_computes(uint32_t index_register, int row) {
     FASTCAR_INLINE
@@ -86,20 +74,6 @@ places: for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         occupied |= computes ? 1ull << place : 0ull;
     }
     return occupied;
-}
-
-// Mapping Registers without the pass: as place_rows; returns how many rows compute.
-template <int BITS>
-int map_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> mapping[INDEX_REGISTER_BITS]) {
-    FASTCAR_INLINE
-    pass_t pass_of[INDEX_REGISTER_BITS];
-    place_rows<BITS>(index_register, rows, cores, mapping, pass_of);
-    int count = 0;
-computing: for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
-        FASTCAR_PIPELINE(1)
-        count += row < rows && row_computes(index_register, row) ? 1 : 0;
-    }
-    return count;
 }
 
 }  // namespace fastcar

@@ -116,7 +116,7 @@ def find_ports_without_pragma(text: str) -> list[str]:
         memories = [("m_axi", n) for n, parameter in zip(names, parameters, strict=True) if "*" in parameter]
         controls = [("s_axilite", name) for name in [*names, "return"]]
         for lines, wanted in ((spellings[1], memories), (spellings[2], memories + controls)):
-            pairs = re.findall(r"#pragma HLS INTERFACE mode=(\w+) port=(\w+) ", lines)
+            pairs = re.findall(r"#pragma HLS (?:INTERFACE|interface) mode=(\w+) port=(\w+) ", lines)
             if sorted(pairs) != sorted(wanted):
                 found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
         found += [f"open tools: {line}" for line in spellings[1].splitlines() if "offset=direct" not in line]

@@ -250,7 +250,7 @@ def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
     [
         ('extern "C" void', "void"),
         ("mode=m_axi port=x ", "mode=m_axi port=cached "),
-        ("#pragma HLS INTERFACE mode=m_axi port=x bundle=gmem_x offset=direct\n", ""),
+        ("#pragma HLS interface mode=m_axi port=x bundle=gmem_x offset=direct\n", ""),
         ("offset=direct\n#else", "offset=slave\n#else"),
         ("#pragma HLS INTERFACE mode=s_axilite port=index_register bundle=control\n", ""),
         ("mode=s_axilite port=return ", "s_axilite port=return "),

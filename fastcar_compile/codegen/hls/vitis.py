@@ -37,26 +37,28 @@ class Bench:
     source: str
 
 
-def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench]) -> dict[str, str]:
+def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench], alone: Sequence[Bench] = ()) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
         benches: every kernel with its benches; of several, the last is the one of the kernel's configuration.
+        alone: kernels that are simulated and synthesised alone, not linked.
     """
     kernels = list(dict.fromkeys(b.kernel for b in benches))
     texts = {
         "Makefile": render(
             "Makefile",
             kernels=[k.name for k in kernels],
-            benches=[b.source.removesuffix(".cpp") for b in benches],
+            alone=[b.kernel.name for b in alone],
+            benches=[b.source.removesuffix(".cpp") for b in (*benches, *alone)],
             card=part.startswith(CARDS),
         ),
         "link.cfg": render(
             "link.cfg", kernels=kernels, connections=connections(part, kernels), hertz=round(clock_mhz * 1e6)
         ),
     }
-    for bench in benches:
+    for bench in (*benches, *alone):
         texts[config_name(bench.kernel)] = render(
             "hls_config.cfg", part=part, clock=f"{clock_mhz:g}", kernel=bench.kernel.name, testbench=bench.source
         )

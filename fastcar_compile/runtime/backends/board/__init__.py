@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.runtime.backends.accelerator.controller import Controller
-from fastcar_compile.runtime.backends.accelerator.engine import Engine
-from fastcar_compile.runtime.backends.accelerator.stepper import Accelerator, AcceleratorStepper, accelerator_of
+from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import BackendOptions
 from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
 
@@ -13,17 +11,15 @@ from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
 class BoardStepper(AcceleratorStepper):
     """AcceleratorStepper on a device with XRT.
 
-    The engine's prefetch buffer is not used: other programs may use the kernel in between (docs/tutorial/board.md).
+    The kernel keeps the control table, what was dispatched and the prefetch buffer, so a program has it for itself.
 
     Raises:
         BackendError: pyxrt, the device or the xclbin is missing, or the xclbin is of another design.
     """
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions) -> None:
-        compute, controller = accelerator_of(artifact).kernels
-        config, device = artifact.manifest.decoder.config, Device([compute, controller])
-        engine = Engine(XrtUnit(device, compute), config.hidden_size, config.batch_size)
-        super().__init__(artifact, options, Accelerator(engine, Controller(XrtUnit(device, controller))))
+        (kernel,) = accelerator_of(artifact).kernels
+        super().__init__(artifact, options, XrtUnit(Device([kernel]), kernel))
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> BoardStepper:
