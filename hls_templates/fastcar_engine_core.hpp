@@ -185,7 +185,8 @@ void quantize_rows(const float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::IN
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
     const int padded = channel_words * S::LANES;
-passes: for (int pass = 0; pass < passes; ++pass) {
+passes:
+    for (int pass = 0; pass < passes; ++pass) {
         FASTCAR_TRIPS(1, S::PASSES)
         uint32_t amax[S::CORES] = {};
         float inverse[S::CORES];
@@ -193,7 +194,8 @@ passes: for (int pass = 0; pass < passes; ++pass) {
         FASTCAR_PARTITION(amax, 0)
         FASTCAR_PARTITION(inverse, 0)
         FASTCAR_PARTITION(word, 0)
-    sizes: for (int k = 0; k < inputs; k += FLOAT_LANES) {
+    sizes:
+        for (int k = 0; k < inputs; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(1, S::INPUTS / FLOAT_LANES + 1)
             FASTCAR_RECURRENCE(amax, 1)
@@ -205,13 +207,15 @@ passes: for (int pass = 0; pass < passes; ++pass) {
                 amax[c] = amax_step(amax[c], x, inputs - k);
             }
         }
-    scales: for (int c = 0; c < S::CORES; ++c) {
+    scales:
+        for (int c = 0; c < S::CORES; ++c) {
             FASTCAR_PIPELINE(1)
             const float floored = row_amax_floor(float_of_bits(amax[c]));
             inverse[c] = 127.0f / floored;
             row_scale[c][pass] = floored * ONE_OVER_127;
         }
-    values: for (int k = 0; k < padded; k += FLOAT_LANES) {
+    values:
+        for (int k = 0; k < padded; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(1, S::CHANNEL_WORDS * S::LANES / FLOAT_LANES)
             FASTCAR_UNROLL
@@ -260,7 +264,8 @@ void finish_tile(const float value[C::CORES][Shapes<C>::PORT_LANES][Shapes<C>::V
     FASTCAR_PARTITION(previous, 0)
     uint64_t busy = occupied;
     int channel = 0, port = 0, lane = 0, place = 0, pass = 0;
-channels: for (int i = 0; i < steps; ++i) {
+channels:
+    for (int i = 0; i < steps; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(4, S::PASSES * S::TILE * S::PORTS)
         FASTCAR_RECURRENCE(lanes, 1)

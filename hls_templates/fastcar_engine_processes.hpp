@@ -16,9 +16,11 @@ static const int MOST_BEATS = 1 << 30;
 template <class C>
 void read_rows(const word_t* x, uint32_t computing, int row_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
-rows: for (int row = 0; row < C::BATCH; ++row) {
+rows:
+    for (int row = 0; row < C::BATCH; ++row) {
         const int count = row_computes(computing, row) ? row_words : 0;
-    words: for (int i = 0; i < count; ++i) {
+    words:
+        for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
             FASTCAR_COUNT(COUNT_ROW_BEATS)
@@ -32,7 +34,8 @@ template <class C>
 void read_weights(const typename Beat<C::AXI_WORDS>::Type* weights, int first_word, int end_word,
                   hls::stream<typename Beat<C::AXI_WORDS>::Type>& out) {
     FASTCAR_NO_INLINE
-beats: for (int i = first_word; i < end_word; ++i) {
+beats:
+    for (int i = first_word; i < end_word; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, MOST_BEATS)
         FASTCAR_COUNT(COUNT_WEIGHT_BEATS)
@@ -53,7 +56,8 @@ static void share_weights(hls::stream<typename Beat<C::AXI_WORDS>::Type> in[C::P
     static word_t buffer[C::PORTS][C::PREFETCH_WORDS > 0 ? C::PREFETCH_WORDS : 1];
     FASTCAR_PARTITION(buffer, 1)
     FASTCAR_BLOCK_RAM(buffer)
-fill: for (int i = 0; i < filled; ++i) {
+fill:
+    for (int i = 0; i < filled; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, C::PREFETCH_WORDS)
         FASTCAR_UNROLL
@@ -65,7 +69,8 @@ fill: for (int i = 0; i < filled; ++i) {
             }
         }
     }
-words: for (int i = 0; i < words; ++i) {
+words:
+    for (int i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, MOST_BEATS)
         FASTCAR_UNROLL
@@ -89,22 +94,27 @@ template <class C>
 void write_rows(const word_t* cached, uint32_t copied, uint32_t computing, int tiles, int whole, int result_words,
                 hls::stream<word_t>& in, word_t* y) {
     FASTCAR_NO_INLINE
-copies: for (int row = 0; row < C::BATCH; ++row) {
+copies:
+    for (int row = 0; row < C::BATCH; ++row) {
         const int count = row_computes(copied, row) ? result_words : 0;
-    copied_words: for (int i = 0; i < count; ++i) {
+    copied_words:
+        for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
             FASTCAR_COUNT(COUNT_COPY_BEATS)
             y[row * result_words + i] = cached[row * result_words + i];
         }
     }
-tiles: for (int t = 0; t < tiles; ++t) {
+tiles:
+    for (int t = 0; t < tiles; ++t) {
         FASTCAR_TRIPS(0, MOST_CHANNELS)
         const int words = tile_results(t, whole, result_words);
-    rows: for (int row = 0; row < C::BATCH; ++row) {
+    rows:
+        for (int row = 0; row < C::BATCH; ++row) {
             const int first = row * result_words + t * whole;
             const int count = row_computes(computing, row) ? words : 0;
-        words: for (int i = 0; i < count; ++i) {
+        words:
+            for (int i = 0; i < count; ++i) {
                 FASTCAR_PIPELINE(1)
                 FASTCAR_TRIPS(0, Shapes<C>::RESULT_WORDS)
                 FASTCAR_COUNT(COUNT_ROW_BEATS)
@@ -119,7 +129,8 @@ template <class S>
 void fetch_tile(hls::stream<word_t> in[S::PORTS], int head_words, int words, word_t head[S::PORTS][S::HEAD_WORDS],
                 word_t tile[S::PORTS][S::TILE_WORDS]) {
     FASTCAR_NO_INLINE
-words: for (int i = 0; i < words; ++i) {
+words:
+    for (int i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, S::HEAD_WORDS + S::TILE_WORDS)
         FASTCAR_UNROLL
@@ -141,11 +152,13 @@ void send_tile(const word_t results[C::CORES][Shapes<C>::PASSES * Shapes<C>::RES
                const pass_t pass_of[INDEX_REGISTER_BITS], int t, int whole, int result_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     const int words = tile_results(t, whole, result_words);
-rows: for (int row = 0; row < C::BATCH; ++row) {
+rows:
+    for (int row = 0; row < C::BATCH; ++row) {
         const int core = core_of[row].to_int();
         const int base = pass_of[row].to_int() * Shapes<C>::RESULT_WORDS;
         const int count = row_computes(computing, row) ? words : 0;
-    words: for (int i = 0; i < count; ++i) {
+    words:
+        for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::RESULT_WORDS)
             out.write(results[core][base + i]);
@@ -167,7 +180,8 @@ void run_tiles(hls::stream<word_t> weights[C::PORTS],
                hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
-tiles: for (int t = 0; t < tiles; ++t) {
+tiles:
+    for (int t = 0; t < tiles; ++t) {
         FASTCAR_DATAFLOW
         FASTCAR_TRIPS(1, MOST_CHANNELS)
         word_t head[S::PORTS][S::HEAD_WORDS];
@@ -223,11 +237,13 @@ void load_rows(hls::stream<word_t>& in, uint32_t computing,
                const pass_t pass_of[INDEX_REGISTER_BITS], int inputs,
                float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS]) {
     FASTCAR_NO_INLINE
-rows: for (int row = 0; row < C::BATCH; ++row) {
+rows:
+    for (int row = 0; row < C::BATCH; ++row) {
         const int core = core_of[row].to_int();
         const int pass = pass_of[row].to_int();
         const int count = row_computes(computing, row) ? inputs : 0;
-    words: for (int k = 0; k < count; k += FLOAT_LANES) {
+    words:
+        for (int k = 0; k < count; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
             const word_t word = in.read();
@@ -261,7 +277,8 @@ void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS],
     float row_scale[S::CORES][S::PASSES];
     FASTCAR_PARTITION(row_scale, 0)
     load_rows<C>(in, computing, core_of, pass_of, products > 1 ? C::HIDDEN : inputs, values);
-products: for (int number = 0; number < products; ++number) {
+products:
+    for (int number = 0; number < products; ++number) {
         FASTCAR_TRIPS(0, 2)
         const Product product = number + 1 < products ? first_product<C>() : last;
         quantize_rows<C>(values, passes, product.inputs, product.channel_words, q, row_scale);

@@ -30,7 +30,8 @@ int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_
              pass_t pass_of[INDEX_REGISTER_BITS]) {
     int used[INDEX_REGISTER_BITS] = {};
     int passes = 0;
-rows: for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+rows:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         const int core = row % cores;
         const bool computes = row < rows && row_computes(index_register, row);
         core_of[row] = computes ? core : 0;
@@ -48,7 +49,8 @@ int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_
     FASTCAR_INLINE
     int core = 0;
     int pass = 0;
-rows: for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+rows:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
         const bool computes = row < rows && row_computes(index_register, row);
         const bool last = core + 1 == cores;
@@ -67,7 +69,8 @@ uint64_t occupied_places(uint32_t index_register, int rows, const ap_uint<BITS> 
                          const pass_t pass_of[INDEX_REGISTER_BITS]) {
     FASTCAR_INLINE
     uint64_t occupied = 0;
-places: for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+places:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
         const bool computes = row < rows && row_computes(index_register, row);
         const int place = pass_of[row].to_int() * CORES + core_of[row].to_int();

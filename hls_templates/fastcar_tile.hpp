@@ -92,7 +92,8 @@ void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS],
     FASTCAR_PARTITION(partial, 0)
     uint64_t busy = occupied;
     int at = 0, k = 0, word = 0, sum = 0, base = 0;
-words: for (int i = 0; i < steps; ++i) {
+words:
+    for (int i = 0; i < steps; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, S::PASSES * S::TILE_WORDS)
         FASTCAR_RECURRENCE(partial, 1)
@@ -189,7 +190,8 @@ void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S:
     FASTCAR_PARTITION(total, 2)
     uint64_t busy = occupied;
     ScalePlace now = {0, 0, 0, 0, 0, 0, 0, 0};
-groups: for (int i = 0; i < steps; ++i) {
+groups:
+    for (int i = 0; i < steps; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, S::PASSES * S::SCALE_STEPS)
         FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)

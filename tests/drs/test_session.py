@@ -172,7 +172,7 @@ def test_layers_of_different_attention_are_refused() -> None:
     graph, query = source.graph_module.graph, attention.args[0]
     with graph.inserting_before(attention):
         wider = graph.call_function(torch.ops.aten.cat.default, ([query, query], 1))
-    wider.meta = dict(query.meta) | {"val": torch.cat([query.meta["val"]] * 2, 1)}  # type: ignore[union-attr]
-    attention.replace_input_with(query, wider)  # type: ignore[arg-type]
+    wider.meta = dict(query.meta) | {"val": torch.cat([query.meta["val"]] * 2, 1)}  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    attention.replace_input_with(query, wider)  # pyright: ignore[reportArgumentType]
     with pytest.raises(CompileError, match=r"the layers have different attention shapes: layer 0.*heads=4.*layer 2"):
         control_table(source, options_of(case), 2)

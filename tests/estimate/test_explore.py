@@ -33,7 +33,7 @@ def no_uram(board: str) -> Fabric | None:
 
 def explored(shape: str, quant: str, batch: int, target: Target, offload: str = "mlp") -> Exploration:
     """The best engine for a shape."""
-    work = Workload(load_shape(shape), quant, 1, batch, offload)  # type: ignore[arg-type]
+    work = Workload(load_shape(shape), quant, 1, batch, offload)  # pyright: ignore[reportArgumentType]
     return explore(work.mlp_spec(), target, work.attention(), work.linear_specs())
 
 

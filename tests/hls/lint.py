@@ -243,7 +243,7 @@ def find_unlabelled_loops(text: str) -> list[str]:
     """Loops that have no label and are not unrolled, and unrolling that does not stand before its loop."""
     lines, found = [line.strip() for line in code_of(text).splitlines()], []
     for before, line in zip(["", *lines], [*lines, ""], strict=True):
-        if line.startswith("for (") and before != "FASTCAR_UNROLL":
+        if line.startswith("for (") and before != "FASTCAR_UNROLL" and not before.endswith(":"):
             found.append(f"label: {line}")
         if before == "FASTCAR_UNROLL" and not line.startswith("for ("):
             found.append(f"unrolling: before {line!r}")
@@ -264,7 +264,7 @@ def pipelined_loops(texts: list[str]) -> Iterator[tuple[str, str]]:
     """(function.label, body) of every pipelined loop."""
     for text in texts:
         for name, _, body in functions(code_of(text)):
-            for loop in re.finditer(r"(\w+): for \([^)]*\) \{\s*FASTCAR_PIPELINE", body):
+            for loop in re.finditer(r"(\w+):\s*for \([^)]*\) \{\s*FASTCAR_PIPELINE", body):
                 yield f"{name}.{loop[1]}", block_at(body, loop.start())
 
 
@@ -330,7 +330,7 @@ def find_loops_in_steps(texts: list[str]) -> list[str]:
     for text in texts:
         for name, _, body in functions(code_of(text)):
             if name.endswith("_step"):
-                found += [f"{name}: {label}" for label in re.findall(r"\w+: for \([^)]*\)", body)]
+                found += [f"{name}: {label}" for label in re.findall(r"\w+:\s*for \([^)]*\)", body)]
     return found
 
 

@@ -14,11 +14,13 @@ from hls.library import DESIGNS
 NOT_SYNTHESISED = {
     "engine_testbench.cpp",
     "drs_testbench.cpp",
+    "probe_testbench.cpp",
     "fastcar_csim.cpp",
     "fastcar_csim.hpp",
     "fastcar_reference.hpp",
 }
-TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp")
+TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
+PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
 AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"
 STREAM_FILES = {"fastcar_engine.cpp", "fastcar_engine_processes.hpp"}
 CORES = ("fastcar_tile.hpp", "fastcar_engine_core.hpp")
@@ -64,18 +66,21 @@ def test_dataflow_regions_are_canonical(project: dict[str, str]) -> None:
 
 
 def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
-    assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[], []]
+    assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[]] * len(TOPS)
 
 
 def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
     top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
     assert lint.find_shared_streams(top, processes, stream_sizes(design_name)) == []
+    top, ports = project["fastcar_probe.cpp"], DESIGNS[design_name].ports
+    assert lint.find_shared_streams(top, project["fastcar_probe.hpp"], {str(ports): ports}) == []
+    assert lint.find_bad_dataflow([top, project["fastcar_probe.hpp"]]) == []
 
 
 def test_compute_cores_have_no_streams(project: dict[str, str]) -> None:
     codes = {name: lint.code_of(text) for name, text in kernels_of(project).items() if name != "fastcar_pragmas.hpp"}
-    assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES
-    assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES
+    assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES | PROBE_FILES
+    assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES | {"fastcar_probe.cpp"}
 
 
 @pytest.mark.parametrize("design_name", ["linears"])
@@ -95,7 +100,7 @@ ENGINE_FILES = (
 
 
 def test_loops_have_labels_and_memories_no_initial_values(project: dict[str, str]) -> None:
-    for name in ENGINE_FILES:
+    for name in (*ENGINE_FILES, "fastcar_drs.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp"):
         assert lint.find_unlabelled_loops(project[name]) == [], name
         assert lint.find_initialised_uram(project[name]) == [], name
     assert [name for name, text in kernels_of(project).items() if lint.find_bound_operators(text)] == []
@@ -202,10 +207,10 @@ def test_a_dataflow_that_is_not_canonical_is_found(
 
 
 def test_a_loop_without_a_label_is_found() -> None:
-    good = "a: for (int i = 0; i < N; ++i) {\n    FASTCAR_UNROLL\n    for (int j = 0; j < 4; ++j) {\n    }\n}\n"
+    good = "a:\nfor (int i = 0; i < N; ++i) {\n    FASTCAR_UNROLL\n    for (int j = 0; j < 4; ++j) {\n    }\n}\n"
     assert lint.find_unlabelled_loops(good) == []
-    assert lint.find_unlabelled_loops(good.replace("a: ", "")) == ["label: for (int i = 0; i < N; ++i) {"]
-    inside = "a: for (int i = 0; i < 4; ++i) {\n    FASTCAR_UNROLL\n    x;\n}\n"
+    assert lint.find_unlabelled_loops(good.replace("a:\n", "")) == ["label: for (int i = 0; i < N; ++i) {"]
+    inside = "a:\nfor (int i = 0; i < 4; ++i) {\n    FASTCAR_UNROLL\n    x;\n}\n"
     assert lint.find_unlabelled_loops(inside) == ["unrolling: before 'x;'"]
 
 
@@ -236,7 +241,7 @@ def test_an_undeclared_recurrence_is_found(project: dict[str, str], name: str, r
 
 @pytest.mark.parametrize("design_name", ["int4"])
 def test_a_loop_in_a_step_is_found(project: dict[str, str], design_name: str) -> None:
-    text = project["fastcar_numerics.hpp"].replace("    FASTCAR_UNROLL\n    for", "lanes: for")
+    text = project["fastcar_numerics.hpp"].replace("    FASTCAR_UNROLL\n    for", "lanes:\n    for")
     assert lint.find_loops_in_steps([text])
 
 

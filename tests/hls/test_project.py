@@ -24,6 +24,7 @@ from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import BackendError, CompileError, UserError
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, open_library
+from fastcar_compile.targets import load_target
 from hls.library import (
     DESIGNS,
     EXAMPLE,
@@ -237,7 +238,7 @@ def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
 
 
 def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
-    emit_hls(DESIGNS["example"], tmp_path)
+    emit_hls(DESIGNS["example"], tmp_path, board=load_target("zcu102"))
     config = (tmp_path / "fastcar_engine_hls_config.cfg").read_text()
     assert "part=xczu9eg-ffvb1156-2-e\n" in config
     assert "clock=250MHz\n" in config
@@ -247,7 +248,7 @@ def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
     assert "tb.file=drs_testbench.cpp\n" in drs_config
     link = (tmp_path / "link.cfg").read_text().splitlines()
     assert "nk=fastcar_engine:1:fastcar_engine_1" in link
-    assert "sp=fastcar_engine_1.weights_3:HP3" in link
+    assert "sp=fastcar_engine_1.weights_3:HPC0" in link
     assert "freqHz=250000000:fastcar_drs_1" in link
 
 
@@ -272,7 +273,7 @@ def including(names: list[str], folder: Path) -> list[Path]:
 
 
 def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
-    assert len(HEADERS) == 17
+    assert len(HEADERS) == 18
     done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}")
     assert done.returncode == 0, done.stderr
 
@@ -362,7 +363,7 @@ def test_test_bench_passes(
         (
             "fastcar_tile.hpp",
             "scale_words + now.row / FLOAT_LANES",
-            "now.row / FLOAT_LANES",
+            "scale_words + now.row / HALF_LANES",
             "engine_testbench",
         ),
         ("fastcar_drs.hpp", "return index_register != 0;", "return index_register > 1;", "drs_testbench"),

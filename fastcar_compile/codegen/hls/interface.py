@@ -91,14 +91,9 @@ class KernelPort:
         )
         return [f"{memory} {self.burst}", control]
 
-    def open_pragmas(self) -> list[str]:
-        """Return the interface pragmas for an open HLS tool, whose scalars and block control need none.
-
-        Bambu knows the lower-case word only, takes addresses as arguments and refuses two depths on one bundle.
-        """
-        if self.mode == "s_axilite":
-            return []
-        return [f"#pragma HLS interface mode=m_axi port={self.name} bundle={self.bundle} offset=direct"]
+    def open_pragma(self) -> str:
+        """Return the interface pragma of a memory argument for Bambu: lower case, an address as argument, no depth."""
+        return f"#pragma HLS interface mode=m_axi port={self.name} bundle={self.bundle} offset=direct"
 
 
 @dataclass(frozen=True)
@@ -122,9 +117,13 @@ class KernelInterface:
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
 
-    def open_pragmas(self) -> list[str]:
-        """Return the same for an open HLS tool: literal lines, because it does not see a pragma out of a macro."""
-        return [line for port in self.ports for line in port.open_pragmas()]
+    def directives(self) -> list[str]:
+        """Return the interface pragmas in both spellings; FASTCAR_PRAGMAS_NONE chooses the one for an open tool.
+
+        They are literal lines, because such a tool does not see a pragma that comes out of a macro.
+        """
+        memory = [port.open_pragma() for port in self.ports if port.mode == "m_axi"]
+        return ["#if defined(FASTCAR_PRAGMAS_NONE)", *memory, "#else", *self.pragmas(), "#endif"]
 
     def memories(self) -> list[KernelPort]:
         """Return the memory arguments, in order."""
@@ -163,6 +162,13 @@ CONTROLLER_MEMORIES = ("table", "query", "key", "chain", "result")
 CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words", "held", "capacity")
 
 
+def weight_ports(design: Design) -> list[KernelPort]:
+    """Return the arguments that take weight streams, one per AXI port."""
+    beat, words = WEIGHT_TYPES[design.axi_words], design.max_section_words
+    ports = range(design.axi_weight_ports)
+    return [KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", words, streamed=True) for p in ports]
+
+
 def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
     """Return the interface of the engine: the array with its TAS unit and controller.
 
@@ -171,16 +177,11 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
     describe a linear; they play no part in an MLP. `prefetch` is a value of `Prefetch`, for an MLP of no layer.
     """
     rows = design.mlp.batch * design.max_row_words
-    beat = WEIGHT_TYPES[design.axi_words]
-    weights = [
-        KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", design.max_section_words, streamed=True)
-        for p in range(design.axi_weight_ports)
-    ]
     sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
         "fastcar_engine",
         (
-            *weights,
+            *weight_ports(design),
             KernelPort("x", WORD, "m_axi", "gmem_x", rows),
             KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
             KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
@@ -198,3 +199,15 @@ def drs_interface(control: ControlSizes) -> KernelInterface:
     """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md)."""
     scalars = [KernelPort(name, "uint32_t") for name in ("op", *CONTROLLER_SCALARS)]
     return KernelInterface("fastcar_drs", (*control.memories("gmem_query", "gmem_result"), *scalars))
+
+
+def probe_interface(design: Design) -> KernelInterface:
+    """Return the interface of the bandwidth probe: the engine's weight ports, with the engine's bursts.
+
+    `ports`: bit p = 1: port p reads `words` words. `result` takes a checksum per port.
+    """
+    weights = weight_ports(design)
+    result = KernelPort("result", "uint32_t", "m_axi", "gmem_result", len(weights), writable=True)
+    return KernelInterface(
+        "fastcar_probe", (*weights, result, KernelPort("words", "uint32_t"), KernelPort("ports", "uint32_t"))
+    )
