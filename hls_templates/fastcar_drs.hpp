@@ -5,6 +5,7 @@
 #define FASTCAR_DRS_HPP
 
 #include "fastcar_drs_table.hpp"
+#include "fastcar_gate_core.hpp"
 #include "fastcar_tas_core.hpp"
 
 namespace fastcar {
@@ -107,6 +108,23 @@ read_counts:
     }
 }
 
+// What the gate compares with its threshold, for every row. A kernel is built for one gate, so one branch is left.
+template <class C>
+void score_rows(const uint32_t header[HEADER_WORDS], const Layer& layer, const word_t* query, const word_t* key,
+                float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t rows = header[F_ROWS];
+    const uint32_t words = header[F_ROW_QUERY_WORDS];
+    if (C::GATE == GATE_INPUT_DELTA) {
+        gate::change_scores<C::KEY_WORDS>(query, key, rows, words, scores);
+    } else if (C::GATE == GATE_LEARNED) {
+        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, words, header[F_KEY_WORDS], scores);
+    } else {
+        const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], words, header[F_ROW_KEY_WORDS]};
+        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
+    }
+}
+
 // Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and the mask decides.
 template <class C>
 uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, const Call& call, const word_t* query,
@@ -120,9 +138,7 @@ clear_scores:
         scores[row] = 0.0f;
     }
     if (has_gate(layer)) {
-        const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS],
-                                      header[F_ROW_KEY_WORDS]};
-        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
+        score_rows<C>(header, layer, query, key, scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
         replay = call.step >= header[F_TOKENS_PER_FRAME] ? replay : 0;

@@ -23,6 +23,8 @@ static const uint32_t MAX_PRODUCTS = 65536;
 static const uint32_t MAX_CHAIN = 0x7FFFFFFFu;
 static const uint32_t UNLIMITED = 0xFFFFFFFFu;
 static const uint32_t GATE_TAS = 1;
+static const uint32_t GATE_INPUT_DELTA = 2;
+static const uint32_t GATE_LEARNED = 4;
 static const uint32_t COUPLE_CFG = 1;
 static const uint32_t NO_UNIT = 0xFFu;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
@@ -54,8 +56,8 @@ enum Field {
     F_PREFETCH,
     F_PROGRAMS,
     F_INSTRUCTIONS,
-    F_RESERVED,
-    F_RESERVED_TOO
+    F_UNITS,
+    F_RESERVED
 };
 
 enum Status {
@@ -125,12 +127,15 @@ bool attention_is_valid(const uint32_t header[HEADER_WORDS]) {
            query <= C::QUERY_WORDS && key <= C::KEY_WORDS;
 }
 
-inline bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
+template <class C>
+bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t flags = header[F_FLAGS];
     const uint32_t chain = header[F_MAX_CHAIN];
     const bool pairs = flags == 0 || (flags == COUPLE_CFG && (header[F_ROWS] & 1u) == 0);
-    return header[F_GATE] == GATE_TAS && pairs && (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
+    const bool learned = C::GATE == GATE_LEARNED;
+    const bool units = learned ? within(header[F_UNITS], 1, C::UNITS) : header[F_UNITS] == 0;
+    return header[F_GATE] == C::GATE && units && pairs && (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
 }
 
 // The array has ROWS rows and PASSES passes: with fewer cores the rows need more passes.
@@ -140,7 +145,7 @@ bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
     return within(header[F_LAYERS], 1, MAX_LAYERS) && within(header[F_LAYER_WORDS], 1, MAX_LAYER_WORDS) &&
            within(header[F_ROWS], 1, C::ROWS) && within(header[F_CORES], 1, C::CORES) &&
            times(header[F_CORES], C::PASSES) >= header[F_ROWS] &&
-           header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0 && header[F_RESERVED_TOO] == 0;
+           header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0;
 }
 
 // Call after counts_are_valid: then nothing here overflows.
@@ -250,7 +255,7 @@ copy_header:
     if (~crc != header[F_CRC]) {
         return BAD_CRC;
     }
-    if (!counts_are_valid<C>(header) || !gate_is_valid(header) || !attention_is_valid<C>(header) ||
+    if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !attention_is_valid<C>(header) ||
         !offsets_are_valid(header)) {
         return BAD_HEADER;
     }

@@ -114,16 +114,18 @@ inline Change change_step(const Change& so_far, const word_t& x, const word_t& c
     return sum;
 }
 
-// One row, a word of x and of the cached x per clock; spare lanes are zero.
+// One row, a word of x per clock; spare lanes are zero. The cached x is on chip, as both come over one port.
 template <int WORDS>
-Change change_of_row(const word_t* x, const word_t* cached, uint32_t first, uint32_t words) {
+Change change_of_row(const word_t* x, uint32_t first, uint32_t words, const word_t cached[WORDS]) {
     FASTCAR_NO_INLINE
     Change sum = {0, 0, 0};
+    FASTCAR_BURST(QUERY)
 read_change:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, WORDS)
-        sum = change_step(sum, x[first + i], cached[first + i]);
+        FASTCAR_BEAT(QUERY, first + i)
+        sum = change_step(sum, x[first + i], cached[i]);
     }
     return sum;
 }
@@ -132,6 +134,22 @@ inline float change_score(const Change& sum) {
     FASTCAR_INLINE
     const float size = static_cast<float>(sum.size);
     return finite_or_nan(sum.largest, static_cast<float>(sum.change) / (size > 1.0f ? size : 1.0f));
+}
+
+// Minus the scores of all rows, each of `words` words: where small scores replay, minus the score is compared.
+template <int WORDS>
+void change_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words,
+                   float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    word_t buffer[WORDS];
+    uint32_t at = 0;
+score_changes:
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(1, 32)
+        tas::load_key<WORDS>(cached, at, words, buffer);
+        scores[row] = -change_score(change_of_row<WORDS>(x, at, words, buffer));
+        at += words;
+    }
 }
 
 // ---- bound
@@ -238,7 +256,7 @@ inline float bound_score(const Change& change, int64_t apart, uint32_t largest, 
 
 // ---- learned
 
-// A unit's weights in memory: one word of b1, w2, the exponent of the lowest bit of its weights, b2 (in every unit), then
+// A network in memory: a word with the number of units, then the units. A unit is one word of b1, w2, the exponent of the lowest bit of its weights, b2 (in every unit), then
 // its bfloat16 weights, eight to a word: those of x, then those of the change, each padded with zeros to whole words.
 struct UnitTail {
     int64_t sum;
@@ -247,20 +265,22 @@ struct UnitTail {
     uint32_t place;
 };
 
-// Reads a row and its cached x, a word per clock: |x - cached| follows x in `raw`. Returns the largest magnitude of both.
-// `padded` words are a multiple of two.
+// Reads a row, a word per clock: |x - cached| follows x in `raw`. Returns the largest magnitude of both. `padded` is `words`,
+// or one more, so that it is even.
 template <int WORDS>
-uint32_t features_of_row(const word_t* x, const word_t* cached, uint32_t first, uint32_t words, uint32_t padded,
-                         uint32_t raw[2 * WORDS][FLOAT_LANES]) {
+uint32_t features_of_row(const word_t* x, uint32_t first, uint32_t words, uint32_t padded, const word_t cached[WORDS],
+                         uint32_t raw[2 * WORDS + 2][FLOAT_LANES]) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
+    FASTCAR_BURST(QUERY)
 read_features:
     for (uint32_t i = 0; i < padded; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_TRIPS(1, WORDS + 1)
         const bool spare = i >= words;
+        FASTCAR_BEAT(QUERY, first + i)
         const word_t now = spare ? word_t(0) : x[first + i];
-        const word_t before = spare ? word_t(0) : cached[first + i];
+        const word_t before = spare ? word_t(0) : cached[i];
         FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             const uint32_t change = change_of(lane_of(now, lane), lane_of(before, lane));
@@ -288,12 +308,12 @@ inline int32_t whole_feature(uint32_t bits, uint32_t field) {
 
 // In place, a word per clock; it writes what it read, so no word meets itself again.
 template <int WORDS>
-void round_features(uint32_t raw[2 * WORDS][FLOAT_LANES], uint32_t count, uint32_t field) {
+void round_features(uint32_t raw[2 * WORDS + 2][FLOAT_LANES], uint32_t count, uint32_t field) {
     FASTCAR_NO_INLINE
 round_words:
     for (uint32_t i = 0; i < count; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 2 * WORDS)
+        FASTCAR_TRIPS(1, 2 * WORDS + 2)
         FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             raw[i][lane] = static_cast<uint32_t>(whole_feature(raw[i][lane], field));
@@ -331,7 +351,7 @@ inline int64_t weight_step(int64_t sum, const word_t& weights, const uint32_t lo
 
 // The sums of all units, a word of the weights per clock. `count`: words of features. Returns b2 as bits.
 template <int WORDS, int UNITS>
-uint32_t sums_of_units(const word_t* network, uint32_t units, const uint32_t features[2 * WORDS][FLOAT_LANES],
+uint32_t sums_of_units(const word_t* network, uint32_t first, uint32_t units, const uint32_t features[2 * WORDS + 2][FLOAT_LANES],
                        uint32_t count, UnitTail tails[UNITS]) {
     FASTCAR_NO_INLINE
     const uint32_t words = 1 + (count >> 1);
@@ -340,11 +360,13 @@ uint32_t sums_of_units(const word_t* network, uint32_t units, const uint32_t fea
     uint32_t b2 = 0;
     uint32_t word = 0;
     uint32_t unit = 0;
+    FASTCAR_BURST(KEY)
 read_weights:
     for (uint32_t i = 0; i < total; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, UNITS * (1 + WORDS))
-        const word_t now = network[i];
+        FASTCAR_TRIPS(1, UNITS * (2 + WORDS))
+        FASTCAR_BEAT(KEY, first + i)
+        const word_t now = network[first + i];
         const uint32_t pair = word == 0 ? 0 : 2 * (word - 1);
         const int64_t sum = weight_step(tail.sum, now, features[pair], features[pair + 1], static_cast<int>(tail.place));
         if (word == 0) {
@@ -388,6 +410,32 @@ add_units:
         total += tas::fixed_product(tails[unit].w2, hidden);
     }
     return finite_or_nan(most, static_cast<float>(total) * power_of_two(-tas::FRACTION_BITS) + float_of_bits(b2));
+}
+
+// Minus the scores of all rows. `network`: the word of the first one, behind the cached rows; it has the number of units.
+template <int WORDS, int UNITS>
+void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words, uint32_t network,
+                    float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    word_t buffer[WORDS];
+    uint32_t features[2 * WORDS + 2][FLOAT_LANES];
+    UnitTail tails[UNITS];
+    FASTCAR_PARTITION(features, 2)
+    FASTCAR_PARTITION_CYCLIC(features, 1, 2)
+    const uint32_t given = lane_of(cached[network], 0);
+    const uint32_t units = given < static_cast<uint32_t>(UNITS) ? given : static_cast<uint32_t>(UNITS);
+    const uint32_t padded = (words + 1) & ~1u;
+    uint32_t at = 0;
+score_networks:
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(1, 32)
+        tas::load_key<WORDS>(cached, at, words, buffer);
+        const uint32_t largest = features_of_row<WORDS>(x, at, words, padded, buffer, features);
+        round_features<WORDS>(features, 2 * padded, field_of(largest));
+        const uint32_t b2 = sums_of_units<WORDS, UNITS>(cached, network + 1, units, features, 2 * padded, tails);
+        scores[row] = -network_score<UNITS>(tails, units, largest, b2);
+        at += words;
+    }
 }
 
 }  // namespace gate

@@ -13,7 +13,11 @@ LINEAR_FUNCTION = "fastcar.offloaded_linear"
 
 GATE_FUNCTION = "fastcar.offloaded_gate"
 """Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
-replay [B], score [B], new chain [B]). The last three are its results."""
+replay [B], score [B], new chain [B]). The last three are its results. Of a gate that reads the MLP's input, x is the
+query of one head, and the cached x is row 0 of its key cache."""
+
+NETWORK = "gate_"
+"""Names of the networks of gate `learned` among the accelerator's weights begin with this; the layer follows."""
 
 
 class Op(IntEnum):

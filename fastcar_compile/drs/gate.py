@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
-from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape
+from fastcar_compile.drs.scores import input_delta, score_of_network
+from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape, GateKind
+from fastcar_compile.errors import InternalError
 
 Array = NDArray[Any]
 
@@ -25,6 +27,7 @@ class Gate:
     couple_cfg: bool
     threshold: float
     factor: float
+    kind: GateKind = GateKind.TAS
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,47 @@ def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Arra
     return np.where(np.isfinite(products), limited, -TAS_LIMIT).astype(np.int64).sum((1, 2, 3))
 
 
-def decide(gate: Gate, step: int, query: Array, key: Array, chain: Array, *, mask: int = 0xFFFFFFFF) -> Decision:
+@dataclass(frozen=True)
+class Operands:
+    """What a layer is decided on.
+
+    Args:
+        query: words of the rows' queries, or of x. key: words of the cached keys of position - F, or of the cached x.
+        network: words of the layer's network, for gate `learned`.
+    """
+
+    query: Array
+    key: Array
+    network: Array | None = None
+
+
+def scores_of(gate: Gate, operands: Operands) -> Array:
+    """Return what is compared with the threshold, float32 [B]: the score; minus the score where small ones replay."""
+    if gate.kind is GateKind.TAS:
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor may be anything
+            sums = tas_sums(operands.query, operands.key, gate.rows, gate.attention)
+            return sums.astype(np.float32) * np.float32(gate.factor)
+    x, cached = (words.reshape(gate.rows, -1) for words in (operands.query, operands.key))
+    if gate.kind is GateKind.INPUT_DELTA:
+        return -input_delta(x, cached)
+    if operands.network is None:
+        raise InternalError("a call of gate `learned` has no network")
+    return -score_of_network(x, cached, operands.network)
+
+
+def decide(gate: Gate, step: int, operands: Operands, chain: Array, *, mask: int = 0xFFFFFFFF) -> Decision:
     """Decide for every row of one layer.
 
     Args:
         step: decode forward number t.
-        query: words of the rows' queries. key: words of the cached keys of position - F. Not read without a gate.
+        operands: not read without a gate.
         chain: int32 [B], replays in a row at slot t mod F so far.
         mask: bit b = 1: row b computes; without a gate.
     """
-    rows, factor, threshold = gate.rows, np.float32(gate.factor), np.float32(gate.threshold)
-    if factor == 0:
+    rows, threshold = gate.rows, np.float32(gate.threshold)
+    if gate.factor == 0:
         return Decision(np.zeros(rows, np.float32), (1 << rows) - 1 & mask, np.zeros(rows, np.int32))
-    with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor may be anything
-        scores = tas_sums(query, key, rows, gate.attention).astype(np.float32) * factor
+    scores = scores_of(gate, operands)
     replay = (scores >= threshold) & (step >= gate.tokens_per_frame) & (threshold != np.float32(np.inf))
     if gate.max_chain is not None:
         replay &= chain < gate.max_chain

@@ -10,18 +10,19 @@ from typing import NamedTuple
 from fastcar_compile.drs.gate import Gate
 from fastcar_compile.drs.table import (
     COUPLE_CFG,
-    GATE_TAS,
     HEADER_WORDS,
     LAYER_FIELDS,
     MAGIC,
     MAX_LAYER_WORDS,
     MAX_LAYERS,
+    MAX_UNITS,
     NONE,
     ROW_OPCODES,
     UNLIMITED,
     VERSION,
     AttentionShape,
     DrsTable,
+    GateKind,
     Instruction,
     Limits,
     Opcode,
@@ -69,8 +70,8 @@ class Header(NamedTuple):
     prefetch: int
     programs: int
     instructions: int
+    units: int
     reserved: int
-    reserved_too: int
 
     @property
     def attention(self) -> AttentionShape:
@@ -81,7 +82,7 @@ class Header(NamedTuple):
         """Return whether every field is in range, for hardware of these limits."""
         return (
             self._counts_are_valid(limits)
-            and self._gate_is_valid()
+            and self._gate_is_valid(limits)
             and self._attention_is_valid(limits)
             and self._offsets_are_valid()
         )
@@ -94,12 +95,13 @@ class Header(NamedTuple):
             and 1 <= self.cores <= limits.cores
             and self.cores * limits.passes >= self.rows
             and self.tokens_per_frame != 0
-            and self.reserved == self.reserved_too == 0
+            and self.reserved == 0
         )
 
-    def _gate_is_valid(self) -> bool:
+    def _gate_is_valid(self, limits: Limits) -> bool:
         return (
-            self.gate == GATE_TAS
+            self.gate in (list(GateKind) if limits.gate is None else [limits.gate])
+            and (1 <= self.units <= limits.units if self.gate == GateKind.LEARNED else self.units == 0)
             and self.flags <= COUPLE_CFG
             and not (self.flags and self.rows % 2)
             and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
@@ -141,7 +143,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
     Args:
         limits: of the hardware. None: those of the format.
     """
-    limits = limits or Limits()
+    limits = limits or Limits(gate=None, units=MAX_UNITS)
     if len(data) < 4 * HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
@@ -196,7 +198,8 @@ def gate_of(data: bytes, layer: int) -> Gate:
     (factor,) = struct.unpack_from("<f", data, 4 * (header.factors + layer))
     max_chain = None if header.max_chain == UNLIMITED else header.max_chain
     couple = bool(header.flags & COUPLE_CFG)
-    return Gate(header.rows, header.tokens_per_frame, header.attention, max_chain, couple, threshold, factor)
+    kind = GateKind(header.gate)
+    return Gate(header.rows, header.tokens_per_frame, header.attention, max_chain, couple, threshold, factor, kind)
 
 
 def read_table(data: bytes) -> DrsTable:
@@ -221,4 +224,6 @@ def read_table(data: bytes) -> DrsTable:
         factors=struct.unpack_from(f"<{header.layers}f", data, 4 * header.factors),
         prefetch=words[header.prefetch : header.prefetch + header.layers],
         instructions=tuple(tuple(program) for program in programs if program is not None),
+        gate=GateKind(header.gate),
+        units=header.units,
     )

@@ -97,10 +97,10 @@ def unit_exponents(w1: Array) -> Array:
 
 
 def pack_network(w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
-    """Return a layer's network as memory words float32 [units * (1 + 2 * ceil(H / 8)), 4] (fastcar_gate_core.hpp).
+    """Return a layer's network as memory words float32 [1 + units * (1 + 2 * ceil(H / 8)), 4] (fastcar_gate_core.hpp).
 
-    A unit is one word of b1, w2, the exponent of its lowest bit and b2, then its weights as bfloat16, eight to a word:
-    those of x, then those of the change, each padded with zeros.
+    The first word has the number of units. A unit is one word of b1, w2, the exponent of its lowest bit and b2, then
+    its weights as bfloat16, eight to a word: those of x, then those of the change, each padded with zeros.
 
     Args:
         w1: float32 [units, 2 H] with the values of bfloat16. b1, w2: float32 [units]. b2: float32 [1].
@@ -111,7 +111,29 @@ def pack_network(w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
     places = unit_exponents(w1).astype(np.int32)
     head = np.stack([b1.view(np.int32), w2.view(np.int32), places, b2.view(np.int32).repeat(units)], 1)
     words = np.concatenate([head.view(np.uint32), upper.view(np.uint32)], 1)
-    return words.view(np.float32).reshape(-1, FLOATS_PER_WORD)
+    first = np.array([units, 0, 0, 0], np.uint32)
+    return np.concatenate([first, words.reshape(-1)]).view(np.float32).reshape(-1, FLOATS_PER_WORD)
+
+
+def unpack_network(words: Array, width: int) -> tuple[Array, Array, Array, Array]:
+    """Return w1, b1, w2 and b2 of the words of `pack_network`; `width` is H."""
+    bits = np.ascontiguousarray(words).view(np.uint32).reshape(-1)
+    units, padded = int(bits[0]), width + -width % BFLOATS_PER_WORD
+    each = bits[FLOATS_PER_WORD:].reshape(units, -1)
+    upper = np.ascontiguousarray(each[:, FLOATS_PER_WORD:]).view(np.uint16).astype(np.uint32) << 16
+    w1 = upper.view(np.float32).reshape(units, 2, padded)[:, :, :width].reshape(units, 2 * width)
+    b1, w2, b2 = (np.ascontiguousarray(each[:, lane]).view(np.float32) for lane in (0, 1, 3))
+    return w1, b1, w2, b2[:1]
+
+
+def network_words(units: int, width: int) -> int:
+    """Return the memory words of a network."""
+    return 1 + units * (1 + 2 * -(-width // BFLOATS_PER_WORD))
+
+
+def score_of_network(x: Array, cached: Array, words: Array) -> Array:
+    """Return `learned_score` of rows and a network as memory words; spare lanes of a row are zero."""
+    return learned_score(x, cached, *unpack_network(words, x.shape[1]))
 
 
 def pack_row(values: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastcar_compile.drs.gate import Array, decide
+from fastcar_compile.drs.gate import Array, Operands, decide
 from fastcar_compile.drs.reader import Header, check, gate_of, header_of, layer_program, words_of
 from fastcar_compile.drs.table import NONE, DrsTable, Instruction, Limits, Opcode, Status
 from fastcar_compile.errors import InternalError
@@ -80,6 +80,7 @@ class LayerCall:
         chain: int32 [at least B], replays in a row at slot t mod F.
         held: layer in the prefetch buffer; None: none.
         mask: bit b = 1: row b computes; of a layer without a gate.
+        network: memory words of the layer's network (`scores.pack_network`), for gate `learned`.
     """
 
     layer: int
@@ -89,6 +90,7 @@ class LayerCall:
     chain: Array
     held: int | None = None
     mask: int = 0xFFFFFFFF
+    network: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def run_layer(
     gate = gate_of(data, call.layer)
     if gate.factor != 0 and not _operands_fit(header, call):
         return LayerTrace(Status.BAD_OPERANDS, held=call.held)
-    decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows], mask=call.mask)
+    operands = Operands(call.query, call.key, call.network)
+    decision = decide(gate, call.step, operands, call.chain[: header.rows], mask=call.mask)
     trace = _dispatch(data, call.layer, decision.index_register, call.held, capacity)
     return LayerTrace(
         status=trace.status,

@@ -29,6 +29,9 @@ MAX_PRODUCTS = 65536
 LAYER_FIELDS = 4
 """Words of a layer besides its instructions: threshold, factor, prefetch bytes, offset of the first instruction."""
 
+MAX_UNITS = 4096
+"""Hidden units of a network of gate `learned`."""
+
 FLOATS_PER_WORD = 4
 """float32 values in a memory word of 128 bits; every head of q and k begins a word."""
 
@@ -41,7 +44,20 @@ NO_LAYER = 0xFFFFFFFF
 UNLIMITED = 0xFFFFFFFF
 """max_chain of a table whose chains have no limit."""
 
-GATE_TAS = 1
+
+class GateKind(IntEnum):
+    """The score that a table's controller computes; a kernel is built for one."""
+
+    TAS = 1
+    INPUT_DELTA = 2
+    LEARNED = 4
+
+    @property
+    def at_most(self) -> bool:
+        """Return whether small scores replay: the controller then compares minus score and minus threshold."""
+        return self is not GateKind.TAS
+
+
 COUPLE_CFG = 1
 """Bit 0 of the flags: rows b and b + B / 2 replay only together."""
 
@@ -92,6 +108,7 @@ class Limits:
         passes: over a tile of weights; `cores` of a table times these have to reach its rows.
         table_words: 32-bit words of a table.
         query_words, key_words: 128-bit words of one row of q and of the key, all heads.
+        gate: the score that it computes. None: any, for a reader of tables. units: of the largest network.
     """
 
     cores: int = MAX_CORES
@@ -100,6 +117,8 @@ class Limits:
     table_words: int = MAX_TABLE_WORDS
     query_words: int = MAX_PRODUCTS
     key_words: int = MAX_PRODUCTS
+    gate: GateKind | None = GateKind.TAS
+    units: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,13 +182,15 @@ class DrsTable:
         rows: B, rows of the batch, at most 32.
         cores: C, cores the rows are mapped to.
         tokens_per_frame: F, the replay stride in tokens.
-        attention: heads of q and k.
+        attention: heads of q and k. A gate that reads the MLP's input has one head of its width: x and the cached x.
         max_chain: replays in a row after which a row computes; None: unlimited.
         couple_cfg: rows b and b + B / 2 replay only together.
         thresholds: float32 per layer; +inf: the layer never replays.
         factors: float32 per layer, what a sum of products is multiplied with; 0: the layer has no gate.
         prefetch: bytes per layer of the next layer's weights (after the last layer: the first one's) that fit on chip.
         instructions: per layer its instructions, END last, the same number in every layer.
+        gate: the score. Thresholds of one with `at_most` are minus those of the gate.
+        units: of the largest network of gate `learned`; 0: another gate.
     """
 
     rows: int
@@ -182,11 +203,18 @@ class DrsTable:
     factors: tuple[float, ...]
     prefetch: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
+    gate: GateKind = GateKind.TAS
+    units: int = 0
 
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
         return len(self.thresholds)
+
+    @property
+    def key_words(self) -> int:
+        """128-bit words of all rows' cached keys, or of the cached x."""
+        return self.rows * self.attention.key_words
 
     def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
@@ -200,11 +228,11 @@ class DrsTable:
         chain = UNLIMITED if self.max_chain is None else self.max_chain
         fields = (
             *(offsets[-1] + layers * stride, layers, self.rows, self.cores, self.tokens_per_frame, stride),
-            *(GATE_TAS, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
+            *(self.gate, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
             *(shape.group, shape.head_words, shape.query_words, shape.key_words),
             *(self.rows * shape.query_words, self.rows * shape.key_words),
             *offsets,
-            *(0, 0),
+            *(self.units, 0),
         )
         body = struct.pack(f"<{HEADER_WORDS - 3}I", *fields)
         body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
@@ -220,7 +248,8 @@ class DrsTable:
             "rows": self.rows,
             "cores": self.cores,
             "tokens_per_frame": self.tokens_per_frame,
-            "gate": "tas",
+            "gate": self.gate.name.lower(),
+            "units": self.units,
             "couple_cfg": self.couple_cfg,
             "max_chain": self.max_chain,
             "heads": self.attention.heads,
@@ -264,6 +293,8 @@ def build_table(
     max_chain: int | None = None,
     couple_cfg: bool = False,
     prefetch: Sequence[int] | None = None,
+    gate: GateKind = GateKind.TAS,
+    units: int = 0,
 ) -> DrsTable:
     """Return the control table of a decoder.
 
@@ -273,6 +304,7 @@ def build_table(
         scales: per layer the attention's factor on its logits; None (also for all layers): the layer has no gate.
         max_chain: at least 1. couple_cfg: needs an even number of rows.
         prefetch: bytes per layer of the next layer's weights that fit on chip; None: there is no prefetch buffer.
+        gate: the score; thresholds are as the controller compares them. units: of the largest network.
 
     Raises:
         UserError: sizes that are out of the format's range, all of them.
@@ -291,13 +323,15 @@ def build_table(
         wrong.append(f"coupled pairs of {rows} rows")
     if (words := table_words(layers, rows)) > MAX_TABLE_WORDS:
         wrong.append(f"{words} words (at most {MAX_TABLE_WORDS})")
+    if not (1 <= units <= MAX_UNITS if gate is GateKind.LEARNED else units == 0):
+        wrong.append(f"a network of {units} units for gate {gate.name.lower()} (1 to {MAX_UNITS} for learned, else 0)")
     if wrong := wrong + shape.problems():
         raise UserError(f"no DRS table can be built: {'; '.join(wrong)}", hint="change the model, batch or target")
     factors = [0.0 if scale is None else score_factor(scale, shape.heads) for scale in scales]
     programs = tuple(_program(layer, rows) for layer in range(layers))
     return DrsTable(
         *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
-        *(_float32(thresholds), tuple(factors), tuple(prefetch), programs),
+        *(_float32(thresholds), tuple(factors), tuple(prefetch), programs, gate, units),
     )
 
 

@@ -17,16 +17,23 @@ from fastcar_compile.ir.rewrite import call, replace
 
 fastcar = torch.ops.fastcar
 
+REFRESH = 7
+"""The place of `refresh_every` among the arguments of `fastcar.gate`."""
+
+FIRST_ROW = 1 << 31
+"""A stride beyond every position: the key cache's row is the first one."""
+
 
 @dataclass(frozen=True)
 class OffloadGate(Pass):
     """Let the accelerator decide which rows replay; prefill has no gate.
 
-    1. Matches a gate whose score is TAS over all heads, without refresh.
+    1. Matches a gate whose score is TAS over all heads, the input's change or a network, without refresh.
     2. Makes `replay, score, count = fastcar.offloaded_gate(query, key_cache, counts of this slot, …)`.
     3. The new chain counts are those of the accelerator.
     So the accelerator decides and the host follows: there is one decision, not two that have to agree. The thresholds
     are in the accelerator's table; the graph keeps the input of that name, unread. Other gates stay on the host.
+    A gate that reads the MLP's input gives x as the query of one head, and the cached x as a key cache of one row.
     """
 
     name: ClassVar[str] = "offload-gate"
@@ -43,7 +50,9 @@ class OffloadGate(Pass):
 
 
 def _unit_has(gate: fx.Node) -> bool:
-    return is_op(node_arg(gate, 0), fastcar.tas) and not any(gate.args[7:])
+    """Return whether the unit has the score, and the rule has no refresh."""
+    scores = (fastcar.tas, fastcar.input_delta, fastcar.learned_score)
+    return is_op(node_arg(gate, 0), *scores) and not any(gate.args[REFRESH : REFRESH + 1])
 
 
 def _offload(graph: fx.Graph, gate: fx.Node) -> None:
@@ -57,9 +66,16 @@ def _offload(graph: fx.Graph, gate: fx.Node) -> None:
 
 
 def _call(graph: fx.Graph, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
-    step, chain = node_arg(gate, 2), node_arg(gate, 3)
-    query, key_cache, position, stride, _scale = score.args
-    made_by = OffloadGate.name
+    step, chain, made_by = node_arg(gate, 2), node_arg(gate, 3), OffloadGate.name
+    if is_op(score, fastcar.tas):
+        query, key_cache, position, stride, _scale = score.args
+    else:
+        batch, width = node_arg(score, 0).meta["val"].shape
+        view, shape = torch.ops.aten.view.default, [batch, 1, 1, width]
+        query, key_cache = (
+            call(graph, view, (node_arg(score, i), shape), origin=gate, made_by=made_by) for i in (0, 1)
+        )
+        position, stride = step, FIRST_ROW
     counts = call(graph, fastcar.slot_read.default, (chain, step), origin=gate, made_by=made_by)
     arguments = (query, key_cache, counts, position, step, stride, layer_of(gate))
     decided = call(graph, fastcar.offloaded_gate.default, arguments, origin=gate, made_by=made_by)

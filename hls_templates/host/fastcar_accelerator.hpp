@@ -49,6 +49,9 @@ public:
         for (int64_t layer = 0; layer < spec_.layers; ++layer) {
             load_stream(weights, "layer_" + std::to_string(layer));
         }
+        for (int64_t layer : spec_.network ? spec_.gated : std::vector<int64_t>()) {
+            load_network(weights, layer);
+        }
         for (const LinearSpec& linear : spec_.linears) {
             load_stream(weights, linear.name);
             linears_.emplace(linear.name, linear);
@@ -73,6 +76,9 @@ public:
         const uint64_t words = write_heads("query", inputs.query, inputs.heads, inputs.depth);
         const uint64_t key_words = write_heads("key", inputs.keys, inputs.kv_heads, inputs.depth);
         bind_weights("layer_" + std::to_string((layer + 1) % spec_.layers));
+        if (spec_.network) {
+            write_beside_network(layer, inputs);
+        }
         engine_.write("chain", inputs.chain, sizeof(int32_t) * rows());
         engine_.set("op", OP_GATE);
         engine_.set("step", static_cast<uint32_t>(inputs.step));
@@ -85,6 +91,7 @@ public:
         for (size_t row = 0; row < rows(); ++row) {
             replay[row] = (result[INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
             std::memcpy(&score[row], &result[SCORES + row], sizeof(float));
+            score[row] = spec_.at_most ? -score[row] : score[row];
             chain[row] = static_cast<int32_t>(result[CHAIN + row]);
         }
     }
@@ -137,6 +144,9 @@ private:
         for (int64_t layer = 0; layer < spec_.layers; ++layer) {
             bytes += pages(weights.info("layer_" + std::to_string(layer)).bytes);
         }
+        for (int64_t layer : spec_.network ? spec_.gated : std::vector<int64_t>()) {
+            bytes += pages(weights.info("gate_" + std::to_string(layer)).bytes + rows() * padded(spec_.hidden));
+        }
         for (const LinearSpec& linear : spec_.linears) {
             bytes += pages(weights.info(linear.name).bytes);
         }
@@ -163,6 +173,27 @@ private:
             buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
             streams_[name].push_back(buffer);
         }
+    }
+
+    // A layer's network lies behind the words of the cached rows, in a buffer of its own.
+    void load_network(Safetensors& file, int64_t layer) {
+        const std::string name = "gate_" + std::to_string(layer);
+        const uint64_t bytes = file.info(name).bytes, room = rows() * padded(spec_.hidden);
+        xrt::bo buffer = engine_.make_buffer("key", room + bytes);
+        std::memset(buffer.map(), 0, room);
+        file.read(name, 0, buffer.map<char*>() + room, bytes);
+        buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
+        networks_.emplace(layer, buffer);
+    }
+
+    void write_beside_network(int64_t layer, const GateInputs& inputs) {
+        xrt::bo& buffer = networks_.at(layer);
+        for (size_t row = 0; row < rows(); ++row) {
+            std::memcpy(buffer.map<char*>() + row * padded(spec_.hidden), inputs.keys + row * static_cast<size_t>(spec_.hidden),
+                        sizeof(float) * static_cast<size_t>(spec_.hidden));
+        }
+        buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
+        engine_.bind("key", buffer);
     }
 
     // Once: the controller checks the table and keeps it on chip.
@@ -272,6 +303,7 @@ private:
     Device device_;
     ComputeUnit engine_;
     std::map<std::string, std::vector<xrt::bo>> streams_;  // per call, a buffer per port
+    std::map<int64_t, xrt::bo> networks_;                  // per layer, with room for the cached rows
     std::map<std::string, LinearSpec> linears_;
     std::vector<uint32_t> computing_;  // per layer: rows that the last decision has compute
     uint32_t held_ = NO_LAYER;

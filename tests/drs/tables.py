@@ -76,13 +76,14 @@ class Controller:
     """The HLS controller, held to the Python simulator at every load and call."""
 
     kernel: controller.Controller
+    limits: Limits = LIMITS
 
     def agreed(self, table: DrsTable | bytes, call: LayerCall, capacity: int = CAPACITY) -> LayerTrace:
         """Loads the table into both and runs them, asserts that they answer alike and returns the answer."""
         data = table if isinstance(table, bytes) else table.to_bytes()
-        want = run_layer(data, call, limits=LIMITS, capacity=capacity)
+        want = run_layer(data, call, limits=self.limits, capacity=capacity)
         status = self.kernel.load(data)
-        assert status is check(data, LIMITS)
+        assert status is check(data, self.limits)
         if status is not Status.OK:
             assert self.kernel.run(call, 0, capacity) == LayerTrace(Status.NO_TABLE, held=call.held)
             return want

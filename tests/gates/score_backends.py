@@ -223,7 +223,7 @@ def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
 
 def _learned_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
     x, cached, words, y = _rows(arrays)
-    network = _aligned(scores.pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2"))))
-    shape = np.array([len(y), words, len(arrays["b1"])], np.uint32)
-    call(library.learned_scores, x, cached, network, shape, y)
+    network = scores.pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2")))
+    behind = _aligned(np.concatenate([cached, network.reshape(-1)]))
+    call(library.learned_scores, x, behind, np.array([len(y), words], np.uint32), y)
     return y

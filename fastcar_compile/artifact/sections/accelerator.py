@@ -138,6 +138,8 @@ class LimitsPart(Part):
     table_words: int
     query_words: int
     key_words: int
+    gate: str
+    units: int
 
 
 class ControllerPart(Part):

@@ -11,6 +11,7 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface,
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import words_of
+from fastcar_compile.drs.scores import network_words
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
 from fastcar_compile.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table, table_words
 
@@ -36,6 +37,8 @@ def limits_of(table: DrsTable) -> Limits:
         table_words=table_words(table.layers, table.rows),
         query_words=shape.query_words,
         key_words=shape.key_words,
+        gate=table.gate,
+        units=max(table.units, 1),
     )
 
 
@@ -50,7 +53,8 @@ def table_of_sizes(design: Design) -> DrsTable:
 def control_sizes(table: DrsTable) -> ControlSizes:
     """Return what the arguments of a controller hold, for tables of this size."""
     shape, words = table.attention, table_words(table.layers, table.rows)
-    return ControlSizes(words, table.rows * shape.query_words, table.rows * shape.key_words)
+    network = network_words(table.units, shape.head_dim) if table.units else 0
+    return ControlSizes(words, table.rows * shape.query_words, table.rows * shape.key_words + network)
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:

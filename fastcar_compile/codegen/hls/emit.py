@@ -12,18 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, DRS_TABLE, DRS_TABLE_JSON, HLS
+from fastcar_compile.artifact.offload import NETWORK
 from fastcar_compile.artifact.sections.accelerator import AcceleratorSection, HostLinearPart, LinearCallPart
 from fastcar_compile.artifact.tensor_files import LazyStreams
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.hls.control import attention_of, control_table, controller_part
+from fastcar_compile.codegen.hls.control import control_table, controller_part, network_stream, networks_of, operands_of
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.footprint import Footprint, require_banks, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.vitis import weight_ports
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.drs.scores import network_words
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats import quant_format
 from fastcar_compile.ir.program import DecoderProgram, StateRole
@@ -64,7 +67,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
+    found = explore(_mlp_spec(program, config), board, operands_of(program, config), linears)
     design = found.design
     table = control_table(program, config, design.mlp.cores, design.prefetch_bytes)
     streams: dict[str, tuple[int, Stream]] = {
@@ -73,6 +76,9 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     for call in calls:
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
+    for layer, weights in networks_of(program, config).items():
+        words = network_words(weights.units, design.mlp.hidden)
+        streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
     kernels = kernel_interfaces(design, table)
     require_banks(board, ports=weight_ports(kernels), stream_bytes=sum(size for size, _ in streams.values()))
     emit_hls(design, writer.root / HLS, table, board=board)

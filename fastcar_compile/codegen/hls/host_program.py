@@ -15,6 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.codegen.hls.probe_project import probe_word_bytes
 from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateRole
 from fastcar_compile.targets import Target
@@ -102,6 +103,8 @@ def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSe
         weights=accelerator.weights,
         table=accelerator.table,
         gated=accelerator.controller.gated_layers,
+        at_most=GateKind[accelerator.controller.gate.upper()].at_most,
+        network=accelerator.controller.gate == GateKind.LEARNED.name.lower(),
         shared_memory=target.shares_memory,
         linears=accelerator.design.linears,
         mlp_function=MLP_FUNCTION,

@@ -16,7 +16,7 @@ from fastcar_compile.drs.result import RESULT_WORDS, read_result
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace
 from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Status
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
 
 Array = NDArray[Any]
 
@@ -34,6 +34,7 @@ class Controller:
 
     def __init__(self, unit: ComputeUnit) -> None:
         self._unit = unit
+        self._networks: dict[int, Buffer] = {}
         self._crc = 0  # of the table loaded last, which the kernel compares with the one on chip
         self._words = unit.argument("result").bytes // 4
 
@@ -49,6 +50,11 @@ class Controller:
         unit.run()
         self._crc = int.from_bytes(table[8:12], "little")
         return Status(int(unit.read("result", _WORD_BYTES).view(np.uint32)[0]))
+
+    def load_network(self, layer: int, network: NDArray[np.uint8], key_words: int) -> None:
+        """Give a layer's network to the kernel: it lies behind the `key_words` words of the cached rows."""
+        room = np.zeros(key_words * _WORD_BYTES, np.uint8)
+        self._networks[layer] = self._unit.make_buffer("key", np.concatenate([room, network.view(np.uint8)]))
 
     def run(self, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
         """Return the decision for one layer with the table that was loaded.
@@ -69,6 +75,9 @@ class Controller:
         for name, words in (("query", call.query), ("key", call.key), ("chain", chain)):
             unit.fill(name)
             unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
+        if len(call.key) and call.layer in self._networks:
+            unit.update(self._networks[call.layer], np.ascontiguousarray(call.key).view(np.uint8).reshape(-1))
+            unit.bind("key", self._networks[call.layer])
         unit.set(
             {
                 "table_bytes": 0,
@@ -108,6 +117,7 @@ class GateController:
 
     def __init__(self, controller: Controller, table: bytes) -> None:
         self._controller, self._table = controller, read_table(table)
+        self._sign = np.float32(-1 if self._table.gate.at_most else 1)
         self._load(table)
         self.reset()
 
@@ -120,14 +130,15 @@ class GateController:
         """Begin decode forward number `step`; thresholds float32 [L].
 
         Others than before are a new table, which is loaded once. A threshold of a layer whose gate the host decides is
-        not the unit's.
+        not the unit's. Where small scores replay, the unit compares minus score and minus threshold.
 
         Raises:
             BackendError: the controller refuses the table.
         """
         self._step = step
         self._traces.clear()
-        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(thresholds.tolist())]
+        given = (self._sign * thresholds).tolist()
+        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(given)]
         if tuple(own) != self._table.thresholds:
             self._table = self._table.with_thresholds(own)
             self._load(self._table.to_bytes())
@@ -137,7 +148,8 @@ class GateController:
         """Return the decision for one layer.
 
         Args:
-            query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
+            query: float32 [B, Hq, D], or x as one head. key: float32 [B, Hkv, D], the cached key one frame earlier, or
+                the cached x.
             chain: int32 [B], replays in a row at this slot.
 
         Raises:
@@ -145,7 +157,8 @@ class GateController:
         """
         trace = self._run(layer, pack_heads(query), pack_heads(key), chain)
         replay = [not trace.index_register >> row & 1 for row in range(self._table.rows)]
-        return GateDecision(np.array(replay), np.array(trace.scores, np.float32), np.array(trace.chain, np.int32))
+        scores = self._sign * np.array(trace.scores, np.float32)
+        return GateDecision(np.array(replay), scores, np.array(trace.chain, np.int32))
 
     def decides(self, layer: int) -> bool:
         """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""

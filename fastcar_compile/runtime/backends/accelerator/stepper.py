@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from fastcar_compile.artifact.offload import NETWORK
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import AcceleratorSection
 from fastcar_compile.artifact.tensor_files import load_tensors
+from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions, stepping
 from fastcar_compile.runtime.backends.accelerator.controller import Controller, GateController
@@ -45,10 +49,14 @@ class AcceleratorStepper(CpuStepper):
         register_functions()
         self._engine = Engine(unit, config.hidden_size, config.batch_size)
         streams = load_tensors(artifact.path / section.weights)
-        self._weights = {name: self._engine.load(name, stream) for name, stream in streams.items()}
+        weights = {name: stream for name, stream in streams.items() if not name.startswith(NETWORK)}
+        self._weights = {name: self._engine.load(name, stream) for name, stream in weights.items()}
         self._engine.bind(self._weights["layer_0"])
         table = (artifact.path / section.table).read_bytes()
-        self._gate, self._linears = GateController(Controller(unit), table), section.design.linears
+        controller, words = Controller(unit), read_table(table).key_words
+        for name in streams.keys() - weights.keys():
+            controller.load_network(int(name.removeprefix(NETWORK)), np.asarray(streams[name]), words)
+        self._gate, self._linears = GateController(controller, table), section.design.linears
         libraries, decoder = libraries_of(artifact), artifact.manifest.decoder
         super().__init__(libraries, decoder, artifact.arrays(), options.threads, decode="offload")
 
