@@ -21,8 +21,8 @@ from fastcar_compile.targets import Target
 MAX_CORES = 8
 """Cores of the array. Design choice: more would pay only for batches whose rows mostly compute."""
 
-MOST_AXI_WEIGHT_PORTS = 28
-"""AXI ports for weights: of the 32 that the largest board has, rows and controller take four."""
+MOST_AXI_WEIGHT_PORTS = 30
+"""AXI ports for weights: of the 32 that the largest board has, rows and controller share two."""
 
 TILE_WORD_CHOICES = (2048, 1024, 512, 256, 128, 64)
 """Words of one tile on one port: a few BRAM depths, then smaller."""
