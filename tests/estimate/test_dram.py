@@ -77,5 +77,4 @@ def test_a_7b_engine_streams_its_share_of_what_was_measured(board: str, share: f
     ports = design.ports * 16 * design.budget.clock_mhz * 1e6
     rate = min(ports, memory_rate(target, design.axi_weight_ports))
     assert share * measured_cap(target) <= rate <= measured_cap(target)
-    streams = design.mlp.layers * design.stream_bytes + sum(p.stream_bytes for p in design.linears.values())
-    require_banks(target, ports=design.axi_weight_ports, stream_bytes=streams)
+    require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
