@@ -14,6 +14,9 @@ from math import ceil
 from fastcar_compile.targets import Target
 from fastcar_compile.targets.model import Memory
 
+STREAM_BITS = 128
+"""Bits per clock of one weight stream."""
+
 
 @dataclass(frozen=True)
 class DramTiming:
@@ -60,15 +63,16 @@ def memory_rate(target: Target, ports: int) -> float:
     reorders gives each stream an equal part of its queue, so that a run in one row is at least that long.
 
     Args:
-        ports: AXI ports of the memory's width.
+        ports: weight streams of 128 bits per clock; a wider AXI port carries several.
     """
     memories = target.weight_memories
     return sum(_rate_of(memory, ceil(ports / len(memories))) for memory in memories)
 
 
 def _rate_of(memory: Memory, ports: int) -> float:
+    physical = ceil(STREAM_BITS * ports / memory.width_bits)
     channel = memory.peak_bandwidth / memory.channels
-    used, streams = min(memory.channels, ports), ceil(ports / memory.channels)
+    used, streams = min(memory.channels, physical), ceil(physical / memory.channels)
     run = max(memory.burst_bytes, memory.reorder_bytes // streams)
     share = timing_of(memory).efficiency(run, streams, channel)
     return used * channel * min(share, memory.measured.share if memory.measured else 1.0)
