@@ -51,7 +51,7 @@ class Engine:
             cores=design.mlp.cores,
             rows=design.mlp.batch,
             tile_words=design.max_tile_words,
-            memory_rate=memory_rate(target, design.axi_weight_ports),
+            memory_rate=memory_rate(target, design.ports),
             fifo_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
             prefetch_bytes=design.prefetch_bytes,
             scale_rows=design.scale_rows,

@@ -179,7 +179,7 @@ class AcceleratorSection(Section):
 
     Args:
         weights: file of the weight streams. table: the DRS control table.
-        kernels: the engine, then the controller.
+        kernels: that a host calls: the engine.
         linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
     """
 

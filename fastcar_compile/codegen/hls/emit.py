@@ -80,7 +80,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         words = network_words(weights.units, design.mlp.hidden)
         streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
     kernels = kernel_interfaces(design, table)
-    require_banks(board, ports=weight_ports(kernels), stream_bytes=sum(size for size, _ in streams.values()))
+    require_banks(board, ports=weight_ports(kernels), stream_bytes=design.weight_bytes)
     emit_hls(design, writer.root / HLS, table, board=board)
     writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
     writer.write_bytes(DRS_TABLE, table.to_bytes())

@@ -150,10 +150,10 @@ class ControlSizes:
         """Return the memory arguments on two AXI ports; they are all of 128-bit words."""
         table, answer = -(-self.table_words // FLOATS_PER_WORD), (RESULT_WORDS + 2 * CAPACITY) // FLOATS_PER_WORD
         return (
-            KernelPort("table", WORD, "m_axi", reads, table),
-            KernelPort("query", WORD, "m_axi", reads, self.query_words),
-            KernelPort("key", WORD, "m_axi", reads, self.key_words),
-            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD),
+            KernelPort("table", WORD, "m_axi", reads, table, streamed=True),
+            KernelPort("query", WORD, "m_axi", reads, self.query_words, streamed=True),
+            KernelPort("key", WORD, "m_axi", reads, self.key_words, streamed=True),
+            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD, streamed=True),
             KernelPort("result", WORD, "m_axi", writes, answer, writable=True),
         )
 
@@ -182,7 +182,7 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
         "fastcar_engine",
         (
             *weight_ports(design),
-            KernelPort("x", WORD, "m_axi", "gmem_x", rows),
+            KernelPort("x", WORD, "m_axi", "gmem_x", rows, streamed=True),
             KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
             KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
             *control.memories("gmem_x", "gmem_y"),
