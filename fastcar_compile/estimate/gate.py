@@ -8,6 +8,7 @@ from typing import Any
 
 from fastcar_compile.artifact.sections import LayerPart
 from fastcar_compile.config import ReplayConfig
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.gates import GATES, decided_on_accelerator
@@ -27,7 +28,7 @@ class GateModel:
 
     Args:
         name: in `fastcar_compile.gates.GATES`. units: hidden units of a network; 0: it has none.
-        on_host: whether the host decides; else the accelerator's TAS unit does.
+        on_host: whether the host decides; else the accelerator's controller does.
     """
 
     name: str = "tas"
@@ -56,6 +57,11 @@ class GateModel:
             return cls()
         units = max(part.gate_units or 0 for part in gated)
         return cls(replay.gate, units, not decided_on_accelerator(gated[0].gate, gated[0].heads, replay.refresh_every))
+
+    @property
+    def kind(self) -> GateKind:
+        """What the accelerator's controller is built for; TAS where the host decides."""
+        return GateKind.TAS if self.on_host else GateKind[self.name.upper()]
 
     @property
     def caches_input(self) -> bool:

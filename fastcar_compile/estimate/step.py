@@ -118,15 +118,16 @@ class _Simulation:
             self._linear(shape.head, shape.layers)
 
     def _gate(self, layer: int) -> bool:
-        """Add the host's decision; return whether the MLP's norm was computed for it."""
+        """Add what the host does for a decision; return whether the MLP's norm was computed for it."""
         board, shape = self.board, self.board.shape
         if board.gate is None:
             return False
         if board.gate.caches_input:
             self._norm(layer)
-        moved = board.gate.moved_bytes(shape, board.batch)
-        seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
-        self.step.add("gate", layer, "host", seconds, moved)
+        if board.gate.on_host:
+            moved = board.gate.moved_bytes(shape, board.batch)
+            seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
+            self.step.add("gate", layer, "host", seconds, moved)
         return board.gate.caches_input
 
     def _norm(self, layer: int) -> None:

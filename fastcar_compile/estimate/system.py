@@ -156,7 +156,7 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
         fabric_linears=workload.offload in ("linears", "all"),
         fabric_attention=workload.offload == "all",
         controller_seconds=unit_seconds if gated and not on_host else 0.0,
-        gate=workload.gate if gated and on_host else None,
+        gate=workload.gate if gated and (on_host or workload.gate.caches_input) else None,
         kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
     )
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
-from fastcar_compile.drs.table import AttentionShape, DrsTable, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, build_table
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.shapes import DecoderShape
@@ -73,7 +73,9 @@ class Workload:
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
     def attention(self) -> AttentionShape:
-        """Return what the TAS unit is built for."""
+        """Return what the controller reads of a row: q and key, or x and the cached x as one head."""
+        if self.gate.kind.at_most:
+            return AttentionShape(1, 1, self.shape.hidden)
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
     def control_table(self, cores: int) -> DrsTable:
@@ -84,6 +86,8 @@ class Workload:
             [0.0] * layers,
             attention=self.attention(),
             scales=[1.0] * layers,
+            gate=self.gate.kind,
+            units=self.gate.units if self.gate.kind is GateKind.LEARNED else 0,
         )
 
     def mlp_spec(self) -> MlpSpec:

@@ -19,10 +19,12 @@ import tvm
 import tvm_ffi
 from conftest import check_module, check_tool, missing
 from decoders import llama
+from gates.networks import networks
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
+from fastcar_compile.gates import GateWeights
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
@@ -49,9 +51,16 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 
 @pytest.fixture(scope="session")
-def delta_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer, batch 4, w8a8: the host decides by the change of its input."""
-    return compiled(tmp_path_factory, threshold=(1.0,), gate="input_delta", batch=4, num_hidden_layers=1)
+def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer, batch 4, w8a8: the host decides, by the bound on the change of its output."""
+    return compiled(tmp_path_factory, threshold=(1.1,), gate="bound", batch=4, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer, batch 2, w8a8: the accelerator decides by a network on the change of its input."""
+    weights = networks(64, 5)
+    return compiled(tmp_path_factory, threshold=(0.0,), gate="learned", gate_weights=weights, num_hidden_layers=1)
 
 
 def compiled(
@@ -63,6 +72,7 @@ def compiled(
     kv: str = "float32",
     *,
     gate: str = "tas",
+    gate_weights: GateWeights | None = None,
     batch: int = 2,
     **changes: int,
 ) -> fc.Artifact:
@@ -75,7 +85,7 @@ def compiled(
         max_seq_len=LENGTH,
         batch_size=batch,
         quant=quant,
-        replay=fc.ReplayConfig(gate=gate, threshold=threshold),
+        replay=fc.ReplayConfig(gate=gate, threshold=threshold, gate_weights=gate_weights),
         prefill_chunk=CHUNK,
         offload=offload,
         sparse_attention=sparse_attention,

@@ -102,12 +102,12 @@ def test_tokens_are_equal_with_linears_offloaded(
 
 
 def test_rows_that_the_host_has_replay_are_not_computed(
-    delta_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+    bound_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
     """A gate that the host decides: the engine gets the mask as its Index Register, layer by layer."""
-    built = build(delta_artifact, native, fake_library, tmp_path)
+    built = build(bound_artifact, native, fake_library, tmp_path)
     prompts, log = [[16], [3], [5], [11]], tmp_path / "log"
-    session = delta_artifact.session("cpu", record=True)
+    session = bound_artifact.session("cpu", record=True)
     expected = session.generate(torch.tensor(prompts), 40)
     words = [word for prompt in prompts for word in ("--prompt", prompt[0])]
     done = built.run("--xclbin", built.xclbin, *words, "--num-tokens", 40, log=log)
@@ -117,6 +117,19 @@ def test_rows_that_the_host_has_replay_are_not_computed(
     assert 15 in registers  # every row computes
     assert set(registers.reshape(-1).tolist()) - {0, 15}  # some do, others replay
     assert index_registers(log) == [register for register in registers.reshape(-1).tolist() if register]
+
+
+def test_a_network_decides_in_the_fabric(
+    learned_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+) -> None:
+    """The C++ host gives x, the cached x and the network to the kernel, and follows it."""
+    built = build(learned_artifact, native, fake_library, tmp_path)
+    session = learned_artifact.session("cpu", record=True)
+    expected = session.generate(torch.tensor([[16], [3]]), 40)
+    assert 0 < session.stats.decisions.mean() < 1
+    done = built.run("--xclbin", built.xclbin, "--prompt", 16, "--prompt", 3, "--num-tokens", 40)
+    assert done.returncode == 0, done.stderr
+    assert [list(map(int, line.split())) for line in done.stdout.splitlines()] == expected.tolist()
 
 
 def index_registers(log: Path) -> list[int]:

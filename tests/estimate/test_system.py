@@ -202,7 +202,7 @@ def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
         assert (offload in emitted) == (replace(work, offload=offload).what_if() == ())
 
 
-@pytest.mark.parametrize(("gate", "gains"), [("tas", True), ("learned", False), ("input_delta", False)])
+@pytest.mark.parametrize(("gate", "gains"), [("tas", True), ("learned", True), ("bound", False)])
 def test_prefetch_is_credited_where_the_controller_issues_it(gate: str, gains: bool) -> None:
     """The table of a gate that the host decides has no gate, so that PREFETCH_NEXT is never dispatched."""
     versus = estimate(Workload(TINY, "w8a8", 64, replay=0.8, gate=GateModel.named(gate)), ZCU102).comparison

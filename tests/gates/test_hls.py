@@ -1,4 +1,4 @@
-"""Gates that the host of an accelerator decides: HLS C simulation follows them, whichever it is."""
+"""Gates on an accelerator: its controller decides some, its host decides the others; both equal cpu."""
 
 from __future__ import annotations
 
@@ -102,6 +102,9 @@ def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Pat
     thresholds = middle(EagerStepper(artifact.graph, artifact.program.outputs, None, [], artifact.program.state, 0))
     logits, decisions = decoded(artifact.session("cpu", record=True, threads=1), thresholds)
     assert 0 < decisions[FRAME:].mean() < 1
+    section = artifact.manifest.accelerator
+    assert section is not None
+    assert (section.controller.gate, section.controller.gated_layers) == ("learned", (0, 1))
     names = {"thresholds": thresholds, "tokens": tokens()}
     for name, array in names.items():
         np.save(tmp_path / f"{name}.npy", array)
@@ -147,22 +150,26 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     predicted = estimate(replace(work, replay=0.5), board)
     assert predicted.memory["gate_cache"] == cache
     # The model takes every layer for one of the largest network.
-    gate = {"name": "learned", "decided_on": "host", "units": 5, "cache_bytes": cache}
+    gate = {"name": "learned", "decided_on": "accelerator", "units": 5, "cache_bytes": cache}
     assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
 
 
 def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerStepper, EagerStepper]:
-    """The graph of the board's host and the whole decode step, w8a8, both in eager PyTorch."""
+    """The graph of the board's host and the whole decode step, w8a8, both in eager PyTorch.
+
+    The host decides: a gate that the controller has too gets a refresh, which it has not.
+    """
     backends = []
     for host in (True, False):
         program = copy.deepcopy(analysed)
+        options = OPTIONS[name] | ({"refresh_every": 4} if GATES[name].in_fabric else {})
         config = CompileConfig(
             target="zcu102",
             tokens_per_frame=FRAME,
             max_seq_len=LENGTH,
             batch_size=ROWS,
             quant="w8a8",
-            replay=fc.ReplayConfig(gate=name, **OPTIONS[name]),
+            replay=fc.ReplayConfig(gate=name, **options),
         )
         run_pipeline(program, [*rewrite_pipeline(config, LAYERS), *(offload_pipeline() if host else [])])
         backends.append(EagerStepper(program.graph_module, program.outputs, None, [], program.state, 0))
@@ -181,6 +188,15 @@ def middle(backend: EagerStepper) -> np.ndarray:
     return ((gap[0] + gap[1]) / 2)[:, 0].astype(np.float32)
 
 
+def computed(
+    simulated: HlsCsimStepper, layer: int, x: torch.Tensor, replay: torch.Tensor, cached: torch.Tensor
+) -> torch.Tensor:
+    """The rows of a layer's MLP, with the mask as the engine's Index Register."""
+    mask = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
+    weights = simulated._weights[f"layer_{layer}"]
+    return torch.from_numpy(simulated._engine.mlp(x.numpy(), mask, cached.numpy(), weights))
+
+
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_simulation_computes_the_rows_that_the_host_s_gate_leaves(
@@ -196,8 +212,7 @@ def test_simulation_computes_the_rows_that_the_host_s_gate_leaves(
     rows = set()
     for t, ids in enumerate(tokens()):
         expected = whole.decode(ids, t, t, thresholds)
-        simulated._gate.start(t, thresholds)
-        with bound_accelerator(lambda layer, *x: torch.from_numpy(simulated.mlp(layer, *(t.numpy() for t in x)))):
+        with bound_accelerator(lambda layer, *given: computed(simulated, layer, *given)):
             found = host.decode(ids, t, t, thresholds)
         np.testing.assert_array_equal(found.decisions, expected.decisions)
         np.testing.assert_array_equal(found.scores, expected.scores)

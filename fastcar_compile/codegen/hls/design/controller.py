@@ -7,10 +7,12 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
 from fastcar_compile.drs.result import RESULT_WORDS
+from fastcar_compile.drs.scores import BFLOATS_PER_WORD, network_words
 from fastcar_compile.drs.table import (
     FLOATS_PER_WORD,
     MAX_ROWS,
     DrsTable,
+    GateKind,
     Limits,
     table_words,
 )
@@ -37,6 +39,36 @@ CONTROL_LUT, CONTROL_FF = 2_500, 3_000
 """Checks, CRC-32 of a word per clock, gate, mapping and dispatch. Estimate."""
 
 
+SUBTRACT_DSP, DIVIDE_DSP = 2, 0
+"""Of a float32 operator of the vendor's library with full use of DSPs (PG060); a divider has none."""
+
+WEIGHT_DSP = 1
+"""8 by 23 bits of a bfloat16 weight and a feature."""
+
+UNIT_BITS = 160
+"""What is kept of a unit of a network: its sum, b1, w2 and the exponent."""
+
+
+@dataclass(frozen=True)
+class ScoreUnit:
+    """What computes a score: its DSPs, and shifters with rounding, of which a product has one. Estimate."""
+
+    dsp: int
+    products: int
+
+
+SCORE_UNITS = {
+    GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
+    GateKind.INPUT_DELTA: ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD),
+    GateKind.LEARNED: ScoreUnit(
+        FLOATS_PER_WORD * SUBTRACT_DSP + BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP,
+        FLOATS_PER_WORD + BFLOATS_PER_WORD + 1,
+    ),
+}
+"""By gate: four changes per clock and two magnitudes each; for a network four features, eight products of the first layer,
+one of the second, and the scaling and bias of both."""
+
+
 def controller_cycles(table: DrsTable, records: int = 0) -> int:
     """Return the clocks of one call for a layer with a gate, from the loops of fastcar_drs.hpp; memory latency is left out.
 
@@ -45,9 +77,18 @@ def controller_cycles(table: DrsTable, records: int = 0) -> int:
     Args:
         records: that are dispatched; 0: all that a layer without replay has.
     """
-    shape, rows, stride = table.attention, table.rows, len(table.instructions[0])
-    scores = rows * (shape.query_words + shape.key_words + 1)
+    rows, stride = table.rows, len(table.instructions[0])
+    scores = rows * _score_cycles(table)
     return _counts_beats(rows) + 3 * MAX_ROWS + scores + stride + _answer_beats(records or rows + 2)
+
+
+def _score_cycles(table: DrsTable) -> int:
+    """Return the clocks of one row's score: key and q once, a network's weights, and its features a second time."""
+    shape = table.attention
+    operands = shape.query_words + shape.key_words + 1
+    if table.gate is not GateKind.LEARNED:
+        return operands
+    return operands + 2 * shape.query_words + network_words(table.units, shape.head_dim) + table.units
 
 
 def load_cycles(table: DrsTable) -> int:
@@ -71,7 +112,8 @@ def controller_traffic(table: DrsTable, records: int = 0) -> Traffic:
         records: that are dispatched; 0: all that a layer without replay has.
     """
     shape, rows = table.attention, table.rows
-    heads = (shape.query_words, shape.key_words)
+    network = network_words(table.units, shape.head_dim) if table.units else 0
+    heads = (shape.query_words, shape.key_words + network)
     beats = rows * sum(heads) + _counts_beats(rows) + _answer_beats(records or rows + 2)
     return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in heads) + 2, beats)
 
@@ -86,12 +128,15 @@ def _answer_beats(records: int) -> int:
 
 def controller_usage(limits: Limits) -> Usage:
     """Return the resources besides the AXI ports."""
-    lanes = FLOATS_PER_WORD
+    unit = SCORE_UNITS[limits.gate or GateKind.TAS]
+    features = 2 * limits.key_words + 2 if limits.gate is GateKind.LEARNED else 0
     return Usage(
-        lut=CONTROL_LUT + lanes * PRODUCT_LUT,
-        ff=CONTROL_FF + lanes * PRODUCT_FF,
-        dsp=lanes * PRODUCT_DSP + SCORE_DSP + CHECK_DSP,
+        lut=CONTROL_LUT + unit.products * PRODUCT_LUT,
+        ff=CONTROL_FF + unit.products * PRODUCT_FF,
+        dsp=unit.dsp + CHECK_DSP,
         bram36=bram_blocks(128, limits.key_words)
+        + bram_blocks(128, features)
+        + bram_blocks(UNIT_BITS, limits.units)
         + bram_blocks(32, limits.table_words)
         + bram_blocks(ANSWER_BANKS * 32, ANSWER_WORDS),
     )
