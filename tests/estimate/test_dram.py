@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate, timing_of
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.footprint import require_banks
+from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.targets import load_target
 
 DDR4 = timing_of(load_target("kv260").memories[0])
@@ -65,3 +68,15 @@ def test_a_board_without_a_measurement_has_its_model_alone() -> None:
     free = target.model_copy(update={"memories": (memory,)})
     assert measured_cap(free) == memory.peak_bandwidth
     assert measured_cap(target) < memory_rate(free, 4) < memory.peak_bandwidth
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+@pytest.mark.parametrize(("board", "share"), [("u280", 0.6), ("zcu102", 0.95), ("kv260", 0.95)])
+def test_a_7b_engine_streams_its_share_of_what_was_measured(board: str, share: float, quant: str) -> None:
+    """Ports times clock, and what the memory gives them; and every bank holds its part."""
+    target, work = load_target(board), Workload(load_shape("vila-u-7b"), quant, 512)
+    design = explore(work.mlp_spec(), target, work.attention(), work.linear_specs()).design
+    ports = design.ports * 16 * design.budget.clock_mhz * 1e6
+    rate = min(ports, memory_rate(target, design.ports))
+    assert share * measured_cap(target) <= rate <= measured_cap(target)
+    require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
