@@ -120,5 +120,5 @@ def _those(fact: str) -> str:
 def decided_on_accelerator(
     gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
 ) -> bool:
-    """Return whether the accelerator's TAS unit has this rule; the host decides every other gate."""
+    """Return whether the accelerator's controller has this rule; the host decides every other gate."""
     return gate is not None and gate_class(gate).in_fabric and heads is None and not refresh_every

@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from conftest import check_module, check_tool, missing
 from decoders import llama
+from filelock import FileLock
 from gates.networks import networks
 
 import fastcar_compile as fc
@@ -39,7 +40,7 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """A small Llama, batch 2, w8a8, MLPs on the accelerator, int8 caches; layer 0 replays in part, layer 1 never."""
-    return compiled(tmp_path_factory, threshold=(0.0, None), kv="int8")
+    return built_once(tmp_path_factory, "board", lambda output: compiled(output, threshold=(0.0, None), kv="int8"))
 
 
 @pytest.fixture(scope="session")
@@ -47,24 +48,36 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
     float16 caches."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
+    options = ((0.0,), "w4a8", "linears", sparse, "float16")
+    return built_once(tmp_path_factory, "engine", lambda output: compiled(output, *options, num_hidden_layers=1))
 
 
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 4, w8a8: the host decides, by the bound on the change of its output."""
-    return compiled(tmp_path_factory, threshold=(1.1,), gate="bound", batch=4, num_hidden_layers=1)
+    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "batch": 4, "num_hidden_layers": 1}
+    return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
 
 
 @pytest.fixture(scope="session")
 def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by a network on the change of its input."""
-    weights = networks(64, 5)
-    return compiled(tmp_path_factory, threshold=(0.0,), gate="learned", gate_weights=weights, num_hidden_layers=1)
+    changes: dict[str, Any] = {"threshold": (0.0,), "gate": "learned", "gate_weights": networks(64, 5)}
+    return built_once(tmp_path_factory, "learned", lambda output: compiled(output, **changes, num_hidden_layers=1))
+
+
+def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], fc.Artifact]) -> fc.Artifact:
+    """Build an artifact in one of the test processes, and open it in all."""
+    root = folders.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with FileLock(root / f"{name}.lock"):
+        if not (root / name).is_dir():  # it gets its name when it is complete
+            build(root / name)
+    return fc.load(root / name)
 
 
 def compiled(
-    folders: pytest.TempPathFactory,
+    output: Path,
     threshold: tuple[float | None, ...],
     quant: str = "w8a8",
     offload: str = "mlp",
@@ -90,7 +103,7 @@ def compiled(
         offload=offload,
         sparse_attention=sparse_attention,
         kv=kv,
-        output=folders.mktemp("board") / "artifact",
+        output=output,
     )
 
 
