@@ -112,6 +112,7 @@ OF_THE_HARDWARE = (
     "key larger than the hardware",
     "q larger than the hardware",
     "longer than the hardware",
+    "gate of another kernel",
 )
 
 
