@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.engine import EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
@@ -21,7 +21,7 @@ ROPE_BYTES = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, drs, host or attention."""
+    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, drs, launch, host or attention."""
 
     name: str
     layer: int
@@ -37,7 +37,7 @@ class Board:
     `controller_seconds`: TAS unit and DRS controller for one layer; 0: no layer has a gate that they decide.
     `gate`: where the host decides, and in every layer; None: it does not."""
 
-    engine: Engine
+    engine: EngineModel
     host: HostModel
     shape: DecoderShape
     quant: str
@@ -69,11 +69,11 @@ class Step:
         self.busy[unit] += seconds
 
 
-def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefetch: bool) -> Step:
+def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float, *, prefetch: bool) -> Step:
     """Return the time line of one forward.
 
     Args:
-        loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
+        loads: per layer the rows that compute in the MLP; none: every row replays.
         attended: positions that attention reads.
         prefetch: whether, after a replay, idle time of the engine fills the prefetch buffer.
     """
@@ -91,7 +91,7 @@ class _Simulation:
         self._prefetched = 0.0
         self._prefetching = False
 
-    def layer(self, layer: int, load: int, attended: float) -> None:
+    def layer(self, layer: int, load: RowLoad, attended: float) -> None:
         board, shape = self.board, self.board.shape
         qkv, o = shape.attention_linears
         self._norm(layer)
@@ -99,12 +99,12 @@ class _Simulation:
         width = (shape.heads + shape.kv_heads) * shape.head_dim
         self._rows("rope", layer, ROPE_BYTES * width)
         if board.controller_seconds:
-            self.step.add("start DRS", layer, "host", board.host.call_seconds)
+            self.step.add("start DRS", layer, "launch", board.host.call_seconds)
             self.step.add("TAS, DRS", layer, "drs", board.controller_seconds)
         self._attention(layer, attended)
         self._linear(o, layer)
         norm_done = self._gate(layer)
-        if load == 0:
+        if load.rows == 0:
             self._copy(layer)
             return
         if not norm_done:
@@ -139,21 +139,16 @@ class _Simulation:
     def _linear(self, linear: LinearShape, layer: int) -> None:
         board = self.board
         if board.fabric_linears:
-            load = board.engine.load((False,) * board.batch, drs=True)
-            self._call(
-                linear.name, layer, [linear], load, board.engine.edge_seconds(linear.inputs, linear.outputs, load)
-            )
+            self._call(linear.name, layer, [linear], RowLoad(board.batch, -(-board.batch // board.engine.cores)))
             return
         size = linear.weight_bytes(board.quant)
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
 
-    def _mlp(self, layer: int, load: int) -> None:
-        first, down = self.board.shape.mlp_linears
-        edge = self.board.engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
+    def _mlp(self, layer: int, load: RowLoad) -> None:
         self._count_idle_time()
         held, self._prefetched, self._prefetching = self._prefetched, 0.0, False
-        self._call("mlp", layer, [first, down], load, edge, held)
+        self._call("mlp", layer, self.board.shape.mlp_linears, load, held)
 
     def _copy(self, layer: int) -> None:
         """Add a replay. From here on, idle time of the engine fills the prefetch buffer for the next layer's MLP."""
@@ -170,24 +165,15 @@ class _Simulation:
         self._engine_free = self.step.seconds
 
     def _call(
-        self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float, held: float = 0.0
+        self, name: str, layer: int, linears: Sequence[LinearShape], load: RowLoad, held: float = 0.0
     ) -> None:
-        """Add one start of the engine: its registers, its rows, its weights.
-
-        While rows are loaded and quantised, the FIFOs fill; `held` bytes are in the prefetch buffer already.
-        """
-        board, engine = self.board, self.board.engine
-        self.step.add(f"start {name}", layer, "host", board.host.call_seconds)
+        """Add one start of the engine: its registers, its rows, its weights. `held`: bytes in the prefetch buffer."""
+        board = self.board
+        self.step.add(f"start {name}", layer, "launch", board.host.call_seconds)
         self._count_idle_time()
-        self.step.add(f"{name} rows", layer, "edge", edge)
-        ready = held + min(edge * engine.stream_rate, engine.fifo_bytes)
-        for linear in linears:
-            seconds, bound = engine.stream_seconds(linear, board.quant, load)
-            size = linear.weight_bytes(board.quant)
-            saved = min(ready, size) / engine.stream_rate
-            self.step.weight_bytes += size
-            self.step.add(linear.name, layer, bound, seconds - saved, size)
-            ready = 0.0
+        for part in board.engine.call(linears, load, held):
+            self.step.weight_bytes += part.bytes
+            self.step.add(part.name, layer, part.unit, part.seconds, part.bytes)
         self._engine_free = self.step.seconds
 
     def _attention(self, layer: int, attended: float) -> None:

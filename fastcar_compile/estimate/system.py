@@ -14,13 +14,12 @@ from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore, resources_of
 from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_fit
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
 from fastcar_compile.estimate.host import host_of
+from fastcar_compile.estimate.rows import Decisions, Mapping, draw_decisions, passes_of
 from fastcar_compile.estimate.step import Board, Step, simulate_step
 from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.targets import Target
-
-Decisions = NDArray[np.bool_]
 
 SYNTHETIC_FORWARDS = 200
 """Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
@@ -83,6 +82,7 @@ def estimate(
     decisions: Decisions | None = None,
     design: Design | None = None,
     what_if: bool = False,
+    model: type[EngineModel] | None = None,
 ) -> Estimate:
     """Predict the decode speed of a workload on a board.
 
@@ -91,6 +91,7 @@ def estimate(
             attends to t + 1 positions, at most `context`. None: decisions drawn for `workload.replay`.
         design: an emitted design; None: the best that fits the board.
         what_if: predict also what the compiler does not emit; the result says what that is.
+        model: of the engine; None: the closed form.
 
     Raises:
         InputError: a figure or the decisions do not fit the workload, or it is not emitted.
@@ -104,7 +105,7 @@ def estimate(
         found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
         design = found.design
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
-    board = _board(workload, target, design, gated)
+    board = _board(workload, target, (model or ClosedForm)(design, target), gated)
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
     attended = np.full(len(trace), workload.attended)
     if decisions is not None:
@@ -137,13 +138,11 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
     return reasons
 
 
-def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
+def _board(workload: Workload, target: Target, engine: EngineModel, gated: bool) -> Board:
     """Return the board. `gated`: whether the TAS unit and DRS controller, or the host, decide; a dense decoder has
     none."""
-    engine, on_host = Engine.of(design, target), workload.gate.on_host
+    on_host = workload.gate.on_host
     unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
-    if not workload.side_by_side:
-        engine = engine.one_row_after_another()
     return Board(
         engine,
         host_of(target),
@@ -160,10 +159,7 @@ def _board(workload: Workload, target: Target, design: Design, gated: bool) -> B
 
 def synthetic_decisions(workload: Workload) -> Decisions:
     """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
-    generator = np.random.default_rng(0)
-    shape = (SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch)
-    ranks = generator.random(shape).argsort(0).argsort(0)
-    return ranks < round(workload.replay * SYNTHETIC_FORWARDS)
+    return draw_decisions((SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch), workload.replay)
 
 
 def _checked(decisions: Decisions, workload: Workload) -> Decisions:
@@ -198,10 +194,14 @@ class _Run:
         drs: bool = True,
     ) -> _Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
-        loads = np.array([[board.engine.load(tuple(rows), drs=drs) for rows in layers] for layers in trace.tolist()])
+        mapping = Mapping.DRS if drs else Mapping.STATIC
+        loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
         kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
-        steps = [simulate_step(board, k.tolist(), m, prefetch=prefetch) for k, m in zip(kinds, means, strict=True)]
+        steps = [
+            simulate_step(board, [RowLoad(*layer) for layer in kind], mean_attended, prefetch=prefetch)
+            for kind, mean_attended in zip(kinds.tolist(), means, strict=True)
+        ]
         share = counts / counts.sum()
 
         def mean(values: list[float]) -> float:

@@ -31,7 +31,6 @@ class Workload:
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
         kv_rows: rows of a key or value cache; None: as many as attention reads.
         gate: what decides, where something replays.
-        side_by_side: whether a core multiplies its rows at the same time (as emitted).
     """
 
     shape: DecoderShape
@@ -43,7 +42,6 @@ class Workload:
     replay: float = 0.0
     sink_window: tuple[int, int] | None = None
     kv_rows: int | None = None
-    side_by_side: bool = True
     gate: GateModel = TAS
 
     def check(self) -> None:
@@ -64,12 +62,7 @@ class Workload:
 
     def what_if(self) -> tuple[str, ...]:
         """Return what this workload asks for that the compiler does not emit; empty: all of it is emitted."""
-        reasons = []
-        if self.offload == "all":
-            reasons.append("attention in the fabric: no attention kernel is emitted")
-        if not self.side_by_side:
-            reasons.append("rows of a core one after another: the emitted cores multiply them together")
-        return tuple(reasons)
+        return ("attention in the fabric: no attention kernel is emitted",) if self.offload == "all" else ()
 
     @property
     def attended(self) -> int:
