@@ -1,5 +1,6 @@
-// DRS controller: TAS and gate, Index Register, Mapping Registers, then one layer's instruction words -> dispatch records.
-// Formats, order of checks and status codes: docs/reference/drs_table.md. Every loop is bounded, so it always ends.
+// DRS controller: loads the control table once, then decides one layer per call: TAS and gate, Index Register, Mapping
+// Registers, instruction words -> dispatch records. Formats, order of checks and status codes: docs/reference/drs_table.md.
+// Every loop is bounded, so it always ends.
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
 
@@ -9,7 +10,11 @@
 namespace fastcar {
 namespace drs {
 
-// Words of `result`.
+// Values of the argument `op`; with any other the controller reads and writes nothing.
+static const uint32_t OP_TABLE = 3;
+static const uint32_t OP_GATE = 4;
+
+// 32-bit words of `result`.
 enum ResultWord {
     R_STATUS,
     R_COUNT,
@@ -19,9 +24,11 @@ enum ResultWord {
     R_CHAIN = R_SCORES + INDEX_REGISTER_BITS,
     R_RECORDS = R_CHAIN + INDEX_REGISTER_BITS
 };
+static const int ANSWER_WORDS = R_RECORDS + 2 * MAX_LAYER_WORDS;
 
-// What one call is about.
+// What one call is about. `crc` names the table that the host counts on.
 struct Call {
+    uint32_t crc;
     uint32_t layer;
     uint32_t step;
     uint32_t query_words;
@@ -37,17 +44,20 @@ struct Layer {
     uint32_t prefetch;
     uint32_t prefetch_before;  // that of the layer before: how much of this layer's weights it fetched
     uint32_t next;
+    uint32_t program;  // word of its first instruction
 };
 
-inline Layer read_layer(const uint32_t* table, const uint32_t header[HEADER_WORDS], uint32_t layer) {
+template <class C>
+Layer read_layer(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], uint32_t layer) {
     FASTCAR_NO_INLINE
     const uint32_t last = header[F_LAYERS] - 1;
     Layer fields;
-    fields.threshold = table[header[F_THRESHOLDS] + layer];
-    fields.factor = table[header[F_FACTORS] + layer];
-    fields.prefetch = table[header[F_PREFETCH] + layer];
-    fields.prefetch_before = table[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
+    fields.threshold = words[header[F_THRESHOLDS] + layer];
+    fields.factor = words[header[F_FACTORS] + layer];
+    fields.prefetch = words[header[F_PREFETCH] + layer];
+    fields.prefetch_before = words[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
     fields.next = layer == last ? 0 : layer + 1;
+    fields.program = words[header[F_PROGRAMS] + layer];
     return fields;
 }
 
@@ -58,8 +68,7 @@ inline bool has_gate(const Layer& layer) {
 
 inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) {
     FASTCAR_INLINE
-    const uint32_t words = header[F_ROWS] * head_words_of(header);
-    return call.query_words == words * header[F_HEADS] && call.key_words == words * header[F_KV_HEADS];
+    return call.query_words == header[F_QUERY_WORDS] && call.key_words == header[F_KEY_WORDS];
 }
 
 inline uint32_t all_rows(uint32_t rows) {
@@ -67,36 +76,77 @@ inline uint32_t all_rows(uint32_t rows) {
     return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
 }
 
-// Scores and gate of the layer's rows; returns the Index Register.
-template <int KEY_WORDS>
+// Chain counts, four to a word, in one burst.
+inline void read_chain(const word_t* chain, uint32_t rows, uint32_t counts[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t words = (rows + 3) >> 2;
+    FASTCAR_BURST(CHAIN)
+read_counts:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, 8)
+        FASTCAR_BEAT(CHAIN, i)
+        const word_t word = chain[i];
+        counts[4 * i] = tas::lane_bits(word, 0);
+        counts[4 * i + 1] = tas::lane_bits(word, 1);
+        counts[4 * i + 2] = tas::lane_bits(word, 2);
+        counts[4 * i + 3] = tas::lane_bits(word, 3);
+    }
+}
+
+// Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0.
+template <class C>
 uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, uint32_t step, const word_t* query,
-                const word_t* key, const uint32_t chain[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
+                const word_t* key, const uint32_t counts[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
     uint32_t replay = 0;
+clear_scores:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        FASTCAR_PIPELINE(1)
+        scores[row] = 0.0f;
+    }
     if (has_gate(layer)) {
-        const tas::HeadShape shape = {header[F_HEADS], header[F_KV_HEADS], head_words_of(header)};
-        tas::scores_of_rows<KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
-        replay = tas::rows_that_pass(scores, chain, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
+        const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS],
+                                      header[F_ROW_KEY_WORDS]};
+        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
+        replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
         replay = step >= header[F_TOKENS_PER_FRAME] ? replay : 0;
     }
     return ~replay & all_rows(rows);
 }
 
+// Mapping Registers, as core << 8 | pass: the i-th row that computes goes to core i mod `cores` in pass i div `cores`, by
+// counters. That of a replayed row is 0.
+inline void map_places(uint32_t index_register, uint32_t rows, uint32_t cores, uint16_t places[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    uint32_t core = 0;
+    uint32_t pass = 0;
+map_each_row:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        FASTCAR_PIPELINE(1)
+        const bool computes = static_cast<uint32_t>(row) < rows && row_computes(index_register, row);
+        const bool last = core + 1 == cores;
+        places[row] = static_cast<uint16_t>(computes ? core << 8 | pass : 0u);
+        pass += computes && last ? 1u : 0u;
+        core = !computes ? core : last ? 0u : core + 1;
+    }
+}
+
 // Whether an instruction is dispatched; `held` is the layer in the prefetch buffer.
-inline bool is_issued(uint32_t word, uint32_t index_register, int computing, const Layer& layer, uint32_t held) {
+inline bool is_issued(uint32_t word, uint32_t index_register, const Layer& layer, uint32_t held) {
     FASTCAR_INLINE
     const int row = static_cast<int>(row_of(word) & 31u);
     switch (opcode_of(word)) {
         case LOAD_WEIGHTS:
-            return computing > 0;
+            return index_register != 0;
         case COMPUTE_MLP:
             return row_computes(index_register, row);
         case REPLAY_COPY:
             return !row_computes(index_register, row);
         case PREFETCH_NEXT:
-            return computing == 0 && layer.prefetch != 0 && held != layer.next;
+            return index_register == 0 && layer.prefetch != 0 && held != layer.next;
         default:
             return true;
     }
@@ -116,97 +166,123 @@ inline uint32_t issue(uint32_t opcode, uint32_t number, const Layer& layer, uint
     return argument;
 }
 
-// Writes the records of `length` instruction words; returns OK, or QUEUE_FULL after the first `capacity` of them.
-template <int CORES>
-Status dispatch(const uint32_t program[MAX_LAYER_WORDS], int length, const uint32_t header[HEADER_WORDS],
-                const Layer& layer, const Call& call, uint32_t index_register, uint32_t& held, uint32_t& count,
-                uint32_t* result) {
+// Fetches the layer's instruction words up to END and discards each or appends its record to the answer. Returns OK, or
+// QUEUE_FULL after the first `capacity` records.
+template <class C>
+Status dispatch(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], const Layer& layer,
+                const Call& call, uint32_t index_register, uint32_t& held, uint32_t& count,
+                uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    ap_uint<MappingBits<CORES>::VALUE> mapping[INDEX_REGISTER_BITS];
-    const int computing = map_rows<MappingBits<CORES>::VALUE>(
-        index_register, static_cast<int>(header[F_ROWS]), static_cast<int>(header[F_CORES]), mapping);
-    Status status = OK;
-    for (int i = 0; i < length; ++i) {
-        FASTCAR_TRIPS(1, 128)
-        const uint32_t word = program[i];
+    uint16_t places[INDEX_REGISTER_BITS];
+    map_places(index_register, header[F_ROWS], header[F_CORES], places);
+    bool ended = false;
+    bool full = false;
+fetch_instructions:
+    for (uint32_t i = 0; i < header[F_LAYER_WORDS]; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, MAX_LAYER_WORDS)
+        const uint32_t word = words[layer.program + i];
         const uint32_t opcode = opcode_of(word);
-        if (is_issued(word, index_register, computing, layer, held)) {
-            if (count == call.capacity) {
-                status = QUEUE_FULL;
-                break;
-            }
+        ended = ended || opcode == END;
+        const bool issued = !ended && is_issued(word, index_register, layer, held);
+        full = full || (issued && count == call.capacity);
+        if (issued && !full) {
             const uint32_t row = row_of(word);
-            const uint32_t core = opcode == COMPUTE_MLP ? mapping[row & 31u].to_uint() : NO_UNIT;
-            result[R_RECORDS + 2 * count] = (opcode << 24) | (row << 16) | (core << 8);
-            result[R_RECORDS + 2 * count + 1] = issue(opcode, call.layer, layer, held);
+            const uint32_t place = opcode == COMPUTE_MLP ? places[row & 31u] : NO_UNIT << 8 | NO_UNIT;
+            answer[R_RECORDS + 2 * count] = opcode << 24 | row << 16 | place;
+            answer[R_RECORDS + 2 * count + 1] = issue(opcode, call.layer, layer, held);
             ++count;
         }
     }
-    return status;
+    return full ? QUEUE_FULL : OK;
 }
 
-// New chain counts and scores of every row, after the decision.
+// Scores and new chain counts of every row, after the decision; zeros beyond the rows.
 inline void report_rows(uint32_t rows, uint32_t index_register, const float scores[INDEX_REGISTER_BITS],
-                        const uint32_t chain[INDEX_REGISTER_BITS], bool scored, uint32_t* result) {
+                        const uint32_t counts[INDEX_REGISTER_BITS], uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    for (uint32_t row = 0; row < rows; ++row) {
-        FASTCAR_TRIPS(1, 32)
-        const bool computes = row_computes(index_register, static_cast<int>(row));
-        result[R_SCORES + row] = scored ? bits_of_float(scores[row]) : 0u;
-        result[R_CHAIN + row] = computes ? 0u : chain[row] + 1u;
+report_each_row:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        FASTCAR_PIPELINE(1)
+        const bool replays = static_cast<uint32_t>(row) < rows && !row_computes(index_register, row);
+        answer[R_SCORES + row] = bits_of_float(scores[row]);
+        answer[R_CHAIN + row] = replays ? counts[row] + 1u : 0u;
     }
 }
 
-// Every check, in the documented order; fills header, layer and program (`length` words before END).
-template <class C>
-Status prepare(const uint32_t* table, uint32_t table_bytes, const Call& call, uint32_t header[HEADER_WORDS],
-               Layer& layer, uint32_t program[MAX_LAYER_WORDS], int& length) {
+// The first words of the answer, in one burst of 128-bit words.
+inline void write_answer(const uint32_t answer[ANSWER_WORDS], uint32_t count, word_t* result) {
     FASTCAR_NO_INLINE
-    const Status status = check_table<C>(table, table_bytes, header);
-    if (status != OK) {
-        return status;
+    const uint32_t words = (count + 3) >> 2;
+    FASTCAR_BURST(RESULT)
+write_words:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, ANSWER_WORDS / 4)
+        FASTCAR_BEAT(RESULT, i)
+        result[i] = tas::word_of_bits(answer[4 * i], answer[4 * i + 1], answer[4 * i + 2], answer[4 * i + 3]);
     }
+}
+
+// One layer of one decode forward, with the table on chip. Returns the status; `length` words of the answer are filled
+// behind its first four.
+template <class C>
+Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Call& call,
+                const word_t* query, const word_t* key, const word_t* chain, uint32_t answer[ANSWER_WORDS],
+                uint32_t& length) {
+    FASTCAR_NO_INLINE
+    uint32_t counts[INDEX_REGISTER_BITS];
+    float scores[INDEX_REGISTER_BITS];
     if (call.layer >= header[F_LAYERS]) {
         return BAD_LAYER;
     }
-    layer = read_layer(table, header, call.layer);
+    const Layer layer = read_layer<C>(words, header, call.layer);
     if (has_gate(layer) && !operands_fit(header, call)) {
         return BAD_OPERANDS;
     }
-    const uint32_t first = header[F_INSTRUCTIONS] + call.layer * header[F_LAYER_WORDS];
-    length = fetch_layer(table, first, header[F_LAYER_WORDS], call.layer, header[F_ROWS], program);
-    return length < 0 ? BAD_INSTRUCTION : OK;
-}
-
-// One layer of one decode forward. C: CORES and KEY_WORDS of this controller.
-template <class C>
-void control(const uint32_t* table, uint32_t table_bytes, const Call& call, const word_t* query, const word_t* key,
-             const uint32_t* chain, uint32_t* result) {
-    uint32_t header[HEADER_WORDS];
-    uint32_t program[MAX_LAYER_WORDS];
-    uint32_t chain_row[INDEX_REGISTER_BITS];
-    float scores[INDEX_REGISTER_BITS];
-    FASTCAR_PARTITION(header, 0)
-    Layer layer = {0, 0, 0, 0, 0};
-    uint32_t index_register = 0;
+    read_chain(chain, header[F_ROWS], counts);
+    const uint32_t index_register = decide<C>(header, layer, call.step, query, key, counts, scores);
     uint32_t held = call.held;
     uint32_t count = 0;
-    int length = 0;
-    Status status = prepare<C>(table, table_bytes, call, header, layer, program, length);
-    if (status == OK) {
-        for (uint32_t row = 0; row < header[F_ROWS]; ++row) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(1, 32)
-            chain_row[row] = chain[row];
-        }
-        index_register = decide<C::KEY_WORDS>(header, layer, call.step, query, key, chain_row, scores);
-        report_rows(header[F_ROWS], index_register, scores, chain_row, has_gate(layer), result);
-        status = dispatch<C::CORES>(program, length, header, layer, call, index_register, held, count, result);
+    report_rows(header[F_ROWS], index_register, scores, counts, answer);
+    const Status status = dispatch<C>(words, header, layer, call, index_register, held, count, answer);
+    answer[R_COUNT] = count;
+    answer[R_INDEX_REGISTER] = index_register;
+    answer[R_HELD] = status == OK ? held : call.held;
+    length = R_RECORDS + 2 * count;
+    answer[length] = 0;  // the spare lanes of the last 128-bit word
+    answer[length + 1] = 0;
+    return status;
+}
+
+// One call. The table stays on chip from call to call; after a load that failed there is none. The function has internal
+// linkage, so that the table belongs to this kernel alone, whatever else a process loads.
+template <class C>
+static void control(uint32_t op, const uint32_t* table, uint32_t table_bytes, const Call& call, const word_t* query,
+                    const word_t* key, const word_t* chain, word_t* result) {
+    static_assert(C::TABLE_WORDS <= MAX_TABLE_WORDS, "word offsets of the format");
+    static bool loaded = false;
+    static uint32_t header[HEADER_WORDS];
+    static uint32_t words[C::TABLE_WORDS];
+    FASTCAR_PARTITION(header, 0)
+    uint32_t answer[ANSWER_WORDS];
+    FASTCAR_PARTITION_CYCLIC(answer, 1, 4)
+    if (op != OP_TABLE && op != OP_GATE) {
+        return;
     }
-    result[R_STATUS] = static_cast<uint32_t>(status);
-    result[R_COUNT] = count;
-    result[R_INDEX_REGISTER] = index_register;
-    result[R_HELD] = status == OK ? held : call.held;
+    answer[R_COUNT] = 0;
+    answer[R_INDEX_REGISTER] = 0;
+    answer[R_HELD] = call.held;
+    uint32_t length = R_SCORES;
+    Status status = NO_TABLE;
+    if (op == OP_TABLE) {
+        status = load_table<C>(table, table_bytes, header, words);
+        loaded = status == OK;
+    } else if (loaded && header[F_CRC] == call.crc) {
+        status = schedule<C>(header, words, call, query, key, chain, answer, length);
+    }
+    answer[R_STATUS] = static_cast<uint32_t>(status);
+    write_answer(answer, length, result);
 }
 
 }  // namespace drs

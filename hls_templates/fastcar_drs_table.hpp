@@ -1,17 +1,19 @@
-// The DRS control table: its checks, in the documented order (docs/reference/drs_table.md). Every loop is bounded.
+// The DRS control table on chip: loaded once, with its checks in the documented order (docs/reference/drs_table.md).
+// Every loop is bounded. Products of fields are checked by multiplying; nothing is divided.
 #ifndef FASTCAR_DRS_TABLE_HPP
 #define FASTCAR_DRS_TABLE_HPP
 
 #include <stdint.h>
 
+#include "fastcar_drs_traffic.hpp"
 #include "fastcar_mapping.hpp"
 
 namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 2;
-static const uint32_t HEADER_WORDS = 20;
+static const uint32_t VERSION = 3;
+static const uint32_t HEADER_WORDS = 28;
 static const uint32_t MAX_TABLE_WORDS = 65536;
 static const uint32_t MAX_LAYER_WORDS = 128;
 static const uint32_t MAX_LAYERS = 65535;
@@ -21,7 +23,6 @@ static const uint32_t MAX_CHAIN = 0x7FFFFFFFu;
 static const uint32_t UNLIMITED = 0xFFFFFFFFu;
 static const uint32_t GATE_TAS = 1;
 static const uint32_t COUPLE_CFG = 1;
-static const uint32_t FLOATS_PER_WORD = 4;
 static const uint32_t NO_UNIT = 0xFFu;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
 
@@ -41,11 +42,19 @@ enum Field {
     F_HEADS,
     F_KV_HEADS,
     F_HEAD_DIM,
+    F_GROUP,
+    F_HEAD_WORDS,
+    F_ROW_QUERY_WORDS,
+    F_ROW_KEY_WORDS,
+    F_QUERY_WORDS,
+    F_KEY_WORDS,
     F_THRESHOLDS,
     F_FACTORS,
     F_PREFETCH,
+    F_PROGRAMS,
     F_INSTRUCTIONS,
-    F_RESERVED
+    F_RESERVED,
+    F_RESERVED_TOO
 };
 
 enum Status {
@@ -56,28 +65,30 @@ enum Status {
     BAD_LENGTH,
     BAD_CRC,
     BAD_HEADER,
+    BAD_INSTRUCTION,
+    NO_TABLE,
     BAD_LAYER,
     BAD_OPERANDS,
-    BAD_INSTRUCTION,
     QUEUE_FULL
 };
 
 enum Opcode { LOAD_WEIGHTS = 1, COMPUTE_MLP = 2, REPLAY_COPY = 3, PREFETCH_NEXT = 4, BARRIER = 5, END = 6 };
 
-// CRC-32 (IEEE 802.3, reflected) over whole words; the 32 steps unroll to one level of XORs.
-inline uint32_t crc32_words(const uint32_t* table, uint32_t first, uint32_t end) {
-    FASTCAR_NO_INLINE
-    uint32_t crc = 0xFFFFFFFFu;
-    for (uint32_t i = first; i < end; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 65536)
-        crc ^= table[i];
-        for (int bit = 0; bit < 32; ++bit) {
-            FASTCAR_UNROLL
-            crc = (crc >> 1) ^ ((crc & 1u) != 0 ? 0xEDB88320u : 0u);
-        }
-    }
-    return ~crc;
+// CRC-32 (IEEE 802.3, reflected): one bit, then a word without a loop, so that it is one level of XORs per bit of the CRC.
+inline uint32_t crc_bit(uint32_t crc) {
+    FASTCAR_INLINE
+    return (crc >> 1) ^ ((crc & 1u) != 0 ? 0xEDB88320u : 0u);
+}
+
+inline uint32_t crc_byte(uint32_t crc) {
+    FASTCAR_INLINE
+    const uint32_t half = crc_bit(crc_bit(crc_bit(crc_bit(crc))));
+    return crc_bit(crc_bit(crc_bit(crc_bit(half))));
+}
+
+inline uint32_t crc_step(uint32_t crc, uint32_t word) {
+    FASTCAR_INLINE
+    return crc_byte(crc_byte(crc_byte(crc_byte(crc ^ word))));
 }
 
 inline bool within(uint32_t value, uint32_t least, uint32_t most) {
@@ -85,75 +96,57 @@ inline bool within(uint32_t value, uint32_t least, uint32_t most) {
     return value >= least && value <= most;
 }
 
-inline uint32_t head_words_of(const uint32_t header[HEADER_WORDS]) {
-    FASTCAR_INLINE
-    return (header[F_HEAD_DIM] + FLOATS_PER_WORD - 1) / FLOATS_PER_WORD;
+// The one multiplier of the checks; factors of at most 65,535 do not overflow.
+inline uint32_t times(uint32_t a, uint32_t b) {
+    FASTCAR_NO_INLINE
+    return a * b;
 }
 
-inline bool attention_is_valid(const uint32_t header[HEADER_WORDS], uint32_t most_key_words) {
+// The compiler divided; here it is checked that the quotients and products fit the heads.
+template <class C>
+bool attention_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t heads = header[F_HEADS];
     const uint32_t kv_heads = header[F_KV_HEADS];
     const uint32_t dim = header[F_HEAD_DIM];
-    if (!within(heads, 1, MAX_COUNT) || !within(kv_heads, 1, MAX_COUNT) || !within(dim, 1, MAX_COUNT)) {
+    const uint32_t head_words = header[F_HEAD_WORDS];
+    const uint32_t query = header[F_ROW_QUERY_WORDS];
+    const uint32_t key = header[F_ROW_KEY_WORDS];
+    if (!within(heads, 1, MAX_COUNT) || !within(kv_heads, 1, MAX_COUNT) || !within(dim, 1, MAX_COUNT) ||
+        !within(header[F_GROUP], 1, MAX_COUNT) || !within(head_words, 1, MAX_COUNT) || !within(query, 1, MAX_COUNT) ||
+        !within(key, 1, MAX_COUNT)) {
         return false;
     }
-    return heads % kv_heads == 0 && heads * dim <= MAX_PRODUCTS && kv_heads * head_words_of(header) <= most_key_words;
+    return times(kv_heads, header[F_GROUP]) == heads && times(heads, dim) <= MAX_PRODUCTS && head_words == (dim + 3) >> 2 &&
+           times(heads, head_words) == query && times(kv_heads, head_words) == key &&
+           times(header[F_ROWS], query) == header[F_QUERY_WORDS] && times(header[F_ROWS], key) == header[F_KEY_WORDS] &&
+           query <= C::QUERY_WORDS && key <= C::KEY_WORDS;
 }
 
 inline bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t flags = header[F_FLAGS];
     const uint32_t chain = header[F_MAX_CHAIN];
-    const bool pairs = flags == 0 || (flags == COUPLE_CFG && header[F_ROWS] % 2 == 0);
+    const bool pairs = flags == 0 || (flags == COUPLE_CFG && (header[F_ROWS] & 1u) == 0);
     return header[F_GATE] == GATE_TAS && pairs && (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
 }
 
-template <int CORES>
+template <class C>
 bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     return within(header[F_LAYERS], 1, MAX_LAYERS) && within(header[F_LAYER_WORDS], 1, MAX_LAYER_WORDS) &&
-           within(header[F_ROWS], 1, INDEX_REGISTER_BITS) && within(header[F_CORES], 1, CORES) &&
-           header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0;
+           within(header[F_ROWS], 1, INDEX_REGISTER_BITS) && within(header[F_CORES], 1, C::CORES) &&
+           header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0 && header[F_RESERVED_TOO] == 0;
 }
 
 // Call after counts_are_valid: then nothing here overflows.
 inline bool offsets_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t layers = header[F_LAYERS];
-    const uint32_t first = HEADER_WORDS + 3 * layers;
     return header[F_THRESHOLDS] == HEADER_WORDS && header[F_FACTORS] == HEADER_WORDS + layers &&
-           header[F_PREFETCH] == HEADER_WORDS + 2 * layers && header[F_INSTRUCTIONS] == first &&
-           header[F_WORDS] == first + layers * header[F_LAYER_WORDS];
-}
-
-// Fills `header` when the table is long enough to have one. C: CORES and KEY_WORDS of this controller.
-template <class C>
-Status check_table(const uint32_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS]) {
-    FASTCAR_NO_INLINE
-    if (table_bytes < 4 * HEADER_WORDS) {
-        return TOO_SHORT;
-    }
-    for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
-        FASTCAR_PIPELINE(1)
-        header[i] = table[i];
-    }
-    if (header[F_MAGIC] != MAGIC) {
-        return BAD_MAGIC;
-    }
-    if (header[F_VERSION] != VERSION) {
-        return BAD_VERSION;
-    }
-    const uint32_t words = table_bytes / 4;
-    if (table_bytes % 4 != 0 || header[F_WORDS] != words || words > MAX_TABLE_WORDS) {
-        return BAD_LENGTH;
-    }
-    if (crc32_words(table, F_CRC + 1, words) != header[F_CRC]) {
-        return BAD_CRC;
-    }
-    const bool valid = counts_are_valid<C::CORES>(header) && gate_is_valid(header) &&
-                       attention_is_valid(header, C::KEY_WORDS) && offsets_are_valid(header);
-    return valid ? OK : BAD_HEADER;
+           header[F_PREFETCH] == HEADER_WORDS + 2 * layers && header[F_PROGRAMS] == HEADER_WORDS + 3 * layers &&
+           header[F_INSTRUCTIONS] == HEADER_WORDS + 4 * layers &&
+           header[F_WORDS] == header[F_INSTRUCTIONS] + times(layers, header[F_LAYER_WORDS]);
 }
 
 inline uint32_t opcode_of(uint32_t word) { return word >> 24; }
@@ -168,23 +161,78 @@ inline bool word_is_valid(uint32_t word, uint32_t layer, uint32_t rows) {
     return within(opcode, LOAD_WEIGHTS, END) && layer_of(word) == layer && row_fits;
 }
 
-// Copies one layer's words, from word `first` of the table up to END; returns how many, or -1 when one is not valid or
-// END is missing.
-inline int fetch_layer(const uint32_t* table, uint32_t first, uint32_t stride, uint32_t layer, uint32_t rows,
-                       uint32_t program[MAX_LAYER_WORDS]) {
+// Every layer begins where it should, is valid up to END and has one. layer: layers; i: words of a layer, pipelined.
+template <class C>
+bool programs_are_valid(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_NO_INLINE
-    for (uint32_t i = 0; i < stride; ++i) {
-        FASTCAR_TRIPS(1, 128)
-        const uint32_t word = table[first + i];
-        if (!word_is_valid(word, layer, rows)) {
-            return -1;
+    uint32_t first = header[F_INSTRUCTIONS];
+    bool valid = true;
+check_layers:
+    for (uint32_t layer = 0; layer < header[F_LAYERS]; ++layer) {
+        FASTCAR_TRIPS(1, MAX_LAYERS)
+        bool ended = false;
+        valid = valid && words[header[F_PROGRAMS] + layer] == first;
+    check_words:
+        for (uint32_t i = 0; i < header[F_LAYER_WORDS]; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(1, MAX_LAYER_WORDS)
+            const uint32_t word = words[first + i];
+            valid = valid && (ended || word_is_valid(word, layer, header[F_ROWS]));
+            ended = ended || opcode_of(word) == END;
         }
-        if (opcode_of(word) == END) {
-            return static_cast<int>(i);
-        }
-        program[i] = word;
+        valid = valid && ended;
+        first += header[F_LAYER_WORDS];
     }
-    return -1;
+    return valid;
+}
+
+// Copies the table from memory, in one burst for the header and one for the rest, and checks it as it comes. C: CORES,
+// TABLE_WORDS, QUERY_WORDS and KEY_WORDS of this controller.
+template <class C>
+Status load_table(const uint32_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
+                  uint32_t words[C::TABLE_WORDS]) {
+    FASTCAR_NO_INLINE
+    if (table_bytes < 4 * HEADER_WORDS) {
+        return TOO_SHORT;
+    }
+    uint32_t crc = 0xFFFFFFFFu;
+    FASTCAR_BURST(TABLE)
+read_header:
+    for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_BEAT(TABLE, i)
+        const uint32_t word = table[i];
+        header[i] = word;
+        crc = i > F_CRC ? crc_step(crc, word) : crc;
+    }
+    if (header[F_MAGIC] != MAGIC) {
+        return BAD_MAGIC;
+    }
+    if (header[F_VERSION] != VERSION) {
+        return BAD_VERSION;
+    }
+    const uint32_t count = table_bytes >> 2;
+    if ((table_bytes & 3u) != 0 || header[F_WORDS] != count || count > C::TABLE_WORDS) {
+        return BAD_LENGTH;
+    }
+    FASTCAR_BURST(TABLE)
+read_words:
+    for (uint32_t i = HEADER_WORDS; i < count; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, C::TABLE_WORDS)
+        FASTCAR_BEAT(TABLE, i)
+        const uint32_t word = table[i];
+        words[i] = word;
+        crc = crc_step(crc, word);
+    }
+    if (~crc != header[F_CRC]) {
+        return BAD_CRC;
+    }
+    if (!counts_are_valid<C>(header) || !gate_is_valid(header) || !attention_is_valid<C>(header) ||
+        !offsets_are_valid(header)) {
+        return BAD_HEADER;
+    }
+    return programs_are_valid<C>(header, words) ? OK : BAD_INSTRUCTION;
 }
 
 }  // namespace drs

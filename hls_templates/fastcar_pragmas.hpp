@@ -3,6 +3,11 @@
 #ifndef FASTCAR_PRAGMAS_HPP
 #define FASTCAR_PRAGMAS_HPP
 
+// Every loop that stays a loop has a label, which reports name.
+#if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wunused-label"
+#endif
+
 #if defined(FASTCAR_PRAGMAS_NONE)
 #define FASTCAR_PRAGMA(text)
 #else

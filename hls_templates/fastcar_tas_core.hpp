@@ -6,6 +6,7 @@
 #ifndef FASTCAR_TAS_CORE_HPP
 #define FASTCAR_TAS_CORE_HPP
 
+#include "fastcar_drs_traffic.hpp"
 #include "fastcar_mapping.hpp"
 #include "fastcar_word.hpp"
 
@@ -67,84 +68,108 @@ inline int64_t fixed_product(uint32_t a, uint32_t b) {
     return finite ? signed_value : -(static_cast<int64_t>(1) << LIMIT_BITS);
 }
 
-inline void unpack_bits(const word_t& word, uint32_t lanes[FLOAT_LANES]) {
+// Lane `lane` of a word of four 32-bit values.
+inline uint32_t lane_bits(const word_t& word, int lane) {
     FASTCAR_INLINE
 #if defined(FASTCAR_WORD_BYTES)
+    uint32_t lanes[FLOAT_LANES];
     memcpy(lanes, &word, sizeof(word_t));
+    return lanes[lane];
 #else
-    for (int i = 0; i < FLOAT_LANES; ++i) {
-        FASTCAR_UNROLL
-        lanes[i] = word.range(32 * i + 31, 32 * i).to_uint();
-    }
+    return word.range(32 * lane + 31, 32 * lane).to_uint();
 #endif
 }
 
-inline int64_t word_product(const word_t& query, const word_t& key) {
+inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint32_t lane3) {
     FASTCAR_INLINE
-    uint32_t a[FLOAT_LANES];
-    uint32_t b[FLOAT_LANES];
-    FASTCAR_PARTITION(a, 0)
-    FASTCAR_PARTITION(b, 0)
-    unpack_bits(query, a);
-    unpack_bits(key, b);
-    int64_t sum = 0;
-    for (int i = 0; i < FLOAT_LANES; ++i) {
-        FASTCAR_UNROLL
-        sum += fixed_product(a[i], b[i]);
-    }
-    return sum;
+    word_t word = 0;
+#if defined(FASTCAR_WORD_BYTES)
+    const uint32_t lanes[FLOAT_LANES] = {lane0, lane1, lane2, lane3};
+    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
+#else
+    word.range(31, 0) = lane0;
+    word.range(63, 32) = lane1;
+    word.range(95, 64) = lane2;
+    word.range(127, 96) = lane3;
+#endif
+    return word;
 }
 
-// Heads of q and of the cached key, in 128-bit words: every head begins a word, spare lanes are zero.
+// The body of the sum's loop: four products of one word of q and one of the key.
+inline int64_t product_step(int64_t sum, const word_t& query, const word_t& key) {
+    FASTCAR_INLINE
+    const int64_t low = fixed_product(lane_bits(query, 0), lane_bits(key, 0)) +
+                        fixed_product(lane_bits(query, 1), lane_bits(key, 1));
+    const int64_t high = fixed_product(lane_bits(query, 2), lane_bits(key, 2)) +
+                         fixed_product(lane_bits(query, 3), lane_bits(key, 3));
+    return sum + (low + high);
+}
+
+// Heads of q and of the cached key, in 128-bit words: every head begins a word, spare lanes are zero. All of it comes from
+// the table; `group` query heads share a key head, `query_words` and `key_words` are those of one row.
 struct HeadShape {
-    uint32_t heads;
-    uint32_t kv_heads;
+    uint32_t group;
     uint32_t head_words;
+    uint32_t query_words;
+    uint32_t key_words;
 };
 
 // One row's cached key, in one burst; it is read once for all the query heads that share a key head.
 template <int KEY_WORDS>
 void load_key(const word_t* key, uint32_t first, uint32_t words, word_t buffer[KEY_WORDS]) {
     FASTCAR_NO_INLINE
+    FASTCAR_BURST(KEY)
+read_key:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, KEY_WORDS)
+        FASTCAR_BEAT(KEY, first + i)
         buffer[i] = key[first + i];
     }
 }
 
-// The exact sum over all query heads of one row: a word of q per clock.
-template <int KEY_WORDS>
+// The exact sum over all query heads of one row. q comes in one burst, a word per clock, and meets the key in the buffer:
+// `word` of the head, `member` of the group, `base` of the key head.
+template <int QUERY_WORDS, int KEY_WORDS>
 int64_t row_sum(const word_t* query, uint32_t first, const HeadShape& shape, const word_t key[KEY_WORDS]) {
     FASTCAR_NO_INLINE
-    const uint32_t group = shape.heads / shape.kv_heads;
-    const uint32_t words = shape.heads * shape.head_words;
+    const uint32_t head_words = shape.head_words;
+    const uint32_t group = shape.group;
     int64_t sum = 0;
-    for (uint32_t i = 0, word = 0, member = 0, base = 0; i < words; ++i) {
+    uint32_t word = 0;
+    uint32_t member = 0;
+    uint32_t base = 0;
+    FASTCAR_BURST(QUERY)
+read_query:
+    for (uint32_t i = 0; i < shape.query_words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 65536)
-        sum += word_product(query[first + i], key[base + word]);
-        const bool last_word = word + 1 == shape.head_words;
+        FASTCAR_TRIPS(1, QUERY_WORDS)
+        FASTCAR_BEAT(QUERY, first + i)
+        sum = product_step(sum, query[first + i], key[base + word]);
+        const bool last_word = word + 1 == head_words;
         const bool last_member = last_word && member + 1 == group;
         word = last_word ? 0 : word + 1;
         member = last_member ? 0 : member + (last_word ? 1u : 0u);
-        base += last_member ? shape.head_words : 0;
+        base += last_member ? head_words : 0;
     }
     return sum;
 }
 
-template <int KEY_WORDS>
+template <int QUERY_WORDS, int KEY_WORDS>
 void scores_of_rows(const word_t* query, const word_t* key, uint32_t rows, const HeadShape& shape, float factor,
                     float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[KEY_WORDS];
-    const uint32_t key_words = shape.kv_heads * shape.head_words;
-    const uint32_t query_words = shape.heads * shape.head_words;
+    uint32_t query_at = 0;
+    uint32_t key_at = 0;
+score_rows:
     for (uint32_t row = 0; row < rows; ++row) {
         FASTCAR_TRIPS(1, 32)
-        load_key<KEY_WORDS>(key, row * key_words, key_words, buffer);
-        const int64_t sum = row_sum<KEY_WORDS>(query, row * query_words, shape, buffer);
+        load_key<KEY_WORDS>(key, key_at, shape.key_words, buffer);
+        const int64_t sum = row_sum<QUERY_WORDS, KEY_WORDS>(query, query_at, shape, buffer);
         scores[row] = static_cast<float>(sum) * factor;
+        query_at += shape.query_words;
+        key_at += shape.key_words;
     }
 }
 
@@ -154,6 +179,7 @@ inline uint32_t rows_that_pass(const float scores[INDEX_REGISTER_BITS], const ui
     FASTCAR_NO_INLINE
     const bool never = bits_of_float(threshold) == PLUS_INFINITY;
     uint32_t replay = 0;
+compare_rows:
     for (uint32_t row = 0; row < rows; ++row) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, 32)
@@ -167,7 +193,7 @@ inline uint32_t rows_that_pass(const float scores[INDEX_REGISTER_BITS], const ui
 // Rows b and b + rows / 2 are a pair; a pair replays only when both would.
 inline uint32_t couple_pairs(uint32_t replay, uint32_t rows) {
     FASTCAR_INLINE
-    const uint32_t half = rows / 2;
+    const uint32_t half = rows >> 1;
     const uint32_t both = replay & (replay >> half) & ((1u << half) - 1u);
     return both | (both << half);
 }

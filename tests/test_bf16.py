@@ -22,7 +22,7 @@ FRAME, LENGTH = 8, 33
 
 def build(model: object, folder: Path, target: str = "cpu", quant: str = "bf16") -> fc.Artifact:
     return fc.compile(
-        model,  # type: ignore[arg-type]
+        model,  # pyright: ignore[reportArgumentType]
         target=target,
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,

@@ -148,7 +148,7 @@ def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
 
 
 def analysed(model: object, repeat: bool, quant: str = "none", chunk: int = 0) -> DecoderProgram:
-    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # type: ignore[arg-type]
+    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=FRAME, prefill_chunk=chunk)  # pyright: ignore[reportArgumentType]
     passes = [*analysis_pipeline(), *([RepeatLayers("model.layers", LAYERS)] if repeat else [])]
     return run_pipeline(program, [*passes, *([] if quant == "none" else [QUANTIZE[quant], Bfloat16Embedding()])])
 
@@ -225,7 +225,7 @@ def test_only_layers_of_one_kind_stand_for_each_other(kinds: str, captured: int)
 
 
 def artifact(model: object, path: Path, quant: str) -> fc.Artifact:
-    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant=quant, output=path, prefill_chunk=4)  # type: ignore[arg-type]
+    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant=quant, output=path, prefill_chunk=4)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("quant", ["w8a8", "w4a8"])

@@ -110,4 +110,4 @@ def test_coupled_rows_need_an_even_batch() -> None:
 
 def test_missing_fields_are_listed_together() -> None:
     with pytest.raises(CompileError, match=r"tokens_per_frame: Field required; max_seq_len: Field required"):
-        CompileConfig(target="cpu")  # type: ignore[call-arg]
+        CompileConfig(target="cpu")  # pyright: ignore[reportCallIssue]

@@ -80,7 +80,7 @@ def test_bad_options(tmp_path: Path, options: dict[str, Any], texts: list[str]) 
 class TwoOutputs(PlainDecoder):
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
         y = super().forward(input_ids, cache_position)
-        return y, y + 1  # type: ignore[return-value]
+        return y, y + 1  # pyright: ignore[reportReturnType]
 
 
 class LastToken(PlainDecoder):

@@ -59,7 +59,7 @@ def test_a_session_picks_the_best_that_the_cpu_runs(artifact: fc.Artifact, monke
     pick = cpu.programs_for
 
     def spy(*arguments: object) -> ProgramsPart:
-        programs = pick(*arguments)  # type: ignore[arg-type]
+        programs = pick(*arguments)  # pyright: ignore[reportArgumentType]
         chosen.append(programs.decode.library)
         return programs
 

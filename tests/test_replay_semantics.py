@@ -225,7 +225,7 @@ def check_layer(recorder: Recorder, reference: Reference, result: Any, layer: in
     branch, hidden, y = recorder.calls[layer]
     block = model().blocks[layer]
     with torch.inference_mode():
-        fresh = block.mlp(block.norm_2(hidden))[:, 0]  # type: ignore[operator]
+        fresh = block.mlp(block.norm_2(hidden))[:, 0]  # pyright: ignore[reportCallIssue]
     scores, tau = result.scores[layer].tolist(), float(recorder.thresholds[layer])
     before = dict(reference.cache)
     replay, expected = reference.step(t, scores, tau, list(y.numpy()))

@@ -79,7 +79,7 @@ def test_unknown_target_with_nothing_near() -> None:
 
 def test_wrong_type() -> None:
     with pytest.raises(TargetError, match="not int"):
-        load_target(7)  # type: ignore[arg-type]
+        load_target(7)  # pyright: ignore[reportArgumentType]
 
 
 def test_missing_file(tmp_path: Path) -> None:

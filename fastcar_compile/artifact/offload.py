@@ -17,11 +17,19 @@ replay [B], score [B], new chain [B]). The last three are its results."""
 
 
 class Op(IntEnum):
-    """Values of the engine's argument `op`; with any other the engine reads and writes nothing."""
+    """Values of a kernel's argument `op`; with one of another kernel, or any other, it reads and writes nothing.
+
+    The first three are the engine's, the others the controller's.
+    """
 
     MLP = 0
     LINEAR = 1
     LINEAR_BIAS = 2
+    TABLE = 3
+    """Load the control table and check it."""
+
+    GATE = 4
+    """Decide one layer."""
 
 
 class Prefetch(IntEnum):

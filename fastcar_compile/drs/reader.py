@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from functools import lru_cache
 from typing import NamedTuple
 
 from fastcar_compile.drs.gate import Gate
@@ -16,7 +17,6 @@ from fastcar_compile.drs.table import (
     MAX_LAYER_WORDS,
     MAX_LAYERS,
     MAX_ROWS,
-    MAX_TABLE_WORDS,
     NONE,
     ROW_OPCODES,
     UNLIMITED,
@@ -37,6 +37,7 @@ _EXPLAINED = {
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
     Status.BAD_HEADER: "a header field is out of range",
+    Status.BAD_INSTRUCTION: "a layer has a word that is no instruction of it, or no END, or begins elsewhere",
 }
 
 
@@ -58,11 +59,19 @@ class Header(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    group: int
+    head_words: int
+    row_query_words: int
+    row_key_words: int
+    query_words: int
+    key_words: int
     thresholds: int
     factors: int
     prefetch: int
+    programs: int
     instructions: int
     reserved: int
+    reserved_too: int
 
     @property
     def attention(self) -> AttentionShape:
@@ -71,7 +80,12 @@ class Header(NamedTuple):
 
     def is_valid(self, limits: Limits) -> bool:
         """Return whether every field is in range, for hardware of these limits."""
-        return self._counts_are_valid(limits) and self._gate_is_valid(limits) and self._offsets_are_valid()
+        return (
+            self._counts_are_valid(limits)
+            and self._gate_is_valid()
+            and self._attention_is_valid(limits)
+            and self._offsets_are_valid()
+        )
 
     def _counts_are_valid(self, limits: Limits) -> bool:
         return (
@@ -80,22 +94,32 @@ class Header(NamedTuple):
             and 1 <= self.rows <= MAX_ROWS
             and 1 <= self.cores <= limits.cores
             and self.tokens_per_frame != 0
-            and self.reserved == 0
+            and self.reserved == self.reserved_too == 0
         )
 
-    def _gate_is_valid(self, limits: Limits) -> bool:
-        shape = self.attention
+    def _gate_is_valid(self) -> bool:
         return (
             self.gate == GATE_TAS
             and self.flags <= COUPLE_CFG
             and not (self.flags and self.rows % 2)
             and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
-            and not shape.problems()
+        )
+
+    def _attention_is_valid(self, limits: Limits) -> bool:
+        shape = self.attention
+        if shape.problems():
+            return False
+        derived = (shape.group, shape.head_words, shape.query_words, shape.key_words)
+        return (
+            (self.group, self.head_words, self.row_query_words, self.row_key_words) == derived
+            and self.query_words == self.rows * shape.query_words
+            and self.key_words == self.rows * shape.key_words
+            and shape.query_words <= limits.query_words
             and shape.key_words <= limits.key_words
         )
 
     def _offsets_are_valid(self) -> bool:
-        offsets = (self.thresholds, self.factors, self.prefetch, self.instructions)
+        offsets = (self.thresholds, self.factors, self.prefetch, self.programs, self.instructions)
         expected = tuple(HEADER_WORDS + i * self.layers for i in range(LAYER_FIELDS + 1))
         return offsets == expected and self.words == self.instructions + self.layers * self.layer_words
 
@@ -110,8 +134,14 @@ def header_of(data: bytes) -> Header:
     return Header(*words_of(data[: 4 * HEADER_WORDS]))
 
 
+@lru_cache(maxsize=64)
 def check(data: bytes, limits: Limits | None = None) -> Status:
-    """Return the first check of a table and its header that fails, or OK; limits None: those of the format."""
+    """Return the first check of a table that fails, or OK: what a controller answers when it loads the table.
+
+    Args:
+        limits: of the hardware. None: those of the format.
+    """
+    limits = limits or Limits()
     if len(data) < 4 * HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
@@ -119,17 +149,26 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         return Status.BAD_MAGIC
     if header.version != VERSION:
         return Status.BAD_VERSION
-    if len(data) % 4 or header.words != len(data) // 4 or header.words > MAX_TABLE_WORDS:
+    if len(data) % 4 or header.words != len(data) // 4 or header.words > limits.table_words:
         return Status.BAD_LENGTH
     if zlib.crc32(data[12:]) != header.crc:
         return Status.BAD_CRC
-    return Status.OK if header.is_valid(limits or Limits()) else Status.BAD_HEADER
+    if not header.is_valid(limits):
+        return Status.BAD_HEADER
+    words = words_of(data)
+    programs = (layer_program(words, layer) for layer in range(header.layers))
+    return Status.OK if all(program is not None for program in programs) else Status.BAD_INSTRUCTION
 
 
 def layer_program(words: tuple[int, ...], layer: int) -> list[Instruction] | None:
-    """Return a layer's instructions, END last; None when one is not valid or END is missing. The table is checked."""
+    """Return a layer's instructions, END last; the header is checked.
+
+    None when the layer's offset or an instruction is not valid, or END is missing.
+    """
     header = Header(*words[:HEADER_WORDS])
     first = header.instructions + layer * header.layer_words
+    if words[header.programs + layer] != first:
+        return None
     program: list[Instruction] = []
     for word in words[first : first + header.layer_words]:
         instruction = _decode(word, layer, header.rows)
@@ -170,16 +209,7 @@ def read_table(data: bytes) -> DrsTable:
     if status is not Status.OK:
         raise UserError(f"the DRS table is not valid: {status.name}, {_EXPLAINED[status]}", hint="compile it again")
     words, header = words_of(data), header_of(data)
-    programs = []
-    for layer in range(header.layers):
-        program = layer_program(words, layer)
-        if program is None:
-            raise UserError(
-                f"the DRS table is not valid: {Status.BAD_INSTRUCTION.name}, layer {layer} has a word that is no "
-                "instruction of that layer, or no END",
-                hint="compile it again",
-            )
-        programs.append(tuple(program))
+    programs = (layer_program(words, layer) for layer in range(header.layers))
     return DrsTable(
         rows=header.rows,
         cores=header.cores,
@@ -190,5 +220,5 @@ def read_table(data: bytes) -> DrsTable:
         thresholds=struct.unpack_from(f"<{header.layers}f", data, 4 * header.thresholds),
         factors=struct.unpack_from(f"<{header.layers}f", data, 4 * header.factors),
         prefetch=words[header.prefetch : header.prefetch + header.layers],
-        instructions=tuple(programs),
+        instructions=tuple(tuple(program) for program in programs if program is not None),
     )

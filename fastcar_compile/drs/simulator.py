@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastcar_compile.drs.gate import Array, decide
 from fastcar_compile.drs.reader import Header, check, gate_of, header_of, layer_program, words_of
 from fastcar_compile.drs.table import NONE, DrsTable, Instruction, Limits, Opcode, Status
+from fastcar_compile.errors import InternalError
 
 CAPACITY = 128
 """Records that the queue holds unless told otherwise: as many as instructions of a layer."""
 
 
+class Place(NamedTuple):
+    """Where a row computes: on core `core`, in pass `pass_number` over the weights of a tile."""
+
+    core: int
+    pass_number: int
+
+
 @dataclass(frozen=True)
 class DispatchRecord:
-    """One dispatched instruction; row or core is None where the instruction has none.
+    """One dispatched instruction; row, core or pass is None where the instruction has none.
 
     `argument` is in bytes: of PREFETCH_NEXT how much of the next layer's weights to fetch into the prefetch buffer, of
     LOAD_WEIGHTS how much of this layer's the buffer already holds.
@@ -24,19 +33,24 @@ class DispatchRecord:
     opcode: Opcode
     row: int | None
     core: int | None
+    pass_number: int | None = None
     argument: int = 0
 
     @property
     def words(self) -> tuple[int, int]:
-        """The record as the controller writes it: opcode << 24 | row << 16 | core << 8 with 0xFF for none; argument."""
-        row, core = (NONE if value is None else value for value in (self.row, self.core))
-        return self.opcode << 24 | row << 16 | core << 8, self.argument
+        """The record as the controller writes it.
+
+        opcode << 24 | row << 16 | core << 8 | pass, with 0xFF for none; argument.
+        """
+        places = (self.row, self.core, self.pass_number)
+        row, core, number = (NONE if value is None else value for value in places)
+        return self.opcode << 24 | row << 16 | core << 8 | number, self.argument
 
     @classmethod
     def from_words(cls, word: int, argument: int) -> DispatchRecord:
         """Return the record of two such words."""
-        row, core = word >> 16 & NONE, word >> 8 & NONE
-        return cls(Opcode(word >> 24), None if row == NONE else row, None if core == NONE else core, argument)
+        row, core, number = (None if (word >> shift & NONE) == NONE else word >> shift & NONE for shift in (16, 8, 0))
+        return cls(Opcode(word >> 24), row, core, number, argument)
 
 
 @dataclass(frozen=True)
@@ -46,13 +60,13 @@ class DispatchTrace:
     Args:
         status: OK, or why nothing (QUEUE_FULL: not everything) was dispatched.
         records: in the order of dispatch.
-        mapping: core of each row; a replayed row's Mapping Register is 0. Empty unless the table was readable.
+        mapping: core and pass of each row; a replayed row's Mapping Register is 0. Empty unless the table was readable.
         held: layer in the prefetch buffer afterwards; None: none. Unchanged unless the status is OK.
     """
 
     status: Status
     records: tuple[DispatchRecord, ...] = ()
-    mapping: tuple[int, ...] = ()
+    mapping: tuple[Place, ...] = ()
     held: int | None = None
 
 
@@ -90,12 +104,12 @@ class LayerTrace:
     held: int | None = None
 
 
-def map_rows(index_register: int, rows: int, cores: int) -> tuple[int, ...]:
-    """Return the Mapping Registers: the rows that compute go round-robin over the cores, in row order."""
-    mapping, computing = [0] * rows, 0
+def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
+    """Return the Mapping Registers: the i-th row that computes goes to core i mod `cores` in pass i div `cores`."""
+    mapping, computing = [Place(0, 0)] * rows, 0
     for row in range(rows):
         if index_register >> row & 1:
-            mapping[row] = computing % cores
+            mapping[row] = Place(computing % cores, computing // cores)
             computing += 1
     return tuple(mapping)
 
@@ -122,16 +136,18 @@ def simulate(
     status = check(data, limits)
     if status is Status.OK and not 0 <= layer < header_of(data).layers:
         status = Status.BAD_LAYER
-    program = layer_program(words_of(data), layer) if status is Status.OK else None
-    if program is None:
-        return DispatchTrace(Status.BAD_INSTRUCTION if status is Status.OK else status, held=held)
-    return _dispatch(data, layer, program, index_register, held, capacity)
+    if status is not Status.OK:
+        return DispatchTrace(status, held=held)
+    return _dispatch(data, layer, index_register, held, capacity)
 
 
 def run_layer(
     table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None = None, capacity: int = CAPACITY
 ) -> LayerTrace:
-    """Return what one call of the HLS controller answers: TAS, gate, Index Register, mapping, dispatch."""
+    """Return what the HLS controller answers to one call with this table: TAS, gate, Index Register, mapping, dispatch.
+
+    Of a table that it does not load, it is the answer to the load.
+    """
     data = table if isinstance(table, bytes) else table.to_bytes()
     status = check(data, limits)
     if status is not Status.OK:
@@ -142,11 +158,8 @@ def run_layer(
     gate = gate_of(data, call.layer)
     if gate.factor != 0 and not _operands_fit(header, call):
         return LayerTrace(Status.BAD_OPERANDS, held=call.held)
-    program = layer_program(words_of(data), call.layer)
-    if program is None:
-        return LayerTrace(Status.BAD_INSTRUCTION, held=call.held)
     decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows])
-    trace = _dispatch(data, call.layer, program, decision.index_register, call.held, capacity)
+    trace = _dispatch(data, call.layer, decision.index_register, call.held, capacity)
     return LayerTrace(
         status=trace.status,
         index_register=decision.index_register,
@@ -158,19 +171,18 @@ def run_layer(
 
 
 def _operands_fit(header: Header, call: LayerCall) -> bool:
-    shape = header.attention
-    needed = (header.rows * shape.query_words, header.rows * shape.key_words)
-    return needed == (len(call.query), len(call.key))
+    return (header.query_words, header.key_words) == (len(call.query), len(call.key))
 
 
-def _dispatch(
-    data: bytes, layer: int, program: Sequence[Instruction], index_register: int, held: int | None, capacity: int
-) -> DispatchTrace:
+def _dispatch(data: bytes, layer: int, index_register: int, held: int | None, capacity: int) -> DispatchTrace:
     """Discard or dispatch each instruction of a layer of a checked table."""
-    header = header_of(data)
+    header, words = header_of(data), words_of(data)
+    program = layer_program(words, layer)
+    if program is None:
+        raise InternalError(f"layer {layer} of a DRS table that was checked has no instructions")
     register = index_register & (1 << header.rows) - 1
     mapping = map_rows(register, header.rows, header.cores)
-    prefetch = _PrefetchBuffer(words_of(data)[header.prefetch : header.instructions], layer, held)
+    prefetch = _PrefetchBuffer(words[header.prefetch : header.programs], layer, held)
     records = []
     for instruction in program[:-1]:
         if _is_issued(instruction, register) and prefetch.allows(instruction.opcode):
@@ -232,8 +244,8 @@ def _is_issued(instruction: Instruction, register: int) -> bool:
             return True
 
 
-def _record(instruction: Instruction, mapping: tuple[int, ...], argument: int) -> DispatchRecord:
+def _record(instruction: Instruction, mapping: tuple[Place, ...], argument: int) -> DispatchRecord:
     if instruction.row == NONE:
-        return DispatchRecord(instruction.opcode, None, None, argument)
-    core = mapping[instruction.row] if instruction.opcode is Opcode.COMPUTE_MLP else None
-    return DispatchRecord(instruction.opcode, instruction.row, core, argument)
+        return DispatchRecord(instruction.opcode, None, None, None, argument)
+    place = mapping[instruction.row] if instruction.opcode is Opcode.COMPUTE_MLP else (None, None)
+    return DispatchRecord(instruction.opcode, instruction.row, *place, argument)

@@ -16,8 +16,8 @@ from fastcar_compile.errors import UserError
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 2
-HEADER_WORDS = 20
+VERSION = 3
+HEADER_WORDS = 28
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
@@ -26,14 +26,14 @@ MAX_TABLE_WORDS = 65536
 MAX_PRODUCTS = 65536
 """heads * head_dim: as many products as one score may sum (fastcar_compile.ops.attention)."""
 
-LAYER_FIELDS = 3
-"""Words of a layer besides its instructions: threshold, factor, prefetch bytes."""
+LAYER_FIELDS = 4
+"""Words of a layer besides its instructions: threshold, factor, prefetch bytes, offset of the first instruction."""
 
 FLOATS_PER_WORD = 4
 """float32 values in a memory word of 128 bits; every head of q and k begins a word."""
 
 NONE = 0xFF
-"""Row or core field of a word that has none."""
+"""Row, core or pass field of a word that has none."""
 
 NO_LAYER = 0xFFFFFFFF
 """Content of the prefetch buffer when it holds no layer."""
@@ -47,7 +47,10 @@ COUPLE_CFG = 1
 
 
 class Status(IntEnum):
-    """Result of reading a table; the checks run in this order and the first that fails is reported."""
+    """Result of loading a table (up to BAD_INSTRUCTION) or of deciding a layer.
+
+    The checks run in this order; the first that fails is reported.
+    """
 
     OK = 0
     TOO_SHORT = 1
@@ -56,10 +59,11 @@ class Status(IntEnum):
     BAD_LENGTH = 4
     BAD_CRC = 5
     BAD_HEADER = 6
-    BAD_LAYER = 7
-    BAD_OPERANDS = 8
-    BAD_INSTRUCTION = 9
-    QUEUE_FULL = 10
+    BAD_INSTRUCTION = 7
+    NO_TABLE = 8
+    BAD_LAYER = 9
+    BAD_OPERANDS = 10
+    QUEUE_FULL = 11
 
 
 class Opcode(IntEnum):
@@ -78,14 +82,19 @@ ROW_OPCODES = (Opcode.COMPUTE_MLP, Opcode.REPLAY_COPY)
 
 @dataclass(frozen=True)
 class Limits:
-    """What the hardware of a controller can hold; a table that needs more has status BAD_HEADER.
+    """What the hardware of a controller can hold.
+
+    A longer table has status BAD_LENGTH, one that needs more of the others BAD_HEADER.
 
     Args:
         cores: compute cores.
-        key_words: 128-bit words of one row's key, all key/value heads.
+        table_words: 32-bit words of a table.
+        query_words, key_words: 128-bit words of one row of q and of the key, all heads.
     """
 
     cores: int = MAX_CORES
+    table_words: int = MAX_TABLE_WORDS
+    query_words: int = MAX_PRODUCTS
     key_words: int = MAX_PRODUCTS
 
 
@@ -96,6 +105,11 @@ class AttentionShape:
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
 
     @property
     def head_words(self) -> int:
@@ -178,16 +192,19 @@ class DrsTable:
         """Return the binary form; same table, same bytes."""
         layers, stride, shape = self.layers, len(self.instructions[0]), self.attention
         offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
+        programs = [offsets[-1] + layer * stride for layer in range(layers)]
         chain = UNLIMITED if self.max_chain is None else self.max_chain
         fields = (
             *(offsets[-1] + layers * stride, layers, self.rows, self.cores, self.tokens_per_frame, stride),
             *(GATE_TAS, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
+            *(shape.group, shape.head_words, shape.query_words, shape.key_words),
+            *(self.rows * shape.query_words, self.rows * shape.key_words),
             *offsets,
-            0,
+            *(0, 0),
         )
         body = struct.pack(f"<{HEADER_WORDS - 3}I", *fields)
         body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
-        words = [*self.prefetch, *(i.word for layer in self.instructions for i in layer)]
+        words = [*self.prefetch, *programs, *(i.word for layer in self.instructions for i in layer)]
         body += struct.pack(f"<{len(words)}I", *words)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 

@@ -17,7 +17,8 @@
 
 namespace fastcar_host {
 
-// Words of the controller's result, and an instruction (docs/reference/drs_table.md).
+// Words of the table and of the controller's result, and an instruction (docs/reference/drs_table.md).
+static const size_t TABLE_CRC = 2;
 enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, CHAIN = 36, RECORDS = 68 };
 static const uint32_t COMPUTE_MLP = 2;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
@@ -128,23 +129,28 @@ private:
         }
     }
 
+    // Once: the controller checks the table and keeps it on chip.
     void load_table(const std::string& path) {
         std::ifstream file(path, std::ios::binary);
         const std::vector<char> table((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-        if (!file || table.empty()) {
+        if (!file || table.size() < (TABLE_CRC + 1) * sizeof(uint32_t)) {
             throw Error("the DRS table cannot be read", path, "give the folder of the artifact");
         }
+        std::memcpy(&table_crc_, &table[TABLE_CRC * sizeof(uint32_t)], sizeof(table_crc_));
         controller_.write("table", table.data(), table.size());
+        controller_.fill("query");
+        controller_.fill("key");
+        controller_.fill("chain");
+        controller_.set("op", OP_TABLE);
         controller_.set("table_bytes", static_cast<uint32_t>(table.size()));
         const uint64_t words = controller_.bytes_of("result") / sizeof(uint32_t);
         controller_.set("capacity", static_cast<uint32_t>((words - RECORDS) / 2));
+        ask(0, 0, 0, 0, "loading " + path);
     }
 
-    // Asks the controller, remembers which rows it dispatches to a core; its result.
-    std::vector<uint32_t> schedule(int64_t layer, int64_t step, uint64_t query_words, uint64_t key_words, const int32_t* chain) {
-        controller_.fill("query");
-        controller_.fill("key");
-        controller_.write("chain", chain, sizeof(int32_t) * rows());
+    // Runs the controller; its result.
+    std::vector<uint32_t> ask(int64_t layer, int64_t step, uint64_t query_words, uint64_t key_words, const std::string& where) {
+        controller_.set("crc", table_crc_);
         controller_.set("layer", static_cast<uint32_t>(layer));
         controller_.set("step", static_cast<uint32_t>(step));
         controller_.set("query_words", static_cast<uint32_t>(query_words));
@@ -154,9 +160,17 @@ private:
         std::vector<uint32_t> result(controller_.bytes_of("result") / sizeof(uint32_t));
         controller_.read("result", result.data(), result.size() * sizeof(uint32_t));
         if (result[STATUS] != 0 || result[COUNT] > (result.size() - RECORDS) / 2) {
-            throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]),
-                        "layer " + std::to_string(layer), "docs/reference/drs_table.md lists the statuses; copy the artifact again");
+            throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]), where,
+                        "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
+        return result;
+    }
+
+    // Asks the controller for one layer, remembers which rows it dispatches to a core; its result.
+    std::vector<uint32_t> schedule(int64_t layer, int64_t step, uint64_t query_words, uint64_t key_words, const int32_t* chain) {
+        controller_.write("chain", chain, sizeof(int32_t) * rows());
+        controller_.set("op", OP_GATE);
+        const std::vector<uint32_t> result = ask(layer, step, query_words, key_words, "layer " + std::to_string(layer));
         uint32_t computed = 0;
         for (uint32_t i = 0; i < result[COUNT]; ++i) {
             const uint32_t record = result[RECORDS + 2 * i];
@@ -222,6 +236,7 @@ private:
     std::map<std::string, LinearSpec> linears_;
     std::map<int64_t, uint32_t> computed_;  // per layer that was scheduled: rows that compute
     uint32_t held_ = NO_LAYER;
+    uint32_t table_crc_ = 0;
 };
 
 }  // namespace fastcar_host

@@ -81,7 +81,7 @@ def middle_thresholds(evaluator: Evaluator) -> list[float]:
         middle = scores[len(scores) // 3 : 2 * len(scores) // 3]
         at = int(middle.diff().argmax())
         chosen[layer] = float(middle[at : at + 2].mean())
-    return chosen  # type: ignore[return-value]
+    return chosen  # pyright: ignore[reportReturnType]
 
 
 @pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[c[0] for c in CASES])

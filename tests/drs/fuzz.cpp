@@ -1,5 +1,6 @@
 // Damaged tables through the kernel with every buffer exactly as long as it was told, for the address sanitizer: the
-// controller must end, touch nothing else, and answer with a status it has. Arguments: a good table, number of rounds.
+// controller must end, touch nothing else, and answer with a status it has. Every table is loaded, then one layer decided,
+// with the table's buffer gone. Arguments: a good table, number of rounds.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -8,8 +9,9 @@
 #include "fastcar_drs.hpp"
 
 extern "C" void fastcar_drs(const uint32_t* table, const fastcar::word_t* query, const fastcar::word_t* key,
-                            const uint32_t* chain, uint32_t* result, uint32_t table_bytes, uint32_t layer,
-                            uint32_t step, uint32_t query_words, uint32_t key_words, uint32_t held, uint32_t capacity);
+                            const fastcar::word_t* chain, fastcar::word_t* result, uint32_t op, uint32_t crc,
+                            uint32_t table_bytes, uint32_t layer, uint32_t step, uint32_t query_words,
+                            uint32_t key_words, uint32_t held, uint32_t capacity);
 
 namespace {
 
@@ -51,9 +53,48 @@ Table damaged(Table table) {
     }
     if (random_below(8) != 0 && table.size() > F_WORDS) {
         table[F_WORDS] = static_cast<uint32_t>(table.size());
-        table[F_CRC] = crc32_words(table.data(), F_CRC + 1, static_cast<uint32_t>(table.size()));
+        uint32_t crc = 0xFFFFFFFFu;
+        for (size_t i = F_CRC + 1; i < table.size(); ++i) {
+            crc = crc_step(crc, table[i]);
+        }
+        table[F_CRC] = ~crc;
     }
     return table;
+}
+
+typedef std::vector<fastcar::word_t> Words;
+
+struct Answer {
+    uint32_t status;
+    uint32_t count;
+};
+
+Answer answer_of(const Words& result) {
+    const Answer answer = {fastcar::tas::lane_bits(result[0], R_STATUS), fastcar::tas::lane_bits(result[0], R_COUNT)};
+    return answer;
+}
+
+Answer load(const Table& table, uint32_t* crc) {
+    const uint32_t bytes = 4 * static_cast<uint32_t>(table.size()) - random_below(32) / 31;
+    Words result(1);
+    *crc = table.size() > F_CRC ? table[F_CRC] : 0;
+    fastcar_drs(table.data(), nullptr, nullptr, nullptr, result.data(), OP_TABLE, 0, bytes, 0, 0, 0, 0, random_word(), 0);
+    return answer_of(result);
+}
+
+Answer decide(uint32_t crc, uint32_t query_words, uint32_t key_words, uint32_t layers, uint32_t capacity) {
+    const Words query(query_words), key(key_words);
+    const uint32_t count = random_below(5);
+    const Words chain(8, fastcar::tas::word_of_bits(count, count, count, count));
+    Words result((R_RECORDS + 2 * capacity + 3) / 4);
+    fastcar_drs(nullptr, query.data(), key.data(), chain.data(), result.data(), OP_GATE, crc, 0, random_below(layers + 1),
+                random_below(200), query_words, key_words, random_word(), capacity);
+    return answer_of(result);
+}
+
+int failed(uint32_t round, const Answer& answer) {
+    printf("FAIL: round %u, status %u, %u record(s)\n", round, answer.status, answer.count);
+    return 1;
 }
 
 }  // namespace
@@ -65,24 +106,26 @@ int main(int argc, char** argv) {
         printf("usage: fuzz TABLE ROUNDS\n");
         return 2;
     }
-    const uint32_t words = good[F_ROWS] * head_words_of(good.data());
     uint32_t seen[QUEUE_FULL + 1] = {};
     for (uint32_t round = 0; round < rounds; ++round) {
-        const Table table = damaged(good);
-        const uint32_t query_words = words * good[F_HEADS] + (random_below(16) == 0 ? 1 : 0);
-        const uint32_t key_words = words * good[F_KV_HEADS];
-        const std::vector<fastcar::word_t> query(query_words), key(key_words);
-        const std::vector<uint32_t> chain(fastcar::INDEX_REGISTER_BITS, random_below(5));
+        const uint32_t query_words = good[F_QUERY_WORDS] + (random_below(16) == 0 ? 1 : 0);
+        const uint32_t key_words = good[F_KEY_WORDS];
         const uint32_t capacity = random_below(20);
-        std::vector<uint32_t> result(R_RECORDS + 2 * capacity, 0xA5A5A5A5u);
-        const uint32_t bytes = 4 * static_cast<uint32_t>(table.size()) - random_below(32) / 31;
-        fastcar_drs(table.data(), query.data(), key.data(), chain.data(), result.data(), bytes,
-                    random_below(good[F_LAYERS] + 1), random_below(200), query_words, key_words, random_word(), capacity);
-        if (result[R_STATUS] > QUEUE_FULL || result[R_COUNT] > capacity) {
-            printf("FAIL: round %u, status %u, %u record(s)\n", round, result[R_STATUS], result[R_COUNT]);
-            return 1;
+        uint32_t crc = 0;
+        Answer answer = load(damaged(good), &crc);
+        const bool loaded = answer.status == OK;
+        ++seen[answer.status];
+        if (answer.status > BAD_INSTRUCTION || answer.count != 0) {
+            return failed(round, answer);
         }
-        ++seen[result[R_STATUS]];
+        const bool stale = random_below(16) == 0;
+        answer = decide(stale ? ~crc : crc, query_words, key_words, good[F_LAYERS], capacity);
+        ++seen[answer.status];
+        const bool refused = answer.status == NO_TABLE;
+        if ((answer.status != OK && answer.status < NO_TABLE) || answer.status > QUEUE_FULL || answer.count > capacity ||
+            refused != (!loaded || stale)) {
+            return failed(round, answer);
+        }
     }
     for (uint32_t status = 0; status <= QUEUE_FULL; ++status) {
         printf("%u ", seen[status]);

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Dispatched = tuple[str, int | None, int | None, int | None, int]
+
 
 @dataclass(frozen=True)
 class Answer:
-    """Index Register as a list of bits, core of each row that computes, dispatched (name, row, core, bytes), and what
-    the prefetch buffer holds afterwards."""
+    """Index Register as a list of bits, dispatched (name, row, core, pass, bytes), and what the prefetch buffer holds
+    afterwards."""
 
     computes: list[bool]
-    dispatched: list[tuple[str, int | None, int | None, int]]
+    dispatched: list[Dispatched]
     held: int | None
     chain: list[int]
 
@@ -44,17 +46,17 @@ def schedule(s: Situation) -> Answer:
             replays[first] = replays[first + half] = both
     computing = [row for row in rows if not replays[row]]
     held, layers = s.held, len(s.prefetch)
-    out: list[tuple[str, int | None, int | None, int]] = []
+    out: list[Dispatched] = []
     if computing:
         there = s.prefetch[(s.layer + layers - 1) % layers] if held == s.layer else 0
-        out.append(("LOAD_WEIGHTS", None, None, there))
+        out.append(("LOAD_WEIGHTS", None, None, None, there))
         held = None if held == s.layer else held
-    out += [("COMPUTE_MLP", row, turn % s.cores, 0) for turn, row in enumerate(computing)]
-    out += [("REPLAY_COPY", row, None, 0) for row in rows if replays[row]]
+    out += [("COMPUTE_MLP", row, turn % s.cores, turn // s.cores, 0) for turn, row in enumerate(computing)]
+    out += [("REPLAY_COPY", row, None, None, 0) for row in rows if replays[row]]
     following = 0 if s.layer == layers - 1 else s.layer + 1
     if not computing and s.prefetch[s.layer] > 0 and held != following:
-        out.append(("PREFETCH_NEXT", None, None, s.prefetch[s.layer]))
+        out.append(("PREFETCH_NEXT", None, None, None, s.prefetch[s.layer]))
         held = following
-    out.append(("BARRIER", None, None, 0))
+    out.append(("BARRIER", None, None, None, 0))
     chain = [s.chain[row] + 1 if replays[row] else 0 for row in rows]
     return Answer([not r for r in replays], out, held, chain)

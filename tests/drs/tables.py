@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.reader import header_of
+from fastcar_compile.drs.reader import check, header_of
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status, build_table
 from fastcar_compile.runtime.backends.accelerator import controller
 
-LIMITS = Limits(cores=8, key_words=64)
+LIMITS = Limits(cores=8, table_words=4096, query_words=1024, key_words=64)
 """Of the controller in these tests."""
 
 FRAME = 64
@@ -73,16 +73,20 @@ def repaired(words: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Controller:
-    """The HLS controller, held to the Python simulator at every call."""
+    """The HLS controller, held to the Python simulator at every load and call."""
 
     kernel: controller.Controller
 
     def agreed(self, table: DrsTable | bytes, call: LayerCall, capacity: int = CAPACITY) -> LayerTrace:
-        """Runs both, asserts that they answer alike and returns the answer."""
+        """Loads the table into both and runs them, asserts that they answer alike and returns the answer."""
         data = table if isinstance(table, bytes) else table.to_bytes()
-        rows = header_of(data).rows if len(data) >= 80 else 0
-        got = self.kernel.run(data, call, min(rows, 32), capacity)
         want = run_layer(data, call, limits=LIMITS, capacity=capacity)
+        status = self.kernel.load(data)
+        assert status is check(data, LIMITS)
+        if status is not Status.OK:
+            assert self.kernel.run(call, 0, capacity) == LayerTrace(Status.NO_TABLE, held=call.held)
+            return want
+        got = self.kernel.run(call, header_of(data).rows, capacity)
         np.testing.assert_array_equal(got.scores, want.scores)  # NaN equals NaN here
         for name in ("status", "index_register", "chain", "records", "held"):
             assert getattr(got, name) == getattr(want, name), name

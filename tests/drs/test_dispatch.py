@@ -21,7 +21,7 @@ def assert_is(trace: LayerTrace, answer: Answer) -> None:
     """The controller's answer is the oracle's."""
     assert trace.status is Status.OK
     assert trace.index_register == sum(1 << row for row, computes in enumerate(answer.computes) if computes)
-    assert [(r.opcode.name, r.row, r.core, r.argument) for r in trace.records] == answer.dispatched
+    assert [(r.opcode.name, r.row, r.core, r.pass_number, r.argument) for r in trace.records] == answer.dispatched
     assert trace.held == answer.held
     assert list(trace.chain) == answer.chain
 
@@ -86,12 +86,12 @@ def test_ten_thousand_random_calls(controller: Controller) -> None:
 
 def test_what_is_dispatched() -> None:
     trace = simulate(build_table(2, 4, 2, 64, [0.5, float("inf")]), 1, 0b1101)
-    assert trace.mapping == (0, 0, 1, 0)
+    assert trace.mapping == ((0, 0), (0, 0), (1, 0), (0, 1))
     assert trace.records == (
         DispatchRecord(Opcode.LOAD_WEIGHTS, None, None),
-        DispatchRecord(Opcode.COMPUTE_MLP, 0, 0),
-        DispatchRecord(Opcode.COMPUTE_MLP, 2, 1),
-        DispatchRecord(Opcode.COMPUTE_MLP, 3, 0),
+        DispatchRecord(Opcode.COMPUTE_MLP, 0, 0, 0),
+        DispatchRecord(Opcode.COMPUTE_MLP, 2, 1, 0),
+        DispatchRecord(Opcode.COMPUTE_MLP, 3, 0, 1),
         DispatchRecord(Opcode.REPLAY_COPY, 1, None),
         DispatchRecord(Opcode.BARRIER, None, None),
     )
@@ -106,7 +106,7 @@ def test_a_skipped_layer_loads_nothing() -> None:
 def test_cores_are_filled_evenly(register: int, rows: int, cores: int) -> None:
     mapping = map_rows(register, rows, cores)
     used = [mapping[row] for row in range(rows) if register >> row & 1]
-    assert used == [i % cores for i in range(len(used))]
+    assert used == [(i % cores, i // cores) for i in range(len(used))]
 
 
 @pytest.mark.parametrize("capacity", range(7))

@@ -31,7 +31,9 @@ def dispatches() -> str:
         records = simulate(EXAMPLE, 0, register).records
         words = " ".join(f"{r.words[0]:08x}/{r.argument}" for r in records)
         names = ", ".join(
-            r.opcode.name + ("" if r.row is None else f" {r.row}") + ("" if r.core is None else f" on {r.core}")
+            r.opcode.name
+            + ("" if r.row is None else f" {r.row}")
+            + ("" if r.core is None else f" on {r.core} in pass {r.pass_number}")
             for r in records
         )
         lines.append(f"{register:02b}  {words}\n    {names}")

@@ -15,15 +15,29 @@ from hypothesis import strategies as st
 from drs.tables import LIMITS, ONE, Controller, call_for, changed, repaired, table_for
 from fastcar_compile.drs.reader import Header, read_table
 from fastcar_compile.drs.simulator import CAPACITY
-from fastcar_compile.drs.table import MAGIC, NONE, VERSION, AttentionShape, Opcode, Status, build_table
+from fastcar_compile.drs.table import (
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    MAGIC,
+    NONE,
+    VERSION,
+    AttentionShape,
+    Opcode,
+    Status,
+    build_table,
+)
 from fastcar_compile.errors import UserError
 
 INFINITY = float("inf")
 WORD = {name: i for i, name in enumerate(Header._fields)}
 GOOD = table_for().to_bytes()
 PAIRS = table_for(4, couple_cfg=True).to_bytes()
-INSTRUCTION = 20 + 3 * 3
+INSTRUCTION = HEADER_WORDS + LAYER_FIELDS * 3
 """Word of the first instruction of GOOD."""
+DEEP = table_for(attention=AttentionShape(1, 1, 4 * LIMITS.key_words + 1)).to_bytes()
+"""A row of the key is one word longer than the hardware's buffer."""
+WIDE = table_for(attention=AttentionShape(LIMITS.query_words + 1, 1, 4)).to_bytes()
+"""A row of q is one word longer than the hardware's loop."""
 
 
 def header(field: str, value: int, data: bytes = GOOD) -> bytes:
@@ -33,17 +47,18 @@ def header(field: str, value: int, data: bytes = GOOD) -> bytes:
 
 DAMAGED: dict[str, tuple[bytes, Status]] = {
     "empty": (b"", Status.TOO_SHORT),
-    "header cut": (GOOD[:79], Status.TOO_SHORT),
+    "header cut": (GOOD[: 4 * HEADER_WORDS - 1], Status.TOO_SHORT),
     "magic": (header("magic", 0x53524447), Status.BAD_MAGIC),
-    "version 1": (header("version", 1), Status.BAD_VERSION),
-    "version 3": (header("version", 3), Status.BAD_VERSION),
+    "version 2": (header("version", 2), Status.BAD_VERSION),
+    "version 4": (header("version", 4), Status.BAD_VERSION),
     "one byte cut": (GOOD[:-1], Status.BAD_LENGTH),
     "one byte more": (GOOD + b"\0", Status.BAD_LENGTH),
     "one word more": (GOOD + bytes(4), Status.BAD_LENGTH),
     "length field": (header("words", 0xFFFFFFFF), Status.BAD_LENGTH),
     "longer than any": (header("words", len(GOOD) // 4 + 65536, GOOD + bytes(4 * 65536)), Status.BAD_LENGTH),
+    "longer than the hardware": (table_for(32, layers=60).to_bytes(), Status.BAD_LENGTH),
     "crc": (changed(GOOD, WORD["crc"], 0, repair=False), Status.BAD_CRC),
-    "flipped threshold": (changed(GOOD, 20, 1, repair=False), Status.BAD_CRC),
+    "flipped threshold": (changed(GOOD, HEADER_WORDS, 1, repair=False), Status.BAD_CRC),
     "no layers": (header("layers", 0), Status.BAD_HEADER),
     "other layer count": (header("layers", 2), Status.BAD_HEADER),
     "layer count that overflows": (header("layers", 0x80000000), Status.BAD_HEADER),
@@ -66,12 +81,24 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "heads that are no multiple": (header("kv_heads", 2), Status.BAD_HEADER),
     "too many products": (header("heads", 65535, header("head_dim", 2)), Status.BAD_HEADER),
     "heads that overflow": (header("heads", 65536, header("head_dim", 65536)), Status.BAD_HEADER),
-    "key larger than the hardware": (header("head_dim", 4 * LIMITS.key_words + 1), Status.BAD_HEADER),
-    "thresholds offset": (header("thresholds", 21), Status.BAD_HEADER),
+    "key larger than the hardware": (DEEP, Status.BAD_HEADER),
+    "q larger than the hardware": (WIDE, Status.BAD_HEADER),
+    "group": (header("group", 2), Status.BAD_HEADER),
+    "group that overflows": (header("group", 0x10001), Status.BAD_HEADER),
+    "words of a head": (header("head_words", 2), Status.BAD_HEADER),
+    "words of a row of q": (header("row_query_words", 2), Status.BAD_HEADER),
+    "words of a row of the key": (header("row_key_words", 0), Status.BAD_HEADER),
+    "words of q": (header("query_words", 4), Status.BAD_HEADER),
+    "words of the key": (header("key_words", 2), Status.BAD_HEADER),
+    "thresholds offset": (header("thresholds", HEADER_WORDS + 1), Status.BAD_HEADER),
     "factors offset": (header("factors", 0), Status.BAD_HEADER),
-    "prefetch offset": (header("prefetch", 27), Status.BAD_HEADER),
-    "instructions offset": (header("instructions", 28), Status.BAD_HEADER),
+    "prefetch offset": (header("prefetch", HEADER_WORDS + 7), Status.BAD_HEADER),
+    "programs offset": (header("programs", HEADER_WORDS + 8), Status.BAD_HEADER),
+    "instructions offset": (header("instructions", HEADER_WORDS + 11), Status.BAD_HEADER),
     "reserved": (header("reserved", 1), Status.BAD_HEADER),
+    "reserved too": (header("reserved_too", 1), Status.BAD_HEADER),
+    "a layer's offset": (changed(GOOD, INSTRUCTION - 1, INSTRUCTION), Status.BAD_INSTRUCTION),
+    "no end in the last layer": (changed(GOOD, INSTRUCTION + 29, 0x05FF0002), Status.BAD_INSTRUCTION),
     "opcode 0": (changed(GOOD, INSTRUCTION, 0x00FF0000), Status.BAD_INSTRUCTION),
     "opcode 7": (changed(GOOD, INSTRUCTION, 0x07FF0000), Status.BAD_INSTRUCTION),
     "row on a load": (changed(GOOD, INSTRUCTION, 0x01000000), Status.BAD_INSTRUCTION),
@@ -80,7 +107,12 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "word of another layer": (changed(GOOD, INSTRUCTION, 0x01FF0001), Status.BAD_INSTRUCTION),
     "no end": (changed(GOOD, INSTRUCTION + 9, 0x05FF0000), Status.BAD_INSTRUCTION),
 }
-OF_THE_HARDWARE = ("more cores than the hardware", "key larger than the hardware")
+OF_THE_HARDWARE = (
+    "more cores than the hardware",
+    "key larger than the hardware",
+    "q larger than the hardware",
+    "longer than the hardware",
+)
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -100,7 +132,7 @@ def test_a_damaged_table_is_refused(name: str) -> None:
 
 def test_the_hardware_refuses_what_the_format_allows() -> None:
     for name in OF_THE_HARDWARE:
-        assert read_table(DAMAGED[name][0]).layers == 3
+        assert read_table(DAMAGED[name][0]).rows >= 3
 
 
 @pytest.mark.parametrize("layer", [3, 65535, 0xFFFFFFFF])
@@ -117,7 +149,7 @@ def test_operands_of_another_size(controller: Controller, field: str, extra: int
 
 
 def test_every_status_occurs() -> None:
-    elsewhere = {Status.OK, Status.BAD_LAYER, Status.BAD_OPERANDS, Status.QUEUE_FULL}  # in tests of their own
+    elsewhere = {Status.OK, Status.NO_TABLE, Status.BAD_LAYER, Status.BAD_OPERANDS, Status.QUEUE_FULL}
     assert {status for _, status in DAMAGED.values()} | elsewhere == set(Status)
 
 
@@ -128,7 +160,9 @@ LIKELY = st.one_of(st.integers(0, 40), st.sampled_from([65535, 65536, 2**31, 2**
 
 
 @FUZZ
-@given(changes=st.lists(st.tuples(st.integers(0, 19), LIKELY), min_size=1, max_size=4), repair=st.booleans())
+@given(
+    changes=st.lists(st.tuples(st.integers(0, HEADER_WORDS - 1), LIKELY), min_size=1, max_size=4), repair=st.booleans()
+)
 def test_any_header(controller: Controller, changes: list[tuple[int, int]], repair: bool) -> None:
     """Random header words: both readers give the same status, and the controller ends."""
     data = GOOD
@@ -139,7 +173,9 @@ def test_any_header(controller: Controller, changes: list[tuple[int, int]], repa
 
 
 @FUZZ
-@given(word=st.integers(20, len(GOOD) // 4 - 1), value=LIKELY, repair=st.booleans(), register=st.integers(0, 7))
+@given(
+    word=st.integers(HEADER_WORDS, len(GOOD) // 4 - 1), value=LIKELY, repair=st.booleans(), register=st.integers(0, 7)
+)
 def test_any_word_after_the_header(controller: Controller, word: int, value: int, repair: bool, register: int) -> None:
     """Thresholds, factors and prefetch sizes may be anything, NaN and infinities too."""
     data = changed(GOOD, word, value, repair=repair)
@@ -161,11 +197,14 @@ def test_any_bytes(controller: Controller, data: bytes, like_a_table: bool) -> N
 def with_programs(rows: int, programs: list[list[int]]) -> bytes:
     """A table with these instruction words; header and CRC-32 fit them, whatever they are."""
     layers, stride = len(programs), len(programs[0])
-    first = 20 + 3 * layers
-    fields = [first + layers * stride, layers, rows, 2, 64, stride, 1, 0, 0xFFFFFFFF, 1, 1, 1]
+    offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
+    first = offsets[-1]
+    fields = [first + layers * stride, layers, rows, 2, 64, stride, 1, 0, 0xFFFFFFFF, 1, 1, 1, 1, 1, 1, 1, rows, rows]
     factor = 0x33800000  # 2^-24
-    body = [*[0] * layers, *[factor] * layers, *[96] * layers, *(word for program in programs for word in program)]
-    return repaired([MAGIC, VERSION, 0, *fields, 20, 20 + layers, 20 + 2 * layers, first, 0, *body])
+    begins = [first + layer * stride for layer in range(layers)]
+    body = [*[0] * layers, *[factor] * layers, *[96] * layers, *begins]
+    body += [word for program in programs for word in program]
+    return repaired([MAGIC, VERSION, 0, *fields, *offsets, 0, 0, *body])
 
 
 LIKELY_WORDS = st.one_of(
@@ -233,7 +272,7 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 def test_json_twin() -> None:
     table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, prefetch=[512])
     assert table.to_json() == {
-        "version": 2,
+        "version": 3,
         "layers": 1,
         "rows": 1,
         "cores": 1,
@@ -264,7 +303,7 @@ def test_json_twin() -> None:
     ("arguments", "text"),
     [
         ((2, 33, 0, 1, [0.0]), r"rows = 33 \(1 to 32\); cores = 0 \(1 to 32\); 1 thresholds for 2 layers"),
-        ((1000, 32, 1, 1, [0.0] * 1000), r"71020 words \(at most 65536\)"),
+        ((1000, 32, 1, 1, [0.0] * 1000), r"72028 words \(at most 65536\)"),
     ],
 )
 def test_impossible_tables_are_refused_with_every_reason(arguments: tuple[Any, ...], text: str) -> None:

@@ -89,7 +89,7 @@ def decode(backend: Stepper, thresholds: np.ndarray) -> tuple[np.ndarray, np.nda
     """Decisions and scores [T, L, B], logits [T, B, V] of the whole video."""
     backend.reset()
     results = [backend.decode(ids, t, t, thresholds) for t, ids in enumerate(tokens())]
-    return tuple(np.stack([getattr(r, name) for r in results]) for name in ("decisions", "scores", "logits"))  # type: ignore[return-value]
+    return tuple(np.stack([getattr(r, name) for r in results]) for name in ("decisions", "scores", "logits"))  # pyright: ignore[reportReturnType]
 
 
 def between_scores(name: str, backend: Stepper) -> np.ndarray:

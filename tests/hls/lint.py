@@ -92,7 +92,11 @@ def find_pragmas(name: str, text: str) -> list[str]:
     if name == "fastcar_pragmas.hpp":
         return []
     raw = re.findall(r"^\s*#pragma .*$|_Pragma\(.*$", text, re.MULTILINE)
-    allowed = ("#pragma HLS INTERFACE mode=", "#pragma GCC diagnostic ignored")
+    allowed = (
+        "#pragma HLS INTERFACE mode=",
+        "#pragma HLS interface mode=m_axi port=",
+        "#pragma GCC diagnostic ignored",
+    )
     return [f"pragma: {line.strip()}" for line in raw if not line.strip().startswith(allowed)]
 
 

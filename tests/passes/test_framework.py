@@ -105,7 +105,7 @@ def test_a_text_that_would_come_back_as_a_number_is_refused(item: Pass) -> None:
 
 def test_passes_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        InsertReplay((1.0,)).max_chain = 3  # type: ignore[misc]
+        InsertReplay((1.0,)).max_chain = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Edits(Pass):
             program.prefill_outputs.reverse()
         else:
             branch = program.graph_module.compute_branch_0
-            node = next(n for n in branch.graph.nodes if n.target is torch.ops.aten.silu.default)  # type: ignore[union-attr]
+            node = next(n for n in branch.graph.nodes if n.target is torch.ops.aten.silu.default)  # pyright: ignore[reportAttributeAccessIssue, reportGeneralTypeIssues]
             node.target = torch.ops.aten.relu.default
         return False
 
@@ -210,7 +210,7 @@ def broken() -> Iterator[tuple[str, object]]:
         del node(program, "linear").meta["val"]
 
     def method(program: DecoderProgram) -> None:
-        graph = program.prefill.graph  # type: ignore[union-attr]
+        graph = program.prefill.graph  # pyright: ignore[reportOptionalMemberAccess]
         with graph.inserting_before(graph.output_node()):
             graph.call_method("neg", (output_nodes(graph)[0],))
 
@@ -264,7 +264,7 @@ def broken_layers() -> Iterator[tuple[str, object]]:
 @pytest.mark.parametrize(("text", "spoil"), [*broken(), *broken_layers()])
 def test_every_broken_invariant_is_reported(text: str, spoil: object) -> None:
     program = after(*analysis_pipeline())
-    spoil(program)  # type: ignore[operator]
+    spoil(program)  # pyright: ignore[reportCallIssue]
     with pytest.raises(InternalError) as error:
         run_pipeline(program, [])
     assert str(error.value).startswith("invalid program before the first pass:\n  ")
@@ -277,7 +277,7 @@ def test_all_broken_invariants_are_reported_at_once() -> None:
     ]  # a lost state has no shape to compare
     program = after(*analysis_pipeline())
     for spoil in dict.fromkeys(s for _, s in cases):
-        spoil(program)  # type: ignore[operator]
+        spoil(program)  # pyright: ignore[reportCallIssue]
     with pytest.raises(InternalError) as error:
         run_pipeline(program, [])
     assert [t for t, _ in cases if t not in str(error.value)] == []

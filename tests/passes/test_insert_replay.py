@@ -23,7 +23,7 @@ INF = float("inf")
 
 def replaying(*thresholds: float | None, **options: object) -> DecoderProgram:
     """The tiny decoder with one layer per threshold."""
-    item = InsertReplay(thresholds, **options)  # type: ignore[arg-type]
+    item = InsertReplay(thresholds, **options)  # pyright: ignore[reportArgumentType]
     return after(*analysis_pipeline(), item, blocks=(TinyBlock,) * len(thresholds))
 
 
@@ -51,7 +51,7 @@ def test_a_gate_s_weights_must_be_there_and_fit() -> None:
 def test_prefill_is_left_alone() -> None:
     before = after(*analysis_pipeline())
     program = replaying(0.0)
-    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+    assert module_text(program.prefill) == module_text(before.prefill)  # pyright: ignore[reportArgumentType]
     assert program.prefill_outputs == before.prefill_outputs
 
 
@@ -74,7 +74,7 @@ def test_every_node_of_the_mlp_moves_into_the_compute_branch() -> None:
     before = after(*analysis_pipeline())
     program = replaying(1.5)
     site = before.sites[0]
-    branch = {n.name for n in program.graph_module.compute_branch_0.graph.nodes}  # type: ignore[union-attr]
+    branch = {n.name for n in program.graph_module.compute_branch_0.graph.nodes}  # pyright: ignore[reportAttributeAccessIssue, reportGeneralTypeIssues]
     outer = {n.name for n in program.graph_module.graph.nodes}
     moved = {*site.mlp.linears, site.mlp.input, "silu", "mul"}
     assert moved <= branch
@@ -83,7 +83,7 @@ def test_every_node_of_the_mlp_moves_into_the_compute_branch() -> None:
 
 def test_the_replay_branch_reads_no_weight() -> None:
     branch = replaying(1.5).graph_module.replay_branch_0
-    used = [n.name for n in branch.graph.nodes if n.op == "placeholder" and n.users]  # type: ignore[union-attr]
+    used = [n.name for n in branch.graph.nodes if n.op == "placeholder" and n.users]  # pyright: ignore[reportAttributeAccessIssue, reportGeneralTypeIssues]
     assert used == ["cached"]
 
 

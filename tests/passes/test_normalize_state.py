@@ -78,7 +78,7 @@ class Additive(TinyBlock):
 
 class Unmasked(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
-        return None  # type: ignore[return-value]
+        return None  # pyright: ignore[reportReturnType]
 
 
 class Shifted(TinyBlock):

@@ -121,7 +121,7 @@ def test_float_linears_stay_on_the_host_and_say_why() -> None:
 def test_linears_of_other_rows_than_the_batch_stay_on_the_host() -> None:
     """As in a prefill chunk, whose linears have a row for every token."""
     program = after(*W8A8)
-    program.graph_module, program.prefill = program.prefill, program.graph_module  # type: ignore[assignment]
+    program.graph_module, program.prefill = program.prefill, program.graph_module  # pyright: ignore[reportAttributeAccessIssue]
     calls, kept = linear_calls(program)
     assert calls == []
     assert {k.reason for k in kept} == {"it has 4 row(s), and a call has one for each of the 2 batch row(s)"}
@@ -129,7 +129,7 @@ def test_linears_of_other_rows_than_the_batch_stay_on_the_host() -> None:
 
 def test_prefill_stays_on_the_host() -> None:
     before, program = after(*REPLAY), after(*REPLAY, OffloadLinears())
-    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+    assert module_text(program.prefill) == module_text(before.prefill)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("passes", "blocks"), [(REPLAY, ()), (REPLAY, (SplitBlock,)), (W4A8, (SplitBlock,))])

@@ -62,7 +62,7 @@ def test_float_mlps_stay_on_the_host() -> None:
 
 def test_prefill_stays_on_the_host() -> None:
     before, program = after(*REPLAY), after(*REPLAY, OffloadMlp())
-    assert module_text(program.prefill) == module_text(before.prefill)  # type: ignore[arg-type]
+    assert module_text(program.prefill) == module_text(before.prefill)  # pyright: ignore[reportArgumentType]
     assert [n.name for n in nodes_of(program) if is_op(n, fastcar.offloaded_mlp)] == ["offloaded_mlp_default"]
 
 

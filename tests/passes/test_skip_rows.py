@@ -76,7 +76,7 @@ def test_every_linear_sees_zeros_in_rows_that_replay(block: type[TinyBlock], lin
         def call_function(self, target: object, args: tuple, kwargs: dict) -> object:
             if target in (torch.ops.aten.linear.default, torch.ops.fastcar.linear_w8a8.default):
                 seen.append(args[0].reshape(BATCH, -1))
-            return super().call_function(target, args, kwargs)  # type: ignore[arg-type]
+            return super().call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
 
     values = [n.meta["val"] for n in branch.graph.nodes if n.op == "placeholder"]
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ SPARSE, REPLAY = SparsifyAttention(sinks=1, window=2), InsertReplay((0.0,))
 
 
 def sparse(*before: object, item: SparsifyAttention = SPARSE) -> DecoderProgram:
-    return after(*analysis_pipeline(), *before, item)  # type: ignore[arg-type]
+    return after(*analysis_pipeline(), *before, item)  # pyright: ignore[reportArgumentType]
 
 
 def test_second_application_changes_nothing() -> None:
@@ -116,7 +116,7 @@ def test_offloaded_gate_gets_the_row() -> None:
     ],
 )
 def test_refusals(program: object, item: SparsifyAttention, text: str) -> None:
-    given = copy.deepcopy(program())  # type: ignore[operator]
+    given = copy.deepcopy(program())  # pyright: ignore[reportCallIssue]
     before = everything(given)
     with pytest.raises(CompileError, match=text) as caught:
         item.apply(given)

@@ -20,8 +20,8 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = hashlib.file_digest
 
     def counted(stream: object, *args: object) -> object:
-        found.append(Path(stream.name).name)  # type: ignore[attr-defined]
-        return real(stream, *args)  # type: ignore[arg-type,call-overload]
+        found.append(Path(stream.name).name)  # pyright: ignore[reportAttributeAccessIssue]
+        return real(stream, *args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(hashlib, "file_digest", counted)
     return found

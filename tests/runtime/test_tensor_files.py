@@ -28,7 +28,7 @@ class _Recorded(io.FileIO):
         self.writes: list[tuple[int, int]] = []
         self._most = most
 
-    def write(self, data: memoryview) -> int:  # type: ignore[override]
+    def write(self, data: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.writes.append((self.tell(), len(data)))
         return super().write(data[: self._most])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fastcar_compile.artifact.sections.base import Part, Section
 from fastcar_compile.errors import InternalError
@@ -127,9 +127,11 @@ class KernelPart(Part):
 
 
 class LimitsPart(Part):
-    """What the controller can hold: compute cores, and 128-bit words of one row's key."""
+    """What the controller can hold: cores, 32-bit words of a table, 128-bit words of one row of q and of the key."""
 
     cores: int
+    table_words: int
+    query_words: int
     key_words: int
 
 
@@ -173,6 +175,8 @@ class AcceleratorSection(Section):
         kernels: the engine, then the controller.
         linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
     """
+
+    VERSION: ClassVar[int] = 2
 
     offload: Literal["mlp", "linears"]
     weights: str

@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import words_of
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table
+from fastcar_compile.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table, table_words
 
 BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""
@@ -28,7 +28,9 @@ class DrsSources:
 
 def limits_of(table: DrsTable) -> Limits:
     """Return limits of a controller that holds this table and no more."""
-    return Limits(cores=table.cores, key_words=table.attention.key_words)
+    shape = table.attention
+    words = table_words(table.layers, table.rows)
+    return Limits(table.cores, words, query_words=shape.query_words, key_words=shape.key_words)
 
 
 def table_of_sizes(design: Design) -> DrsTable:
@@ -42,7 +44,9 @@ def table_of_sizes(design: Design) -> DrsTable:
 def drs_kernel(table: DrsTable) -> KernelInterface:
     """Return the interface of a controller for tables of this size."""
     shape = table.attention
-    return drs_interface(len(table.to_bytes()) // 4, table.rows * shape.query_words, table.rows * shape.key_words)
+    return drs_interface(
+        table_words(table.layers, table.rows), table.rows * shape.query_words, table.rows * shape.key_words
+    )
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:

@@ -9,6 +9,7 @@ from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.simulator import CAPACITY
+from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS
 from fastcar_compile.errors import InternalError
 
 TYPE_BYTES = {"fastcar::word_t": 16, "uint32_t": 4, "int32_t": 4, "float": 4, "uint64_t": 8}
@@ -75,6 +76,10 @@ class KernelPort:
         )
         return [f"{memory} {self.burst}", control]
 
+    def open_pragma(self) -> str:
+        """Return the interface pragma of a memory argument for Bambu: lower case, an address as argument, no depth."""
+        return f"#pragma HLS interface mode=m_axi port={self.name} bundle={self.bundle} offset=direct"
+
 
 @dataclass(frozen=True)
 class KernelInterface:
@@ -96,6 +101,14 @@ class KernelInterface:
         """Return one or two interface pragmas per argument, and the block control."""
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
+
+    def directives(self) -> list[str]:
+        """Return the interface pragmas in both spellings; FASTCAR_PRAGMAS_NONE chooses the one for an open tool.
+
+        They are literal lines, because such a tool does not see a pragma that comes out of a macro.
+        """
+        memory = [port.open_pragma() for port in self.ports if port.mode == "m_axi"]
+        return ["#if defined(FASTCAR_PRAGMAS_NONE)", *memory, "#else", *self.pragmas(), "#endif"]
 
     def bundles(self) -> list[str]:
         """Return the AXI ports of the kernel, in order of first use."""
@@ -133,16 +146,22 @@ def engine_interface(design: Design) -> KernelInterface:
 def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) -> KernelInterface:
     """Return the interface of the TAS unit and DRS controller (docs/reference/drs_table.md).
 
-    `query_words`, `key_words`: 128-bit words of q and of the key.
+    q and the key are read in long bursts; `chain` and `result` hold 32-bit words, four to a memory word.
+
+    Args:
+        table_words: 32-bit words of the table. query_words, key_words: 128-bit words of q and of the key.
     """
+    answer = RESULT_WORDS + 2 * CAPACITY
     return KernelInterface(
         "fastcar_drs",
         (
             KernelPort("table", "uint32_t", "m_axi", "gmem_table", table_words),
-            KernelPort("query", "fastcar::word_t", "m_axi", "gmem_query", query_words),
-            KernelPort("key", "fastcar::word_t", "m_axi", "gmem_query", key_words),
-            KernelPort("chain", "uint32_t", "m_axi", "gmem_result", 32),
-            KernelPort("result", "uint32_t", "m_axi", "gmem_result", RESULT_WORDS + 2 * CAPACITY, writable=True),
+            KernelPort("query", "fastcar::word_t", "m_axi", "gmem_query", query_words, streamed=True),
+            KernelPort("key", "fastcar::word_t", "m_axi", "gmem_query", key_words, streamed=True),
+            KernelPort("chain", "fastcar::word_t", "m_axi", "gmem_result", MAX_ROWS // FLOATS_PER_WORD),
+            KernelPort("result", "fastcar::word_t", "m_axi", "gmem_result", answer // FLOATS_PER_WORD, writable=True),
+            KernelPort("op", "uint32_t"),
+            KernelPort("crc", "uint32_t"),
             KernelPort("table_bytes", "uint32_t"),
             KernelPort("layer", "uint32_t"),
             KernelPort("step", "uint32_t"),

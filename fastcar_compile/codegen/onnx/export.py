@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
-from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_function
+from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_functions
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
@@ -65,7 +65,7 @@ class _Builder:
         self.program, self.places, self.params = program, places, program.params
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[TensorProto] = []
-        self.functions: dict[tuple[str, str], onnx.FunctionProto] = {}
+        self.functions: list[onnx.FunctionProto] = []
         self.values: dict[Any, str] = {}
 
     def model(self) -> onnx.ModelProto:
@@ -90,10 +90,10 @@ class _Builder:
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
         known = {o.domain for o in opsets}
-        domains = {o.domain: o for f in self.functions.values() for o in f.opset_import if o.domain not in known}
+        domains = {o.domain: o for f in self.functions for o in f.opset_import if o.domain not in known}
         return helper.make_model(
             graph,
-            functions=list(self.functions.values()),
+            functions=self.functions,
             opset_imports=[*opsets, *(domains[d] for d in sorted(domains))],
             producer_name="fastcar_compile",
             ir_version=IR_VERSION,
@@ -101,13 +101,10 @@ class _Builder:
 
     def _calls(self, segments: Sequence[Segment]) -> None:
         """One node per segment; equal segments call one function."""
-        names: dict[str, str] = {}
+        distinct = {part.key: part for part in reversed(segments)}
+        names = {key: f"segment_{i}" for i, key in enumerate(dict.fromkeys(part.key for part in segments))}
+        self.functions = segment_functions({name: distinct[key] for key, name in names.items()})
         for part in segments:
-            if part.key not in names:
-                names[part.key] = f"segment_{len(names)}"
-                function, inner = segment_function(part, names[part.key])
-                for f in (*inner, function):
-                    self.functions.setdefault((f.domain, f.name), f)
             for node in part.outputs:
                 self.values.setdefault(node, f"value.{node.name}")
             inputs, outputs = ([self._value(n) for n in nodes] for nodes in (part.inputs, part.outputs))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import getitem
 
 import onnx
 import torch
@@ -22,16 +23,21 @@ DOMAIN = "fastcar"
 _TALKATIVE = ("torch.onnx._internal.exporter._registration", "onnx_ir.passes.common.initializer_deduplication")
 
 
-def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list[onnx.FunctionProto]]:
-    """Return the segment as the function `DOMAIN.name`, and the functions that it calls.
+def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
+    """Return each segment as the function `DOMAIN.name`, and before them the functions that they call.
 
-    int8 parameters are uint8 with zero point 128 there, as `ops.linear_w8a8` takes them.
+    One call of the exporter takes all of them: most of its time does not depend on what it exports. int8 parameters are
+    uint8 with zero point 128 there, as `ops.linear_w8a8` takes them.
+
+    Args:
+        parts: name of the function -> its segment.
 
     Raises:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
-    module = part.copy()
-    exported = torch.export.export(module, tuple(_example(n) for n in part.inputs), strict=False)
+    joined, inputs = _joined(parts)
+    examples = tuple(_example(node) for part in parts.values() for node in part.inputs)
+    exported = torch.export.export(joined, examples, strict=False)
     with quiet_exporter():
         program = torch.onnx.export(
             exported, dynamo=True, custom_translation_table=translation_table(), opset_version=OPSET, verbose=False
@@ -39,7 +45,26 @@ def segment_function(part: Segment, name: str) -> tuple[onnx.FunctionProto, list
     assert program is not None
     proto = program.model_proto
     strip(proto)
-    return _function(proto, name, [n.name for n in module.graph.nodes if n.op == "placeholder"]), list(proto.functions)
+    functions, first = list(proto.functions), 0
+    for name, part in parts.items():
+        outputs = [value.name for value in proto.graph.output[first : first + len(part.outputs)]]
+        functions.append(_function(proto, name, inputs[name], outputs))
+        first += len(part.outputs)
+    return functions
+
+
+def _joined(parts: Mapping[str, Segment]) -> tuple[fx.GraphModule, dict[str, list[str]]]:
+    """Return one graph that calls every segment on inputs of its own, and the names of these inputs by segment."""
+    graph = fx.Graph()
+    modules: dict[str, fx.GraphModule] = {name: part.copy() for name, part in parts.items()}
+    inputs: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        inputs[name] = [f"{name}_{n.name}" for n in module.graph.nodes if n.op == "placeholder"]
+    places = {name: [graph.placeholder(i) for i in names] for name, names in inputs.items()}
+    calls = {name: graph.call_module(name, tuple(places[name])) for name in modules}
+    counts = {name: len(part.outputs) for name, part in parts.items()}
+    graph.output(tuple(graph.call_function(getitem, (calls[name], i)) for name in modules for i in range(counts[name])))
+    return fx.GraphModule(torch.nn.ModuleDict(modules), graph), inputs
 
 
 def _example(node: fx.Node) -> torch.Tensor:
@@ -49,18 +74,35 @@ def _example(node: fx.Node) -> torch.Tensor:
     return torch.zeros(tuple(val.shape), dtype=dtype)
 
 
-def _function(proto: onnx.ModelProto, name: str, inputs: list[str]) -> onnx.FunctionProto:
-    """Return the graph as a function: constants replace initialisers, an identity separates an input from an output."""
-    graph = proto.graph
-    nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer]
-    nodes += graph.node
-    outputs = []
-    for value in graph.output:
-        outputs.append(value.name)
-        if value.name in inputs or value.name in outputs[:-1]:
-            outputs[-1] = f"{value.name}_returned_{len(outputs)}"
-            nodes.append(helper.make_node("Identity", [value.name], [outputs[-1]]))
-    return helper.make_function(DOMAIN, name, inputs, outputs, nodes, list(proto.opset_import))
+def _function(proto: onnx.ModelProto, name: str, inputs: list[str], outputs: list[str]) -> onnx.FunctionProto:
+    """Return what computes `outputs` as a function.
+
+    Constants replace initialisers. An identity separates an input from an output.
+    """
+    needed = set(outputs)
+    body: list[onnx.NodeProto] = []
+    for node in reversed(proto.graph.node):
+        if needed.intersection(node.output):
+            body.append(node)
+            needed |= _read(node)
+    nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in proto.graph.initializer if t.name in needed]
+    nodes += reversed(body)
+    returned: list[str] = []
+    for value in outputs:
+        if value in inputs or value in returned:
+            again = f"{value}_returned_{len(returned) + 1}"
+            nodes.append(helper.make_node("Identity", [value], [again]))
+            value = again
+        returned.append(value)
+    return helper.make_function(DOMAIN, name, inputs, returned, nodes, list(proto.opset_import))
+
+
+def _read(node: onnx.NodeProto) -> set[str]:
+    """Return the values that a node reads, those that its branches take from outside among them."""
+    graphs = (graph for attribute in node.attribute if attribute.HasField("g") for graph in _graphs(attribute.g))
+    return {name for graph in graphs for inner in graph.node for name in inner.input}.union(
+        node.input, *([v.name for v in g.output] for a in node.attribute if a.HasField("g") for g in _graphs(a.g))
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.design.dram import memory_rate
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, check_linears
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
-from fastcar_compile.drs.table import AttentionShape, Limits
+from fastcar_compile.drs.table import AttentionShape, Limits, table_words
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.targets import Target
 
@@ -75,7 +75,7 @@ def explore(
         CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
         TargetError: the target has no fabric.
     """
-    budget = _beside(budget_of(target), controller_usage_of(attention))
+    budget = _beside(budget_of(target), controller_usage_of(attention, mlp))
     numbers = cores or range(1, min(mlp.batch, MAX_CORES) + 1)
     found = [(step_seconds(d, target), d) for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
     if not (fitting := [(s, d) for s, d in found if not d.excess()]):
@@ -189,9 +189,10 @@ def budget_of(target: Target) -> BoardBudget:
     )
 
 
-def controller_usage_of(attention: AttentionShape) -> Usage:
+def controller_usage_of(attention: AttentionShape, mlp: MlpSpec) -> Usage:
     """Return the resources of the TAS unit and DRS controller beside the engine."""
-    return controller_usage(Limits(cores=MAX_CORES, key_words=attention.key_words))
+    words = table_words(mlp.layers, mlp.batch)
+    return controller_usage(Limits(MAX_CORES, words, attention.query_words, attention.key_words))
 
 
 def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
@@ -200,7 +201,7 @@ def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
 
 def resources_of(design: Design, attention: AttentionShape, target: Target) -> dict[str, Any]:
     """Return per resource the estimated use of engine and controller, the limit for a design, and the share of it."""
-    limits, controller = target.budget(), asdict(controller_usage_of(attention))
+    limits, controller = target.budget(), asdict(controller_usage_of(attention, design.mlp))
     used = {name: count + controller[name] for name, count in asdict(design.usage).items()}
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}

@@ -34,7 +34,7 @@ def kernel(make: Callable[P, PrimFunc]) -> Callable[P, PrimFunc]:
         with ThreadPoolExecutor(1) as short:
             return short.submit(make, *args, **kwargs).result()
 
-    return made  # type: ignore[return-value]
+    return made  # pyright: ignore[reportReturnType]
 
 
 def inlined(function: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.offload import Op
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.result import RESULT_WORDS, read_result
@@ -18,26 +19,40 @@ from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
 
 Array = NDArray[Any]
 
+_CALL = ("crc", "layer", "step", "query_words", "key_words", "held", "capacity")
+"""Scalars of a call that play no part in a load."""
+
+_STATUS_BYTES = 16
+
 
 class Controller:
-    """The kernel `fastcar_drs` on a unit."""
+    """The kernel `fastcar_drs` on a unit. It keeps the control table on chip, from one `load` to the next."""
 
     def __init__(self, unit: ComputeUnit) -> None:
         self._unit = unit
-        self._table: bytes | None = None  # what the unit holds; an empty table is one too
+        self._crc = 0  # of the table loaded last, which the kernel compares with the one on chip
         self._words = unit.argument("result").bytes // 4
 
-    def run(self, table: bytes, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
-        """Return the answer to one call.
+    def load(self, table: bytes) -> Status:
+        """Load a control table, any bytes, and return the result of its checks.
+
+        Unless it is OK, there is no table on chip.
+        """
+        unit = self._unit
+        unit.write("table", np.frombuffer(table + bytes(-len(table) % 4), np.uint8))
+        unit.fill("query", "key", "chain")
+        unit.set({"op": Op.TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
+        unit.run()
+        self._crc = int.from_bytes(table[8:12], "little")
+        return Status(int(unit.read("result", _STATUS_BYTES).view(np.uint32)[0]))
+
+    def run(self, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
+        """Return the answer to one call with the table that was loaded.
 
         Args:
-            table: any bytes; sent when they are others than before.
             rows: of the batch. capacity: records at most; None: as many as `result` holds.
         """
         unit = self._unit
-        if table != self._table:
-            unit.write("table", np.frombuffer(table + bytes(-len(table) % 4), np.uint8))
-            self._table = table
         chain = np.zeros(MAX_ROWS, np.int32)
         chain[: len(call.chain)] = call.chain
         for name, words in (("query", call.query), ("key", call.key), ("chain", chain)):
@@ -45,7 +60,9 @@ class Controller:
             unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
         unit.set(
             {
-                "table_bytes": len(table),
+                "op": Op.GATE,
+                "table_bytes": 0,
+                "crc": self._crc,
                 "layer": call.layer,
                 "step": call.step,
                 "query_words": len(call.query),
@@ -71,14 +88,15 @@ class GateController:
     """Decides and dispatches layer by layer through the controller.
 
     Args:
-        controller: that is asked. table: drs/table.bin.
+        controller: that is asked. table: drs/table.bin; it is loaded here.
 
     Raises:
-        UserError: the table is not valid.
+        UserError: the table is not valid. BackendError: the controller refuses it.
     """
 
     def __init__(self, controller: Controller, table: bytes) -> None:
-        self._controller, self._table, self._binary = controller, read_table(table), table
+        self._controller, self._table = controller, read_table(table)
+        self._load(table)
         self.reset()
 
     def reset(self) -> None:
@@ -87,16 +105,20 @@ class GateController:
         self._traces: dict[int, LayerTrace] = {}
 
     def start(self, step: int, thresholds: Array) -> None:
-        """Begin decode forward number `step`; thresholds float32 [L], and others than before are a new table.
+        """Begin decode forward number `step`; thresholds float32 [L].
 
-        A threshold of a layer whose gate the host decides is not the unit's.
+        Others than before are a new table, which is loaded once. A threshold of a layer whose gate the host decides is
+        not the unit's.
+
+        Raises:
+            BackendError: the controller refuses the table.
         """
         self._step = step
         self._traces.clear()
         own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(thresholds.tolist())]
         if tuple(own) != self._table.thresholds:
             self._table = self._table.with_thresholds(own)
-            self._binary = self._table.to_bytes()
+            self._load(self._table.to_bytes())
             self._held = None
 
     def decide(self, layer: int, query: Array, key: Array, chain: Array) -> GateDecision:
@@ -140,12 +162,20 @@ class GateController:
         fetches = any(record.opcode is Opcode.PREFETCH_NEXT for record in records)
         return (layer + 1) % self._table.layers if fetches else None
 
+    def _load(self, table: bytes) -> None:
+        self._require(self._controller.load(table), "loading the DRS table")
+
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)
-        trace = self._controller.run(self._binary, call, self._table.rows)
-        if trace.status is not Status.OK:
-            what = f"the DRS controller stopped with status {trace.status.name}"
-            raise BackendError(what, where=f"layer {layer}", hint="compile the model again")
+        trace = self._controller.run(call, self._table.rows)
+        self._require(trace.status, f"layer {layer}")
         self._held = trace.held
         self._traces[layer] = trace
         return trace
+
+    @staticmethod
+    def _require(status: Status, where: str) -> None:
+        """Raise BackendError unless the status is OK."""
+        if status is not Status.OK:
+            hint = "another program uses the board" if status is Status.NO_TABLE else "compile the model again"
+            raise BackendError(f"the DRS controller stopped with status {status.name}", where=where, hint=hint)
