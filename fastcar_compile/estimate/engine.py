@@ -47,29 +47,21 @@ class EngineModel(ABC):
         """Cores of the array."""
         return self.design.mlp.cores
 
-    @property
-    def prefetch_bytes(self) -> int:
-        """Weights of the next layer that the prefetch buffer holds."""
-        return self.design.prefetch_bytes
-
     @cached_property
     def stream_rate(self) -> float:
         """Bytes per second of an undisturbed weight stream."""
         return min(float(self.design.ports), self.memory.rate) * WORD_BYTES * self.clock_hz
 
-    def call(self, linears: Sequence[LinearShape], load: RowLoad, held_bytes: float = 0.0) -> tuple[CallPart, ...]:
-        """Return the spans of one start.
-
-        Args:
-            linears: one, or the two of an MLP.
-            held_bytes: weights that the prefetch buffer holds.
-        """
+    def call_of(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
+        """Return one start: of a linear, or of the two of an MLP."""
         design, last = self.design, len(linears) - 1
         products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
-        held = int(min(held_bytes, design.prefetch_bytes) / (design.ports * WORD_BYTES))
         work = Load(load.rows, load.passes, design.mlp.cores, design.scale_rows)
         copied = design.mlp.batch - load.rows if last else 0
-        call = EngineCall(products, work, design.ports, held, copied)
+        return EngineCall(products, work, design.ports, copied=copied)
+
+    def parts_of(self, call: EngineCall) -> tuple[CallPart, ...]:
+        """Return the spans of a call; a call that is known is not timed again."""
         if call not in self._known:
             self._known[call] = self.parts(call)
         return self._known[call]
@@ -106,9 +98,7 @@ class ClosedForm(EngineModel):
         return call.products[0].product.inputs
 
 
-def _product_clocks(
-    call: EngineCall, named: NamedProduct, memory: Memory, held: int, gap: float
-) -> tuple[float, str]:
+def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held: int, gap: float) -> tuple[float, str]:
     """Return the clocks of a product's tiles, and what bounds them.
 
     Args:

@@ -10,8 +10,8 @@ from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.targets import Target
 
 READ_SECONDS = {"ddr4": 300e-9, "hbm2": 140e-9}
-"""From a request of the fabric to its first word. ddr4: estimate for the PS's memory behind interconnect and controller.
-hbm2: Shuhai (Wang et al., FCCM 2020) measured 138 ns for a page miss on a U280."""
+"""From a request of the fabric to its first word. ddr4: estimate for the PS's memory behind its interconnect.
+hbm2: a page miss on a U280, 138 ns (Shuhai, Wang et al., FCCM 2020)."""
 
 BURSTS, BURST_BEATS = 4, 256
 """Requests that a weight port has under way, and beats of one (num_read_outstanding, max_read_burst_length)."""

@@ -40,7 +40,7 @@ class CycleModel(EngineModel):
 
 
 def bound_of(result: Result) -> str:
-    """Return what bounds a call: memory, ports (a word per clock each), or compute: a stage that works more than that."""
+    """Return what bounds a call: memory, ports (a word per clock each), or compute: a stage that works more."""
     processes = result.processes
     waits = processes["read_weights"].stalls
     memory, full = (sum(v for k, v in waits.items() if k.startswith(kind)) for kind in ("memory", "FIFO full"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fastcar_compile.drs.simulator import map_rows
 from fastcar_compile.errors import InputError
-from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
 from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, draw_decisions, passes_of, places_of
+from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
 
 
 @given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
