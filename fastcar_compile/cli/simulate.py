@@ -83,7 +83,7 @@ def _show(result: Simulation) -> None:
             "workload": f"{result.shape} {result.quant} on {result.target}, {result.batch} rows, context "
             f"{result.context}, {result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
             "time": shares,
-            "weights": f"{result.stream_of_memory:.1%} of what the memory delivers, while they stream",
+            "weights": f"{result.stream_of_memory:.1%} of what the memory could deliver while the engine works",
             "passes": f"{result.passes:.2f} over a tile on {result.cores} cores, mapping {result.mapping}",
             "multipliers wait": ", ".join(f"{root} {clocks:,.0f}" for root, clocks in waiting) or "never",
             "deadlock": result.deadlock,

@@ -54,14 +54,16 @@ def ask(
     decisions: Decisions | None = None,
     design: Design | None = None,
     what_if: bool = False,
+    recorded: bool = True,
 ) -> Question:
     """Check a workload and find its design.
 
     Args:
-        decisions: recorded (`session.stats.decisions`), or drawn; forward t then attends to t + 1 positions, at most
-            `context`. None: drawn for `workload.replay`.
+        decisions: bool [forwards, layers, rows], True where a row replays; None: drawn for `workload.replay`.
         design: an emitted design; None: the best that fits the board.
         what_if: accept also what the compiler does not emit.
+        recorded: whether the decisions are those of a session from its first forward on (`session.stats.decisions`):
+            forward t then attends to t + 1 positions, at most `context`.
 
     Raises:
         InputError: a figure or the decisions do not fit the workload, or it is not emitted.
@@ -77,7 +79,7 @@ def ask(
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
     attended = np.full(len(trace), workload.attended)
-    if decisions is not None:
+    if decisions is not None and recorded:
         attended = np.minimum(attended, np.arange(1, len(trace) + 1))
     return Question(workload, target, design, reasons, found, trace, attended, gated)
 

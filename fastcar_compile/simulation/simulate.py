@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.artifact.reader import read_manifest
-from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.simulator import simulate_step as dispatch_step
@@ -23,10 +22,8 @@ from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, Question, ask
 from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, draw_decisions, passes_of
 from fastcar_compile.estimate.run import Run
 from fastcar_compile.estimate.step import Step
-from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.simulation.engine import CycleModel
 from fastcar_compile.simulation.network import Result
-from fastcar_compile.targets import Target
 
 LEFT_OUT = ("typical", "calls", "decisions")
 """Fields of a Simulation that are no plain values."""
@@ -48,7 +45,8 @@ class Simulation:
         what_if: what of it the compiler does not emit. mapping: of rows to cores.
         seconds_per_step: mean of the forwards. clocks_per_step: the same in clocks of the fabric.
         seconds: unit -> mean seconds: memory, ports, compute and edge of engine calls, drs, launch, host, attention.
-        stream_of_memory: bytes of weights while they stream, of those that the memory delivers to these ports.
+        stream_of_memory: bytes of weights in the time of the engine's calls, of those that the memory could deliver to
+            its ports in that time.
         passes: mean over forwards and layers that compute, of the core that has most.
         processes, roots: of the forward that is nearest to the mean, over all of its calls, clocks: every process, and
             what the waiting of the multipliers goes back to. typical, calls: that forward in detail.
@@ -108,36 +106,29 @@ def simulate(
         UserError: the artifact has no engine, or a figure is out of range.
     """
     manifest = read_manifest(artifact)
-    design = design_of(manifest, manifest.target)
     table = None
     if manifest.accelerator is not None:
         table = read_table((Path(artifact) / manifest.accelerator.table).read_bytes())
     work = workload_of(manifest)
+    recorded = decisions is not None
     if decisions is None:
         shape = (SYNTHETIC_FORWARDS, work.shape.layers, work.batch)
-        decisions = None if replay is None else draw_decisions(shape, replay, draw, seed)
-    return simulate_workload(work, manifest.target, decisions=decisions, design=design, table=table, mapping=mapping)
+        decisions = draw_decisions(shape, replay or 0.0, draw, seed)
+    question = ask(
+        work, manifest.target, decisions=decisions, design=design_of(manifest, manifest.target), recorded=recorded
+    )
+    return simulate_question(question, table, mapping)
 
 
-def simulate_workload(
-    work: Workload,
-    target: Target,
-    *,
-    decisions: Decisions | None = None,
-    design: Design | None = None,
-    table: DrsTable | None = None,
-    mapping: Mapping = Mapping.DRS,
-    what_if: bool = False,
-) -> Simulation:
-    """Simulate a decode step of a workload; `design` and `table` are those that were emitted, else the compiler's."""
-    question = ask(work, target, decisions=decisions, design=design, what_if=what_if)
+def simulate_question(question: Question, table: DrsTable | None = None, mapping: Mapping = Mapping.DRS) -> Simulation:
+    """Simulate a decode step of a question; `table`: the one that was emitted, else the compiler's for these sizes."""
     board = question.board(CycleModel)
     run = Run.of(board, question.decisions, question.attended, mapping)
     engine = board.engine
     if not isinstance(engine, CycleModel):
         raise InternalError("the board's engine is not the cycle model")
     if mapping is Mapping.DRS:
-        check_dispatch(table or work.control_table(engine.cores), question.decisions)
+        check_dispatch(table or question.workload.control_table(engine.cores), question.decisions)
     return _simulation(question, run, engine, mapping)
 
 
@@ -159,7 +150,7 @@ def check_dispatch(table: DrsTable, decisions: Decisions) -> None:
 
 def _simulation(question: Question, run: Run, engine: CycleModel, mapping: Mapping) -> Simulation:
     work, decisions, counts = question.workload, question.decisions, Counter(call for _at, call in run.typical.calls)
-    streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute"))
+    streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
     delivered = engine.memory.rate * WORD_BYTES * engine.clock_hz
     passes = passes_of(decisions, engine.cores, mapping)
     return Simulation(
