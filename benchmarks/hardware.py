@@ -146,39 +146,35 @@ def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
         for batch in BATCHES:
             work = Workload(shape, "w8a8", 1, batch)
             design = explore(work.mlp_spec(), board, work.attention(), cores=[DRS_CORES]).design
-            for side_by_side in (True, False):
-                work = Workload(shape, "w8a8", 1024, batch, side_by_side=side_by_side)
-                for trace in traces.values():
-                    decisions = trace[:, :, :batch]
-                    result = estimate(work, board, decisions=decisions, design=design, what_if=True)
-                    versus = result.comparison
-                    rows.append(
-                        {
-                            "decoder": shape.name, "batch": batch, "side_by_side": side_by_side,
-                            "replay": float(decisions.mean()),
-                            "drs_over_static": result.tokens_per_second / versus["static_mapping"],
-                            "prefetch_gain": result.tokens_per_second / versus["no_prefetch"],
-                            "over_dense": result.speedup_over_dense,
-                        }
-                    )  # fmt: skip
+            work = Workload(shape, "w8a8", 1024, batch)
+            for trace in traces.values():
+                decisions = trace[:, :, :batch]
+                result = estimate(work, board, decisions=decisions, design=design, what_if=True)
+                versus = result.comparison
+                rows.append(
+                    {
+                        "decoder": shape.name, "batch": batch,
+                        "replay": float(decisions.mean()),
+                        "drs_over_static": result.tokens_per_second / versus["static_mapping"],
+                        "prefetch_gain": result.tokens_per_second / versus["no_prefetch"],
+                        "over_dense": result.speedup_over_dense,
+                    }
+                )  # fmt: skip
     return rows
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw two panels: cores as emitted, and cores that compute one row after another."""
+    """Draw DRS over static mapping by replay, a line per batch."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
-    for axis, side_by_side in zip(axes, (True, False), strict=True):
-        for batch in BATCHES:
-            line = [r for r in rows if r["batch"] == batch and r["side_by_side"] == side_by_side]
-            line = sorted((r for r in line if r["decoder"] != "moving-shapes"), key=lambda r: r["replay"])
-            label = f"batch {batch}"
-            axis.plot([r["replay"] for r in line], [r["drs_over_static"] for r in line], marker="o", label=label)
-        axis.set_title("rows of a core together (as emitted)" if side_by_side else "one row after another", fontsize=10)
-        axis.set_xlabel("replay ratio of the recorded trace")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("DRS over static mapping (predicted)")
-    axes[1].legend(fontsize=8)
+    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
+    for batch in BATCHES:
+        line = [r for r in rows if r["batch"] == batch and r["decoder"] != "moving-shapes"]
+        line = sorted(line, key=lambda r: r["replay"])
+        axis.plot([r["replay"] for r in line], [r["drs_over_static"] for r in line], marker="o", label=f"batch {batch}")
+    axis.set_xlabel("replay ratio of the recorded trace")
+    axis.set_ylabel("DRS over static mapping (predicted)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 

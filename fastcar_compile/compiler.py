@@ -25,7 +25,7 @@ from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeli
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.targets import Target, load_target
+from fastcar_compile.targets import Target, load_target, require_buildable
 
 DEFAULT_TOKENS_PER_FRAME = 256
 Progress = Callable[[str], None]
@@ -79,11 +79,12 @@ def compile(
 
     Raises:
         CompileError: everything about the model and the options that cannot be compiled, at once.
-        TargetError: unknown or malformed target.
+        TargetError: unknown or malformed target, or one that is there for estimates only.
         ArtifactError: `output` exists and is no artifact.
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)
+    require_buildable(board)
     variants = host_variants(host_cpus)
     if isinstance(model, str | Path):
         say("checking the model folder")

@@ -7,6 +7,7 @@
 #define FASTCAR_ENGINE_CORE_HPP
 
 #include "fastcar_activation.hpp"
+#include "fastcar_mapping.hpp"
 #include "fastcar_tile.hpp"
 
 namespace fastcar {
@@ -16,19 +17,36 @@ static const uint32_t OP_LINEAR = 1;
 static const uint32_t OP_LINEAR_BIAS = 2;
 static const int MOST_CHANNELS = 1 << 18;
 
-// One matrix product: the bounds of its loops. `inner`: its values are activated and stay in the core.
+// Values of the argument `prefetch`; any other reads all weights from memory.
+static const uint32_t PREFETCH_HELD = 1;  // the buffer holds the first PREFETCH_WORDS words of every section
+static const uint32_t PREFETCH_FILL = 2;  // nothing is computed: the buffer is filled from the weights given
+
+// One matrix product: the bounds of its loops. `inner`: its values are activated and stay in the cores.
 struct Product {
     int inputs;
     int channels;
+    int tile;           // rows on one port
     int tiles;
+    int sums;           // of one channel: one, or one per group
+    int channel_words;  // words of one channel's weights
+    int scale_words;    // words of the tile's scales on one port
+    int head_words;     // the same with biases
     bool inner;
-    Bounds bounds;
+    bool bias;
 };
 
-// What one call computes: products == 0 means that the request was refused, and nothing is read or written.
+// What one call computes, decoded once; products == 0 means that nothing is computed.
 struct Call {
+    uint32_t computing;  // rows that compute
+    uint32_t copied;     // rows that are copied from the cache
     int products;
-    Product first;
+    int first_word;  // words first_word .. end_word - 1 of every section come from memory
+    int end_word;
+    int filled;       // of these, words that go into the prefetch buffer
+    int held;         // words that come from the prefetch buffer
+    int words;        // words of every section that the array takes
+    int row_words;    // of x
+    int result_words; // of a row of y
     Product last;
 };
 
@@ -36,7 +54,8 @@ struct Call {
 template <class C>
 struct Shapes {
     typedef typename WeightFormat<C::WEIGHT_BITS>::Type Format;
-    static const int ROWS = (C::BATCH + C::CORES - 1) / C::CORES;
+    static const int CORES = C::CORES;
+    static const int PASSES = (C::BATCH + C::CORES - 1) / C::CORES;
     static const int PORTS = C::PORTS;
     static const int LANES = Format::LANES;
     static const int INPUTS = C::MAX_INPUTS;
@@ -46,9 +65,17 @@ struct Shapes {
     static const int HEAD_WORDS = C::MAX_HEAD_WORDS;
     static const int CHANNEL_WORDS = C::MAX_CHANNEL_WORDS;
     static const int RESULT_WORDS = WordsFor<C::MAX_TILE * C::PORTS, FLOAT_LANES>::VALUE;
-    static const int ROW_LANES = (ROWS + 3) / 4;
-    static const int ROW_BLOCKS = (ROWS + ROW_LANES - 1) / ROW_LANES;
+    // Ports that are scaled in one clock: a group of int4 lasts four words, so a quarter of them keeps pace.
+    static const int PORT_LANES = Format::GROUPED ? (C::PORTS + 3) / 4 : 1;
+    static const int PORT_BLOCKS = (C::PORTS + PORT_LANES - 1) / PORT_LANES;
+    static const int SCALE_ROWS = Format::GROUPED ? C::SCALE_ROWS : 1;
+    static const int SCALE_DISTANCE = SCALE_ROWS * PORT_BLOCKS;
+    static const int SCALE_STEPS = (TILE_SUMS + SCALE_ROWS * C::MAX_SUMS) * PORT_BLOCKS;
+    static const int SUMS = PASSES * TILE_SUMS;
+    static const int VALUES = PASSES * TILE * PORT_BLOCKS;
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
+    static_assert(C::CORES >= 1 && C::CORES <= C::BATCH, "a core without a row is never used");
+    static_assert(C::PORTS % C::AXI_WORDS == 0, "an AXI port carries whole logical ports");
     static_assert(C::MAX_INPUTS <= 1 << 16, "an int32 sum holds 65536 products of int8");
 };
 
@@ -60,20 +87,17 @@ inline int words_for(int count, int lanes) {
 template <class Format>
 Product make_product(int inputs, int channels, int tile, int tiles, bool inner, bool bias) {
     FASTCAR_INLINE
-    const bool groups = Format::GROUP == 128;
     Product product;
     product.inputs = inputs;
     product.channels = channels;
+    product.tile = tile;
     product.tiles = tiles;
+    product.sums = Format::GROUPED ? words_for(inputs, Format::GROUP) : 1;
+    product.channel_words = Format::GROUPED ? product.sums * (128 / Format::LANES) : words_for(inputs, Format::LANES);
+    product.scale_words = words_for(tile * product.sums, Format::SCALE_LANES);
+    product.head_words = product.scale_words + (bias ? words_for(tile, FLOAT_LANES) : 0);
     product.inner = inner;
-    product.bounds.tile = tile;
-    product.bounds.sums = groups ? words_for(inputs, Format::GROUP) : 1;
-    product.bounds.sum_words = groups ? 128 / Format::LANES : words_for(inputs, Format::LANES);
-    product.bounds.channel_words = product.bounds.sums * product.bounds.sum_words;
-    product.bounds.scale_words = words_for(tile * product.bounds.sums, Format::SCALE_LANES);
-    product.bounds.head_words = product.bounds.scale_words + (bias ? words_for(tile, FLOAT_LANES) : 0);
-    product.bounds.tile_words = tile * product.bounds.channel_words;
-    product.bounds.bias = bias;
+    product.bias = bias;
     return product;
 }
 
@@ -87,102 +111,196 @@ bool linear_fits(int inputs, int channels, int tile, int tiles, bool bias) {
     const Product product = make_product<typename S::Format>(small ? inputs : 1, 1, small ? tile : 1, 1, false, bias);
     const int chunk = small ? tile * C::PORTS : 0;
     const int covered = small ? tiles * chunk : 0;
-    return small && product.bounds.tile_words <= S::TILE_WORDS && product.bounds.head_words <= S::HEAD_WORDS &&
-           tile * product.bounds.sums <= S::TILE_SUMS && chunk % FLOAT_LANES == 0 && covered >= channels &&
+    return small && product.tile * product.channel_words <= S::TILE_WORDS && product.head_words <= S::HEAD_WORDS &&
+           product.tile * product.sums <= S::TILE_SUMS && chunk % FLOAT_LANES == 0 && covered >= channels &&
            covered - chunk < channels;
 }
 
+// First product of the MLP: constants.
 template <class C>
-Call make_call(uint32_t op, int inputs, int channels, int tile, int tiles) {
+Product first_product() {
+    FASTCAR_INLINE
+    return make_product<typename Shapes<C>::Format>(C::HIDDEN, (C::GATED ? 2 : 1) * C::INTERMEDIATE, C::GATE_UP_TILE,
+                                                    C::GATE_UP_TILES, true, C::UP_BIAS);
+}
+
+// The only product of a linear, or the second of the MLP: constants, too.
+template <class C>
+Product last_product(uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_INLINE
     typedef typename Shapes<C>::Format Format;
-    const int parts = C::GATED ? 2 : 1;
-    const bool bias = op == OP_LINEAR_BIAS;
+    return op == OP_MLP
+               ? make_product<Format>(C::INTERMEDIATE, C::HIDDEN, C::DOWN_TILE, C::DOWN_TILES, false, C::DOWN_BIAS)
+               : make_product<Format>(inputs, channels, tile, tiles, false, op == OP_LINEAR_BIAS);
+}
+
+// Words of one section that a product takes.
+inline int product_words(const Product& product) {
+    FASTCAR_INLINE
+    return product.tiles * (product.head_words + product.tile * product.channel_words);
+}
+
+// Products of a request: 0 when the engine refuses it.
+template <class C>
+int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {
+    FASTCAR_INLINE
+    const bool fits = (op == OP_LINEAR || op == OP_LINEAR_BIAS) &&
+                      linear_fits<C>(inputs, channels, tile, tiles, op == OP_LINEAR_BIAS);
+    return op == OP_MLP ? 2 : fits ? 1 : 0;
+}
+
+// A call of the engine from its arguments. The prefetch buffer holds weights of an MLP: a linear leaves it alone.
+template <class C>
+Call decode(uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs, int channels, int tile, int tiles) {
+    FASTCAR_NO_INLINE
+    const uint32_t all = 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - C::BATCH);
+    const bool fills = prefetch == PREFETCH_FILL;
+    const bool holds = prefetch == PREFETCH_HELD && op == OP_MLP;
+    const int products = fills ? 0 : products_of<C>(op, inputs, channels, tile, tiles);
+    const Product last = products > 0 ? last_product<C>(op, inputs, channels, tile, tiles) : first_product<C>();
+    const bool computes = products > 0 && (index_register & all) != 0;
     Call call;
-    call.first = make_product<Format>(C::HIDDEN, parts * C::INTERMEDIATE, C::GATE_UP_TILE, C::GATE_UP_TILES, true,
-                                      C::UP_BIAS);
-    if (op == OP_MLP) {
-        call.products = 2;
-        call.last = make_product<Format>(C::INTERMEDIATE, C::HIDDEN, C::DOWN_TILE, C::DOWN_TILES, false, C::DOWN_BIAS);
-    } else {
-        const bool fits = op <= OP_LINEAR_BIAS && linear_fits<C>(inputs, channels, tile, tiles, bias);
-        call.products = fits ? 1 : 0;
-        call.last = make_product<Format>(fits ? inputs : 0, fits ? channels : 0, fits ? tile : 0, fits ? tiles : 0,
-                                         false, bias);
-    }
+    call.computing = computes ? index_register & all : 0u;
+    call.copied = op == OP_MLP && !fills ? ~index_register & all : 0u;
+    call.products = computes ? products : 0;
+    call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
+    call.held = computes && holds ? C::PREFETCH_WORDS : 0;
+    call.filled = fills && (index_register & all) != 0 ? C::PREFETCH_WORDS : 0;
+    call.first_word = call.held;
+    call.end_word = call.words + call.filled;
+    call.row_words = words_for(products > 1 ? C::HIDDEN : last.inputs, FLOAT_LANES);
+    call.result_words = words_for(op == OP_MLP ? C::HIDDEN : last.channels, FLOAT_LANES);
+    call.last = last;
+    call.last.tiles = computes ? last.tiles : 0;
     return call;
 }
 
-inline int product_words(const Product& product) {
-    FASTCAR_INLINE
-    return product.tiles * (product.bounds.head_words + product.bounds.tile_words);
-}
-
-// 128-bit words that one weight port reads in a call.
-inline int call_words(const Call& call) {
-    FASTCAR_INLINE
-    return (call.products > 1 ? product_words(call.first) : 0) + (call.products > 0 ? product_words(call.last) : 0);
-}
-
-// Inputs of one row of a call.
-inline int call_inputs(const Call& call) {
-    FASTCAR_INLINE
-    return call.products > 1 ? call.first.inputs : call.last.inputs;
-}
-
+// Rows of all cores -> int8 and their scales, pass by pass.
+// sizes: the largest |x| of a row; scales: one division per core; values: FLOAT_LANES of every core per clock.
 template <class C>
-void quantize_rows(const float values[Shapes<C>::ROWS][Shapes<C>::INPUTS], int rows, Product product,
-                   int8_t q[Shapes<C>::ROWS][Shapes<C>::CHANNEL_WORDS][Shapes<C>::LANES],
-                   float row_scale[Shapes<C>::ROWS]) {
+void quantize_rows(const float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS], int passes, int inputs,
+                   int channel_words, int8_t q[C::CORES][Shapes<C>::PASSES * Shapes<C>::CHANNEL_WORDS][Shapes<C>::LANES],
+                   float row_scale[C::CORES][Shapes<C>::PASSES]) {
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
-    for (int r = 0; r < rows; ++r) {
-        FASTCAR_TRIPS(1, S::ROWS)
-        row_scale[r] = quantize_row<S::INPUTS, S::CHANNEL_WORDS, S::LANES>(values[r], q[r], product.inputs,
-                                                                           product.bounds.channel_words);
-    }
-}
-
-// Values of tile t -> activated neurons in `values` (the inner product of an MLP), or whole words of y in `results`.
-// r: rows; i: channels of the tile, pipelined, one per clock, as scale_tile delivers them. Four channels make a word of y;
-// `previous` is the gate of an up channel.
-template <class C>
-void finish_tile(const float value[Shapes<C>::ROWS][C::PORTS][Shapes<C>::TILE], int rows, int t, Product product,
-                 float values[Shapes<C>::ROWS][Shapes<C>::INPUTS],
-                 word_t results[Shapes<C>::ROWS][Shapes<C>::RESULT_WORDS]) {
-    FASTCAR_NO_INLINE
-    const int parts = C::GATED ? 2 : 1;
-    const int chunk = product.bounds.tile * C::PORTS;
-    const int first = t * chunk;
-    float lanes[FLOAT_LANES] = {0.0f, 0.0f, 0.0f, 0.0f};
-    FASTCAR_PARTITION(lanes, 0)
-    float previous = 0.0f;
-    for (int r = 0; r < rows; ++r) {
-        FASTCAR_TRIPS(1, Shapes<C>::ROWS)
-        for (int i = 0; i < chunk; ++i) {
+    const int padded = channel_words * S::LANES;
+passes:
+    for (int pass = 0; pass < passes; ++pass) {
+        FASTCAR_TRIPS(1, S::PASSES)
+        uint32_t amax[S::CORES] = {};
+        float inverse[S::CORES];
+        int8_t word[S::CORES][S::LANES] = {};
+        FASTCAR_PARTITION(amax, 0)
+        FASTCAR_PARTITION(inverse, 0)
+        FASTCAR_PARTITION(word, 0)
+    sizes:
+        for (int k = 0; k < inputs; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(4, Shapes<C>::TILE * C::PORTS)
-            const bool real = first + i < product.channels;
-            const float now = real ? channel_value<Shapes<C> >(value[r], i) : 0.0f;
-            lanes[i % FLOAT_LANES] = now;
-            if (!product.inner && i % FLOAT_LANES == FLOAT_LANES - 1) {
-                results[r][i / FLOAT_LANES] = pack_float(lanes);
+            FASTCAR_TRIPS(1, S::INPUTS / FLOAT_LANES + 1)
+            FASTCAR_RECURRENCE(amax, 1)
+            FASTCAR_UNROLL
+            for (int c = 0; c < S::CORES; ++c) {
+                float x[FLOAT_LANES];
+                FASTCAR_PARTITION(x, 0)
+                load_lanes<S::INPUTS>(values[c][pass], k, inputs, x);
+                amax[c] = amax_step(amax[c], x, inputs - k);
             }
-            if (product.inner && real && i % parts == parts - 1) {
-                const float act = Activate<C::ACTIVATION>::of(C::GATED ? previous : now);
-                values[r][(first + i) / parts] = C::GATED ? act * now : act;
+        }
+    scales:
+        for (int c = 0; c < S::CORES; ++c) {
+            FASTCAR_PIPELINE(1)
+            const float floored = row_amax_floor(float_of_bits(amax[c]));
+            inverse[c] = 127.0f / floored;
+            row_scale[c][pass] = floored * ONE_OVER_127;
+        }
+    values:
+        for (int k = 0; k < padded; k += FLOAT_LANES) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(1, S::CHANNEL_WORDS * S::LANES / FLOAT_LANES)
+            FASTCAR_UNROLL
+            for (int c = 0; c < S::CORES; ++c) {
+                float x[FLOAT_LANES];
+                FASTCAR_PARTITION(x, 0)
+                load_lanes<S::INPUTS>(values[c][pass], k, inputs, x);
+                int8_t lanes[FLOAT_LANES];
+                FASTCAR_PARTITION(lanes, 0)
+                quantize_step(x, inverse[c], inputs - k, lanes);
+                FASTCAR_UNROLL
+                for (int i = 0; i < FLOAT_LANES; ++i) {
+                    word[c][k % S::LANES + i] = lanes[i];
+                }
+                if (k % S::LANES == S::LANES - FLOAT_LANES) {
+                    store_lanes<S::LANES>(word[c], q[c][pass * S::CHANNEL_WORDS + k / S::LANES]);
+                }
             }
-            previous = now;
         }
     }
 }
 
-// Words of y that one row gets from tile t of the last product.
+// A channel's value, or the activated neuron of a gate and its up channel.
 template <class C>
-int result_words(const Product& product, int t) {
+float finish_step(float now, float previous) {
     FASTCAR_INLINE
-    const int whole = product.bounds.tile * C::PORTS / FLOAT_LANES;
-    const int left = words_for(product.channels, FLOAT_LANES) - t * whole;
+    const float act = Activate<C::ACTIVATION>::of(C::GATED ? previous : now);
+    return C::GATED ? act * now : act;
+}
+
+// Values of tile t -> activated neurons in `values` (the inner product of an MLP), or whole words of y in `results`.
+// channels: `steps` = passes * chunk, all cores side by side, in the order in which scale_tile leaves them. Four channels
+// make a word of y; `previous` is the gate of an up channel.
+template <class C>
+void finish_tile(const float value[C::CORES][Shapes<C>::PORT_LANES][Shapes<C>::VALUES], uint64_t occupied, int steps,
+                 int t, int chunk, int channels, bool inner,
+                 float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS],
+                 word_t results[C::CORES][Shapes<C>::PASSES * Shapes<C>::RESULT_WORDS]) {
+    FASTCAR_NO_INLINE
+    typedef Shapes<C> S;
+    const int parts = C::GATED ? 2 : 1;
+    const int first = t * chunk;
+    float lanes[S::CORES][FLOAT_LANES] = {};
+    float previous[S::CORES] = {};
+    FASTCAR_PARTITION(lanes, 0)
+    FASTCAR_PARTITION(previous, 0)
+    uint64_t busy = occupied;
+    int channel = 0, port = 0, lane = 0, place = 0, pass = 0;
+channels:
+    for (int i = 0; i < steps; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(4, S::PASSES * S::TILE * S::PORTS)
+        FASTCAR_RECURRENCE(lanes, 1)
+        FASTCAR_RECURRENCE(previous, 1)
+        const bool real = first + channel < channels;
+        const bool pair = channel % parts == parts - 1;
+        FASTCAR_UNROLL
+        for (int c = 0; c < S::CORES; ++c) {
+            if (((busy >> c) & 1u) != 0) {
+                const float now = real ? value[c][lane][place] : 0.0f;
+                lanes[c][channel % FLOAT_LANES] = now;
+                if (!inner && channel % FLOAT_LANES == FLOAT_LANES - 1) {
+                    results[c][pass * S::RESULT_WORDS + channel / FLOAT_LANES] = pack_float(lanes[c]);
+                }
+                if (inner && real && pair) {
+                    values[c][pass][(first + channel) / parts] = finish_step<C>(now, previous[c]);
+                }
+                previous[c] = now;
+            }
+        }
+        const bool last_of_row = port == S::PORTS - 1;
+        const bool last_of_pass = channel == chunk - 1;
+        const bool last_of_block = last_of_row || lane == S::PORT_LANES - 1;
+        port = last_of_row ? 0 : port + 1;
+        lane = last_of_block ? 0 : lane + 1;
+        place += last_of_block ? 1 : 0;
+        channel = last_of_pass ? 0 : channel + 1;
+        pass += last_of_pass ? 1 : 0;
+        busy = last_of_pass ? busy >> S::CORES : busy;
+    }
+}
+
+// Words of y that one row gets from tile t: `whole`, but for the last tile.
+inline int tile_results(int t, int whole, int result_words) {
+    FASTCAR_INLINE
+    const int left = result_words - t * whole;
     return left < whole ? left : whole;
 }
 

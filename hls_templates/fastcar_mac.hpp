@@ -1,6 +1,7 @@
 // Two int8 products per DSP48E2 (AMD WP486): one 27 x 18 multiplier takes (high * 2^18 + low) and a factor that both
 // share, so its result is high * shared * 2^18 + low * shared. The low product borrows from the high one when it is
 // negative, which `split` gives back. Sums of packed products are split once, as long as the low sum keeps to 18 bits.
+// No product is bound to a DSP by itself: so the tool forms multiply-adds, and cascades of eight of them.
 #ifndef FASTCAR_MAC_HPP
 #define FASTCAR_MAC_HPP
 
@@ -50,15 +51,13 @@ Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t 
     FASTCAR_INLINE
     Pair total = {0, 0};
     static_assert(LANES % PRODUCTS_PER_SUM == 0, "a word is whole sums");
+    FASTCAR_UNROLL
     for (int s = 0; s < LANES / PRODUCTS_PER_SUM; ++s) {
-        FASTCAR_UNROLL
         const int first = s * PRODUCTS_PER_SUM;
         packed_sum_t sum = 0;
+        FASTCAR_UNROLL
         for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
-            FASTCAR_UNROLL
-            const packed_sum_t product = pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
-            FASTCAR_MULTIPLY_IN_DSP(product)
-            sum += product;
+            sum += pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
         }
         const Pair part = split(sum);
         total.low += part.low;
@@ -71,35 +70,34 @@ template <int LANES>
 int32_t dot(const int8_t left[LANES], const int8_t right[LANES]) {
     FASTCAR_INLINE
     int32_t sum = 0;
+    FASTCAR_UNROLL
     for (int i = 0; i < LANES; ++i) {
-        FASTCAR_UNROLL
-        const int16_t product = static_cast<int16_t>(left[i] * right[i]);
-        FASTCAR_MULTIPLY_IN_DSP(product)
-        sum += product;
+        sum += static_cast<int16_t>(left[i] * right[i]);
     }
     return sum;
 }
 
 // One word of every port against one word of every row. Two rows share the weights of a port; a row without a partner
 // shares its inputs between two ports; with one port and one row left a product has a multiplier to itself.
+// Bit r of `busy` is 0: nothing is multiplied for row r alone, whose products are of no use.
 template <int PORTS, int ROWS, int LANES>
-void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][LANES], int rows,
+void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][LANES], uint32_t busy,
                     int32_t product[ROWS][PORTS]) {
     FASTCAR_INLINE
+    FASTCAR_UNROLL
     for (int r = 0; r < ROWS / 2; ++r) {
         FASTCAR_UNROLL
         for (int p = 0; p < PORTS; ++p) {
-            FASTCAR_UNROLL
-            if (2 * r < rows) {
+            if (((busy >> (2 * r)) & 3u) != 0) {
                 const Pair pair = dot_pair<LANES>(weight[p], input[2 * r], input[2 * r + 1]);
                 product[2 * r][p] = pair.low;
                 product[2 * r + 1][p] = pair.high;
             }
         }
     }
-    if (ROWS % 2 == 1 && ROWS - 1 < rows) {
+    if (ROWS % 2 == 1 && ((busy >> (ROWS - 1)) & 1u) != 0) {
+        FASTCAR_UNROLL
         for (int p = 0; p < PORTS / 2; ++p) {
-            FASTCAR_UNROLL
             const Pair pair = dot_pair<LANES>(input[ROWS - 1], weight[2 * p], weight[2 * p + 1]);
             product[ROWS - 1][2 * p] = pair.low;
             product[ROWS - 1][2 * p + 1] = pair.high;

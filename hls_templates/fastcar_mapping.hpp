@@ -1,4 +1,5 @@
-// Index Register and Mapping Registers of Dynamic Resource Scheduling (docs/reference/drs_table.md).
+// Index Register and Mapping Registers of Dynamic Resource Scheduling (docs/reference/drs_table.md). A core is one slot of
+// the array; the cores work in lock step, and a tile stays on chip for as many passes as the busiest core has rows.
 #ifndef FASTCAR_MAPPING_HPP
 #define FASTCAR_MAPPING_HPP
 
@@ -10,6 +11,9 @@
 namespace fastcar {
 
 static const int INDEX_REGISTER_BITS = 32;
+
+// A pass is below 32: there are no more rows.
+typedef ap_uint<5> pass_t;
 
 // ceil(log2(CORES)), at least one bit.
 template <int CORES>
@@ -30,38 +34,61 @@ inline bool row_computes(uint32_t index_register, int row) {
     return ((index_register >> row) & 1u) != 0;
 }
 
-// Rows that compute go round-robin over the cores, in row order. Returns how many rows compute; replayed rows map to 0.
+// Core and pass of every row; those of a replayed row are 0. Returns how many passes there are.
+#if defined(FASTCAR_STATIC_MAPPING)
+// For comparison in C simulation only: row b belongs to core b mod C, whatever the other rows do.
 template <int BITS>
-int map_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> mapping[INDEX_REGISTER_BITS]) {
+int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
+             pass_t pass_of[INDEX_REGISTER_BITS]) {
+    int used[INDEX_REGISTER_BITS] = {};
+    int passes = 0;
+rows:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        const int core = row % cores;
+        const bool computes = row < rows && row_computes(index_register, row);
+        core_of[row] = computes ? core : 0;
+        pass_of[row] = computes ? used[core] : 0;
+        used[core] += computes ? 1 : 0;
+        passes = used[core] > passes ? used[core] : passes;
+    }
+    return passes;
+}
+#else
+// The i-th computing row goes to core i mod C in pass i div C.
+template <int BITS>
+int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
+             pass_t pass_of[INDEX_REGISTER_BITS]) {
     FASTCAR_INLINE
-    int count = 0;
     int core = 0;
+    int pass = 0;
+rows:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
         const bool computes = row < rows && row_computes(index_register, row);
-        mapping[row] = computes ? core : 0;
-        if (computes) {
-            ++count;
-            core = core + 1 == cores ? 0 : core + 1;
-        }
+        const bool last = core + 1 == cores;
+        core_of[row] = computes ? core : 0;
+        pass_of[row] = computes ? pass : 0;
+        pass += computes && last ? 1 : 0;
+        core = !computes ? core : last ? 0 : core + 1;
     }
-    return count;
+    return core == 0 ? pass : pass + 1;
 }
+#endif
 
-inline int count_rows(uint32_t index_register, int rows) {
+// Bit pass * CORES + core is 1 where a row computes there: at most 32 rows + CORES - 1 places.
+template <int CORES, int BITS>
+uint64_t occupied_places(uint32_t index_register, int rows, const ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
+                         const pass_t pass_of[INDEX_REGISTER_BITS]) {
     FASTCAR_INLINE
-    int count = 0;
+    uint64_t occupied = 0;
+places:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
-        FASTCAR_UNROLL
-        count += row < rows && row_computes(index_register, row) ? 1 : 0;
+        FASTCAR_PIPELINE(1)
+        const bool computes = row < rows && row_computes(index_register, row);
+        const int place = pass_of[row].to_int() * CORES + core_of[row].to_int();
+        occupied |= computes ? 1ull << place : 0ull;
     }
-    return count;
-}
-
-// How many of `count` computing rows core `core` of `cores` gets.
-inline int rows_of_core(int count, int core, int cores) {
-    FASTCAR_INLINE
-    return count / cores + (core < count % cores ? 1 : 0);
+    return occupied;
 }
 
 }  // namespace fastcar

@@ -46,45 +46,48 @@ inline int8_t quantize(float value, float inverse) {
 template <int LANES>
 void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
     FASTCAR_INLINE
+    FASTCAR_UNROLL
     for (int i = 0; i < LANES; ++i) {
-        FASTCAR_UNROLL
         word[i] = lanes[i];
     }
 }
 
-// One row: float32 [K] -> int8 [WORDS][LANES], spare lanes zero; returns the row's scale.
-// |x| is compared as an integer, which orders like the float and takes one clock; a NaN is passed over.
-// q is written in whole words: its lanes are one wide memory. Inlined, because the caller's q is split by row.
-// A shorter row than K takes its own count of values and words. FLOAT_LANES values per clock: x has that many banks.
-template <int K, int WORDS, int LANES>
-float quantize_row(const float x[K], int8_t q[WORDS][LANES], int count = K, int words = WORDS) {
+// FLOAT_LANES values of a row from k on; what lies beyond `count` is zero.
+template <int K>
+void load_lanes(const float row[K], int k, int count, float x[FLOAT_LANES]) {
     FASTCAR_INLINE
-    uint32_t amax = 0;
-    for (int k = 0; k < count; k += FLOAT_LANES) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, K / FLOAT_LANES + 1)
-        for (int i = 0; i < FLOAT_LANES; ++i) {
-            FASTCAR_UNROLL
-            const uint32_t size = k + i < count ? bits_of_float(x[k + i]) & 0x7FFFFFFFu : 0u;
-            amax = size > amax && size <= INFINITY_BITS ? size : amax;
-        }
+    FASTCAR_UNROLL
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        x[i] = k + i < count ? row[k + i] : 0.0f;
     }
-    const float floored = row_amax_floor(float_of_bits(amax));
-    const float inverse = 127.0f / floored;
-    int8_t lanes[LANES] = {};
-    FASTCAR_PARTITION(lanes, 0)
-    for (int k = 0; k < words * LANES; k += FLOAT_LANES) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(LANES / FLOAT_LANES, WORDS * LANES / FLOAT_LANES)
-        for (int i = 0; i < FLOAT_LANES; ++i) {
-            FASTCAR_UNROLL
-            lanes[k % LANES + i] = k + i < count ? quantize(x[k + i], inverse) : static_cast<int8_t>(0);
-        }
-        if (k % LANES == LANES - FLOAT_LANES) {
-            store_lanes<LANES>(lanes, q[k / LANES]);
-        }
+}
+
+inline uint32_t larger(uint32_t left, uint32_t right) {
+    FASTCAR_INLINE
+    return left > right ? left : right;
+}
+
+// The largest |x| so far, after FLOAT_LANES more values of which the first `real` count. |x| is compared as an integer,
+// which orders like the float; a NaN is passed over. The lanes meet in a tree: one comparison follows `amax`.
+inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {
+    FASTCAR_INLINE
+    uint32_t size[FLOAT_LANES];
+    FASTCAR_PARTITION(size, 0)
+    FASTCAR_UNROLL
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        const uint32_t bits = bits_of_float(x[i]) & 0x7FFFFFFFu;
+        size[i] = i < real && bits <= INFINITY_BITS ? bits : 0u;
     }
-    return floored * ONE_OVER_127;
+    return larger(amax, larger(larger(size[0], size[1]), larger(size[2], size[3])));
+}
+
+// FLOAT_LANES values -> int8, of which the first `real` count; the others are zero.
+inline void quantize_step(const float x[FLOAT_LANES], float inverse, int real, int8_t q[FLOAT_LANES]) {
+    FASTCAR_INLINE
+    FASTCAR_UNROLL
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        q[i] = i < real ? quantize(x[i], inverse) : static_cast<int8_t>(0);
+    }
 }
 
 inline float dequantize(int32_t accumulator, float row_scale, float channel_scale) {

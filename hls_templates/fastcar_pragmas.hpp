@@ -1,5 +1,5 @@
-// Loop and array pragmas of every FastCar kernel, in one place. Vitis HLS by default;
-// FASTCAR_PRAGMAS_NONE leaves them out, and another tool's spelling is one more branch here.
+// Loop and array pragmas of every FastCar kernel, in one place. Vitis HLS by default; FASTCAR_PRAGMAS_NONE is for an open
+// tool that pipelines functions and takes its interface from the literal lines of the tops.
 #ifndef FASTCAR_PRAGMAS_HPP
 #define FASTCAR_PRAGMAS_HPP
 
@@ -15,24 +15,35 @@
 #define FASTCAR_PRAGMA(text) FASTCAR_PRAGMA_TEXT(text)
 #endif
 
+// Stands before a loop of constant bounds inside a pipelined loop. Vitis HLS unrolls every loop below a pipelined one by
+// itself (UG1399, "Pipelining Loops"), and takes its own pragma in the body only; a clang front end is told before the loop.
+#if defined(FASTCAR_PRAGMAS_NONE) && defined(__clang__)
+#define FASTCAR_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define FASTCAR_UNROLL
+#endif
+
 #define FASTCAR_DATAFLOW FASTCAR_PRAGMA(HLS DATAFLOW)
 #define FASTCAR_INLINE FASTCAR_PRAGMA(HLS INLINE)
 #define FASTCAR_NO_INLINE FASTCAR_PRAGMA(HLS INLINE off)
 #define FASTCAR_PIPELINE(interval) FASTCAR_PRAGMA(HLS PIPELINE II = interval)
-#define FASTCAR_UNROLL FASTCAR_PRAGMA(HLS UNROLL)
 #define FASTCAR_TRIPS(least, most) FASTCAR_PRAGMA(HLS LOOP_TRIPCOUNT min = least max = most)
+// What a pipelined loop reads `iterations` after it wrote it; design/recurrences.py compares this with the latency.
+#define FASTCAR_RECURRENCE(name, iterations) \
+    FASTCAR_PRAGMA(HLS DEPENDENCE variable = name type = inter direction = RAW distance = iterations dependent = true)
 #define FASTCAR_PARTITION(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = complete dim = dimension)
 #define FASTCAR_PARTITION_CYCLIC(array, dimension, banks) \
     FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = cyclic factor = banks dim = dimension)
 #define FASTCAR_RESHAPE(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_RESHAPE variable = array type = complete dim = dimension)
 #define FASTCAR_FIFO(name, entries) FASTCAR_PRAGMA(HLS STREAM variable = name depth = entries)
 #define FASTCAR_BLOCKS(array, copies) FASTCAR_PRAGMA(HLS STREAM variable = array type = pipo depth = copies)
-// Tiles are in UltraRAM where the design says so (fastcar_config.hpp, which comes first), else in block RAM.
+#define FASTCAR_BLOCK_RAM(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = bram)
+// Tiles are in UltraRAM where the design says so (fastcar_config.hpp, which comes first), else in block RAM. UltraRAM has
+// no initial values: a static array, which C++ sets to zero, must not be bound to it.
 #if defined(FASTCAR_TILES_IN_URAM)
 #define FASTCAR_TILE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)
 #else
-#define FASTCAR_TILE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = bram)
+#define FASTCAR_TILE_MEMORY(array) FASTCAR_BLOCK_RAM(array)
 #endif
-#define FASTCAR_MULTIPLY_IN_DSP(name) FASTCAR_PRAGMA(HLS BIND_OP variable = name op = mul impl = dsp)
 
 #endif

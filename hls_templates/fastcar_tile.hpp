@@ -3,9 +3,13 @@
 // A product is N output channels by K inputs. Channel c = (t * tile + j) * PORTS + p is row j of tile t on weight port p,
 // so a tile is `tile` rows on every port. Before its rows a tile has its head: the scales, then (if the product has them)
 // the float32 biases. S holds the largest sizes (fastcar_engine_core.hpp, Shapes): those of the buffers.
+//
+// The tile stays where it is while `passes` go over it; in a pass every core multiplies one row. Bit pass * CORES + core
+// of `occupied` is 1 where there is a row. Loops are flat, with counters instead of divisions: a pass costs no start.
 #ifndef FASTCAR_TILE_HPP
 #define FASTCAR_TILE_HPP
 
+#include "fastcar_counters.hpp"
 #include "fastcar_mac.hpp"
 #include "fastcar_numerics.hpp"
 
@@ -16,9 +20,14 @@ struct Int8Channels {
     static const int LANES = INT8_LANES;
     static const int SCALE_LANES = FLOAT_LANES;
     static const int GROUP = 1 << 16;  // all of a channel
+    static const bool GROUPED = false;
     static void unpack(const word_t& word, int8_t lanes[LANES]) {
         FASTCAR_INLINE
         unpack_int8(word, lanes);
+    }
+    static float unpack_scale(const word_t& word, int lane) {
+        FASTCAR_INLINE
+        return unpack_float(word, lane);
     }
 };
 
@@ -27,9 +36,14 @@ struct Int4Groups {
     static const int LANES = INT4_LANES;
     static const int SCALE_LANES = HALF_LANES;
     static const int GROUP = 128;
+    static const bool GROUPED = true;
     static void unpack(const word_t& word, int8_t lanes[LANES]) {
         FASTCAR_INLINE
         unpack_int4(word, lanes);
+    }
+    static float unpack_scale(const word_t& word, int lane) {
+        FASTCAR_INLINE
+        return unpack_half(word, lane);
     }
 };
 
@@ -44,150 +58,165 @@ struct WeightFormat<4> {
     typedef Int4Groups Type;
 };
 
-// Bounds of the loops over one tile; they come with a call.
-struct Bounds {
-    int tile;           // rows on one port
-    int sums;           // of one channel: one, or one per group
-    int sum_words;      // words of weights that one sum takes
-    int channel_words;  // words of one channel's weights
-    int scale_words;    // words of the tile's scales on one port
-    int head_words;     // the same with biases
-    int tile_words;     // words of the tile's weights on one port
-    bool bias;
-};
-
-// The MAC array: PORTS * LANES lanes for each of ROWS rows. Rows at or beyond `rows` idle.
-// i: words of the tile, pipelined, one word of every port per clock; unrolled: ports, rows, lanes. `partial` is in
-// registers; a sum ends after sum_words words.
+// One clock of the MAC array: one word of every port by one word of every core. `first`: a sum begins.
 template <class S>
-void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS], const int8_t q[S::ROWS][S::CHANNEL_WORDS][S::LANES], int rows,
-              int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], Bounds bounds) {
-    FASTCAR_NO_INLINE
-    int32_t partial[S::ROWS][S::PORTS];
-    FASTCAR_PARTITION(partial, 0)
-    for (int i = 0, sum = 0, k = 0, word = 0; i < bounds.tile_words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, S::TILE_WORDS)
-        int8_t weight[S::PORTS][S::LANES];
-        int8_t input[S::ROWS][S::LANES] = {};
-        int32_t product[S::ROWS][S::PORTS] = {};
-        FASTCAR_PARTITION(weight, 0)
-        FASTCAR_PARTITION(input, 0)
-        FASTCAR_PARTITION(product, 0)
+void mac_step(const word_t word[S::PORTS], const int8_t input[S::CORES][S::LANES], uint32_t busy, bool first,
+              int32_t partial[S::CORES][S::PORTS]) {
+    FASTCAR_INLINE
+    int8_t weight[S::PORTS][S::LANES];
+    int32_t product[S::CORES][S::PORTS] = {};
+    FASTCAR_PARTITION(weight, 0)
+    FASTCAR_PARTITION(product, 0)
+    FASTCAR_UNROLL
+    for (int p = 0; p < S::PORTS; ++p) {
+        S::Format::unpack(word[p], weight[p]);
+    }
+    multiply_words<S::PORTS, S::CORES, S::LANES>(weight, input, busy, product);
+    FASTCAR_UNROLL
+    for (int c = 0; c < S::CORES; ++c) {
+        FASTCAR_UNROLL
         for (int p = 0; p < S::PORTS; ++p) {
-            FASTCAR_UNROLL
-            S::Format::unpack(tile[p][i], weight[p]);
+            partial[c][p] = (first ? 0 : partial[c][p]) + product[c][p];
         }
-        for (int r = 0; r < S::ROWS; ++r) {
-            FASTCAR_UNROLL
-            if (r < rows) {
-                store_lanes<S::LANES>(q[r][k], input[r]);
-            }
+    }
+}
+
+// The MAC array: PORTS * LANES lanes for each core.
+// words: `steps` = passes * tile_words, one word of every port per clock. A sum ends after sum_words words.
+template <class S>
+void mac_tile(const word_t tile[S::PORTS][S::TILE_WORDS],
+              const int8_t q[S::CORES][S::PASSES * S::CHANNEL_WORDS][S::LANES], uint64_t occupied, int steps,
+              int tile_words, int sum_words, int channel_words, int32_t acc[S::CORES][S::PORTS][S::SUMS]) {
+    FASTCAR_NO_INLINE
+    int32_t partial[S::CORES][S::PORTS];
+    FASTCAR_PARTITION(partial, 0)
+    uint64_t busy = occupied;
+    int at = 0, k = 0, word = 0, sum = 0, base = 0;
+words:
+    for (int i = 0; i < steps; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, S::PASSES * S::TILE_WORDS)
+        FASTCAR_RECURRENCE(partial, 1)
+        FASTCAR_COUNT(COUNT_MAC)
+        word_t weights[S::PORTS];
+        int8_t input[S::CORES][S::LANES];
+        FASTCAR_PARTITION(weights, 0)
+        FASTCAR_PARTITION(input, 0)
+        FASTCAR_UNROLL
+        for (int p = 0; p < S::PORTS; ++p) {
+            weights[p] = tile[p][at];
         }
-        multiply_words<S::PORTS, S::ROWS, S::LANES>(weight, input, rows, product);
-        for (int r = 0; r < S::ROWS; ++r) {
+        FASTCAR_UNROLL
+        for (int c = 0; c < S::CORES; ++c) {
+            store_lanes<S::LANES>(q[c][base + k], input[c]);
+        }
+        mac_step<S>(weights, input, static_cast<uint32_t>(busy), word == 0, partial);
+        FASTCAR_UNROLL
+        for (int c = 0; c < S::CORES; ++c) {
             FASTCAR_UNROLL
             for (int p = 0; p < S::PORTS; ++p) {
-                FASTCAR_UNROLL
-                partial[r][p] = (word == 0 ? 0 : partial[r][p]) + product[r][p];
-                acc[r][p][sum] = partial[r][p];
+                acc[c][p][sum] = partial[c][p];
             }
         }
-        const bool last = word == bounds.sum_words - 1;
-        word = last ? 0 : word + 1;
-        sum += last ? 1 : 0;
-        k = k == bounds.channel_words - 1 ? 0 : k + 1;
+        const bool last_of_sum = word == sum_words - 1;
+        const bool last_of_pass = at == tile_words - 1;
+        word = last_of_sum ? 0 : word + 1;
+        sum += last_of_sum ? 1 : 0;
+        k = k == channel_words - 1 ? 0 : k + 1;
+        at = last_of_pass ? 0 : at + 1;
+        base += last_of_pass ? S::CHANNEL_WORDS : 0;
+        busy = last_of_pass ? busy >> S::CORES : busy;
     }
 }
 
-template <class S>
-float with_bias(const word_t head[S::PORTS][S::HEAD_WORDS], int p, int j, float value, Bounds bounds) {
+// One sum of int8 weights: its value before the bias. There is one sum per channel, so nothing is carried on.
+inline float scale_step(Int8Channels, int32_t sum, float scale, float row_scale, bool, float&) {
     FASTCAR_INLINE
-    return bounds.bias ? value + unpack_float(head[p][bounds.scale_words + j / FLOAT_LANES], j % FLOAT_LANES) : value;
+    return dequantize(sum, row_scale, scale);
 }
 
-// Sums of a tile -> values: int8 weights.
-// i: channels of the tile; r: rows. Nothing stands between the two, so that they flatten into one pipeline: one value per
-// clock, not one pipeline depth per channel.
-template <class S>
-void scale_sums(Int8Channels, const word_t head[S::PORTS][S::HEAD_WORDS],
-                const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], const float row_scale[S::ROWS], int rows,
-                float value[S::ROWS][S::PORTS][S::TILE], Bounds bounds) {
+// One sum of int4 weights. Groups of a channel are added in ascending order, in `total`; of the last group the result is
+// the channel's value before the bias.
+inline float scale_step(Int4Groups, int32_t sum, float scale, float row_scale, bool first, float& total) {
     FASTCAR_INLINE
-    for (int i = 0; i < bounds.tile * S::PORTS; ++i) {
-        FASTCAR_TRIPS(1, S::TILE * S::PORTS)
-        for (int r = 0; r < S::ROWS; ++r) {
-            FASTCAR_PIPELINE(1)
-            const int p = i % S::PORTS;
-            const int j = i / S::PORTS;
-            if (r < rows) {
-                const float scale = unpack_float(head[p][j / FLOAT_LANES], j % FLOAT_LANES);
-                value[r][p][j] = with_bias<S>(head, p, j, dequantize(acc[r][p][j], row_scale[r], scale), bounds);
-            }
-        }
-    }
+    const float part = static_cast<float>(sum) * scale;
+    total = first ? part : total + part;
+    return total * row_scale;
 }
 
-// Sums of a tile -> values: int4 weights.
-// g: groups of a channel, added in ascending order; j: rows of the tile on a port; block: a quarter of the rows, pipelined;
-// unrolled: ports, rows of a block. Between two groups of a channel lie the tile's other rows, which hides the adder's
-// latency. Then i and r as for int8.
+// Where scale_tile stands.
+struct ScalePlace {
+    int block;   // of ports: PORT_LANES ports
+    int row;     // of the tile
+    int group;   // of a channel
+    int sum;     // first sum of the row
+    int place;   // row * PORT_BLOCKS + block
+    int pass;
+    int sums;    // of the passes before
+    int values;  // of the passes before
+};
+
+// The place after this one; `rows` places of a row lie between two groups of a channel, `tile` of them are real.
 template <class S>
-void scale_sums(Int4Groups, const word_t head[S::PORTS][S::HEAD_WORDS],
-                const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS], const float row_scale[S::ROWS], int rows,
-                float value[S::ROWS][S::PORTS][S::TILE], Bounds bounds) {
+ScalePlace next_place(const ScalePlace& now, int tile, int rows, int sums, int tile_sums) {
     FASTCAR_INLINE
-    float total[S::ROWS][S::PORTS][S::TILE];
+    const bool block = now.block == S::PORT_BLOCKS - 1;
+    const bool row = block && now.row == rows - 1;
+    const bool group = row && now.group == sums - 1;
+    ScalePlace next;
+    next.block = block ? 0 : now.block + 1;
+    next.row = row ? 0 : block ? now.row + 1 : now.row;
+    next.group = group ? 0 : row ? now.group + 1 : now.group;
+    next.sum = row ? 0 : block ? now.sum + sums : now.sum;
+    next.place = row ? 0 : now.place + 1;
+    next.pass = group ? now.pass + 1 : now.pass;
+    next.sums = group ? now.sums + tile_sums : now.sums;
+    next.values = group ? now.values + tile * S::PORT_BLOCKS : now.values;
+    return next;
+}
+
+// Sums of a tile -> values, all cores side by side.
+// groups: `steps` = passes * sums * rows * PORT_BLOCKS: group, row of the tile, block of ports; PORT_LANES ports per clock.
+// A channel's total meets itself again after rows * PORT_BLOCKS >= SCALE_DISTANCE clocks, which hides the adder's latency:
+// a tile of fewer than SCALE_ROWS rows takes as many turns as one of SCALE_ROWS.
+template <class S>
+void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::CORES][S::PORTS][S::SUMS],
+                const float row_scale[S::CORES][S::PASSES], uint64_t occupied, int steps, int tile, int rows, int sums,
+                int tile_sums, int scale_words, bool bias, float value[S::CORES][S::PORT_LANES][S::VALUES]) {
+    FASTCAR_NO_INLINE
+    typedef typename S::Format Format;
+    float total[S::CORES][S::PORT_LANES][S::TILE * S::PORT_BLOCKS];
     FASTCAR_PARTITION(total, 1)
     FASTCAR_PARTITION(total, 2)
-    for (int g = 0; g < bounds.sums; ++g) {
-        FASTCAR_TRIPS(1, S::TILE_SUMS)
-        for (int j = 0; j < bounds.tile; ++j) {
-            FASTCAR_TRIPS(1, S::TILE)
-            for (int block = 0; block < S::ROW_BLOCKS; ++block) {
-                FASTCAR_PIPELINE(1)
-                const int at = j * bounds.sums + g;
-                for (int p = 0; p < S::PORTS; ++p) {
-                    FASTCAR_UNROLL
-                    const float scale = unpack_half(head[p][at / HALF_LANES], at % HALF_LANES);
-                    for (int lane = 0; lane < S::ROW_LANES; ++lane) {
-                        FASTCAR_UNROLL
-                        const int r = block * S::ROW_LANES + lane;
-                        if (r < rows) {
-                            const float part = static_cast<float>(acc[r][p][at]) * scale;
-                            total[r][p][j] = g == 0 ? part : total[r][p][j] + part;
-                        }
+    uint64_t busy = occupied;
+    ScalePlace now = {0, 0, 0, 0, 0, 0, 0, 0};
+groups:
+    for (int i = 0; i < steps; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, S::PASSES * S::SCALE_STEPS)
+        FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)
+        const int at = now.sum + now.group;
+        FASTCAR_UNROLL
+        for (int lane = 0; lane < S::PORT_LANES; ++lane) {
+            const int p = now.block * S::PORT_LANES + lane;
+            if (now.row < tile && p < S::PORTS) {
+                const float scale = Format::unpack_scale(head[p][at / Format::SCALE_LANES], at % Format::SCALE_LANES);
+                const word_t biases = bias ? head[p][scale_words + now.row / FLOAT_LANES] : word_t(0);
+                const float add = unpack_float(biases, now.row % FLOAT_LANES);
+                FASTCAR_UNROLL
+                for (int c = 0; c < S::CORES; ++c) {
+                    if (((busy >> c) & 1u) != 0) {
+                        const float scaled = scale_step(Format(), acc[c][p][now.sums + at], scale, row_scale[c][now.pass],
+                                                        now.group == 0, total[c][lane][now.place]);
+                        value[c][lane][now.values + now.place] = bias ? scaled + add : scaled;
                     }
                 }
             }
         }
+        const ScalePlace next = next_place<S>(now, tile, rows, sums, tile_sums);
+        busy = next.pass != now.pass ? busy >> S::CORES : busy;
+        now = next;
     }
-    for (int i = 0; i < bounds.tile * S::PORTS; ++i) {
-        FASTCAR_TRIPS(1, S::TILE * S::PORTS)
-        for (int r = 0; r < S::ROWS; ++r) {
-            FASTCAR_PIPELINE(1)
-            const int p = i % S::PORTS;
-            const int j = i / S::PORTS;
-            if (r < rows) {
-                value[r][p][j] = with_bias<S>(head, p, j, total[r][p][j] * row_scale[r], bounds);
-            }
-        }
-    }
-}
-
-template <class S>
-void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::ROWS][S::PORTS][S::TILE_SUMS],
-                const float row_scale[S::ROWS], int rows, float value[S::ROWS][S::PORTS][S::TILE],
-                Bounds bounds) {
-    FASTCAR_NO_INLINE
-    scale_sums<S>(typename S::Format(), head, acc, row_scale, rows, value, bounds);
-}
-
-// Value of a channel of the tile. PORTS is a power of two, so the divisions are wires.
-template <class S>
-float channel_value(const float value[S::PORTS][S::TILE], int channel) {
-    FASTCAR_INLINE
-    return value[channel % S::PORTS][channel / S::PORTS];
 }
 
 }  // namespace fastcar

@@ -12,6 +12,8 @@
 namespace fastcar {
 
 typedef ap_uint<128> word_t;
+typedef ap_uint<256> beat2_t;
+typedef ap_uint<512> beat4_t;
 
 static const int INT4_LANES = 32;
 static const int INT8_LANES = 16;
@@ -21,6 +23,22 @@ static const int FLOAT_LANES = 4;
 template <int COUNT, int LANES>
 struct WordsFor {
     static const int VALUE = (COUNT + LANES - 1) / LANES;
+};
+
+// A beat of an AXI port that carries WORDS logical ports, word by word.
+template <int WORDS>
+struct Beat;
+template <>
+struct Beat<1> {
+    typedef word_t Type;
+};
+template <>
+struct Beat<2> {
+    typedef beat2_t Type;
+};
+template <>
+struct Beat<4> {
+    typedef beat4_t Type;
 };
 
 inline float float_of_bits(uint32_t bits) {
@@ -50,13 +68,26 @@ inline uint32_t bits_of_float(float value) {
 static_assert(sizeof(word_t) == 16, "define FASTCAR_WORD_BY_RANGE for headers with another layout of ap_uint<128>");
 #endif
 
+template <int WORDS>
+word_t word_of_beat(const typename Beat<WORDS>::Type& beat, int index) {
+    FASTCAR_INLINE
+    word_t word = 0;
+#if defined(FASTCAR_WORD_BYTES)
+    static_assert(sizeof(beat) == 16 * WORDS, "define FASTCAR_WORD_BY_RANGE for headers with another layout");
+    memcpy(static_cast<void*>(&word), reinterpret_cast<const char*>(&beat) + 16 * index, sizeof(word_t));
+#else
+    word = beat.range(128 * index + 127, 128 * index);
+#endif
+    return word;
+}
+
 inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
     FASTCAR_INLINE
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(lanes, &word, sizeof(word_t));
 #else
+    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
-        FASTCAR_UNROLL
         lanes[i] = static_cast<int8_t>(static_cast<uint8_t>(word.range(8 * i + 7, 8 * i).to_uint()));
     }
 #endif
@@ -67,8 +98,8 @@ inline void unpack_int4(const word_t& word, int8_t lanes[INT4_LANES]) {
     int8_t bytes[INT8_LANES];
     FASTCAR_PARTITION(bytes, 0)
     unpack_int8(word, bytes);
+    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
-        FASTCAR_UNROLL
         // Exclusive or and subtraction extend the sign of four bits.
         lanes[i] = static_cast<int8_t>(((bytes[i] & 15) ^ 8) - 8);
         lanes[INT8_LANES + i] = static_cast<int8_t>((((bytes[i] >> 4) & 15) ^ 8) - 8);
@@ -105,8 +136,8 @@ inline word_t pack_float(const float lanes[FLOAT_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
 #else
+    FASTCAR_UNROLL
     for (int i = 0; i < FLOAT_LANES; ++i) {
-        FASTCAR_UNROLL
         word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
     }
 #endif

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import fastcar_compile as fc
 import fastcar_compile.targets as targets
 from fastcar_compile.errors import TargetError
-from fastcar_compile.targets import Target, available_targets, load_target
+from fastcar_compile.targets import Target, available_targets, load_target, require_buildable
 
 FOLDER = Path(targets.__file__).parent
 
@@ -33,6 +34,9 @@ def test_shipped_targets_load_and_name_their_sources(name: str) -> None:
     assert (target.fabric is None) == (target.kind == "cpu")
     assert "estimate" in target.power.source
     assert target.peak_bandwidth > 0
+    if target.kind == "fpga" and target.estimate_only is None:
+        assert all(memory.connections for memory in target.memories)
+        assert all(memory.measured is not None for memory in target.weight_memories)
 
 
 def test_zcu102_as_in_the_design() -> None:
@@ -54,6 +58,32 @@ def test_cpu_target_is_native_and_has_no_budget() -> None:
 
 def test_kv260_has_the_bandwidth_of_the_published_designs() -> None:
     assert load_target("kv260").peak_bandwidth == 19.2e9
+
+
+def test_memory_of_the_processing_system_as_its_manual_has_it() -> None:
+    """UG1085: AXI3 behind the ports, so 16 beats of 128 bits; HP1 and HP2 share a port of the controller."""
+    for name in ("zcu102", "kv260", "zcu104"):
+        (memory,) = load_target(name).memories
+        assert memory.burst_bytes == 16 * 128 // 8
+        controllers = {connection.tag: connection.controller for connection in memory.connections}
+        assert list(controllers) == ["HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1"]
+        assert controllers["HP1"] == controllers["HP2"]
+        assert len({controllers[tag] for tag in ("HP0", "HP1", "HP3", "HPC0")}) == 4
+        assert memory.bank_bytes is None
+
+
+def test_channels_of_the_u280_are_banks() -> None:
+    hbm, ddr = load_target("u280").memories
+    assert (hbm.bank_bytes, ddr.bank_bytes) == (256 * 2**20, 16 * 2**30)
+    assert hbm.burst_bytes == 16 * 256 // 8
+
+
+def test_a_target_for_estimates_only_is_not_compiled_for() -> None:
+    text = r"no artifact can be built for zcu104-sodimm, which is there for estimates only: no base platform"
+    with pytest.raises(TargetError, match=text) as caught:
+        fc.compile("no such model", target="zcu104-sodimm")
+    assert "use `fastcar estimate`, or compile for one of: cpu, kv260, u280, zcu102, zcu104" in str(caught.value)
+    require_buildable(load_target("zcu104"))
 
 
 def test_a_target_passes_through_and_a_path_is_read() -> None:
@@ -125,6 +155,9 @@ def test_all_bad_fields_at_once(tmp_path: Path) -> None:
         ("peak_bandwidth = 17.064e9", "peak_bandwidth = inf", "memories.0.peak_bandwidth: Input should be a finite"),
         ("static_w = 3.0", "static_w = 3.0\nfan_w = 1.0", "power.fan_w: Extra inputs are not permitted"),
         ("bram36 = 912", "bram36 = 912.5", "fabric.bram36: Input should be a valid integer"),
+        ("ports = 6", "ports = 5", "6 connections are named for 5 ports"),
+        ('tag = "HP1"', 'tag = "HP0"', "tags are not unique: HP0, HP0, HP2"),
+        ("share = 0.75", "share = 75", "memories.0.measured.share: Input should be less than or equal to 1"),
     ],
 )
 def test_bad_field(tmp_path: Path, old: str, new: str, text: str) -> None:

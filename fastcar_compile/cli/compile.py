@@ -93,9 +93,9 @@ def compile_command(
 ) -> ExitCode:
     """Compile a trained decoder to an artifact."""
     import fastcar_compile as fc
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.targets import load_target, require_buildable
 
-    load_target(target)  # cheap refusals come before the model is read
+    require_buildable(load_target(target))  # cheap refusals come before the model is read
     replay = None
     if not no_replay:
         options: dict[str, Any] = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg}

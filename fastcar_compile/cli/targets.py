@@ -10,7 +10,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.targets import Target
+    from fastcar_compile.targets import Memory, Target
 
 
 def target_names() -> list[str]:
@@ -56,12 +56,14 @@ def _row(target: Target) -> list[str]:
     fabric = target.fabric
     counts = ["-"] * 4 if fabric is None else [f"{n}" for n in (fabric.lut, fabric.dsp, fabric.bram36, fabric.uram)]
     clock = "-" if fabric is None else f"{fabric.clock_mhz:g}"
-    return [target.name, target.part or "-", target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock]
+    name = target.name if target.estimate_only is None else f"{target.name} (estimate only)"
+    return [name, target.part or "-", target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock]
 
 
 def _show_one(target: Target) -> None:
     host = target.host
-    facts = [("host", f"{target.host_triple}, {host.cpu}, {host.cores or 'all'} cores", host.source)]
+    facts = [] if target.estimate_only is None else [("estimate only", "no artifact is built", target.estimate_only)]
+    facts.append(("host", f"{target.host_triple}, {host.cpu}, {host.cores or 'all'} cores", host.source))
     if target.fabric is not None and target.limits is not None:
         fabric = target.fabric
         counts = f"{fabric.lut} LUT, {fabric.ff} FF, {fabric.dsp} DSP, {fabric.bram36} BRAM36, {fabric.uram} URAM"
@@ -69,11 +71,21 @@ def _show_one(target: Target) -> None:
         facts.append(("fabric", f"{target.part}: {counts}, {fabric.clock_mhz:g} MHz", fabric.source))
         facts.append(("budget", budget, target.limits.source))
     for memory in target.memories:
-        size, speed = memory.capacity_bytes / 2**30, memory.peak_bandwidth / 1e9
-        text = f"{size:g} GiB, {speed:.1f} GB/s peak, {memory.ports} ports of {memory.width_bits} bits"
-        facts.append((f"memory {memory.name}", text, memory.source))
+        facts += _memory_facts(memory)
     power = target.power
     text = f"{power.static_w:g} W static, {power.dram_pj_per_byte:g} pJ/byte DRAM, {power.mac_int8_pj:g} pJ/MAC int8"
     facts.append(("power", text, power.source))
     print_text(f"{target.name} ({target.kind}): {target.description}\n")
     print_fields({name: f"{value}\n{source}" for name, value, source in facts})
+
+
+def _memory_facts(memory: Memory) -> list[tuple[str, str, str]]:
+    """Return name, text and source of what is known of a memory."""
+    size, speed = memory.capacity_bytes / 2**30, memory.peak_bandwidth / 1e9
+    ports = f"{memory.ports} ports of {memory.width_bits} bits, bursts of at most {memory.burst_bytes} bytes"
+    facts = [(f"memory {memory.name}", f"{size:g} GiB, {speed:.1f} GB/s peak, {ports}", memory.source)]
+    if memory.measured is not None:
+        share = memory.measured.share
+        text = f"{share * speed:.1f} GB/s, {share:.1%} of the peak"
+        facts.append((f"{memory.name} measured", text, memory.measured.source))
+    return facts

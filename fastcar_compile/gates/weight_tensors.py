@@ -8,13 +8,37 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fastcar_compile.drs.scores import WEIGHT_BITS
 from fastcar_compile.gates.weights import PARAMETERS, LayerWeights
+
+LARGEST_EXPONENT, LEAST_EXPONENT = 64, -70
+"""The magnitudes of a unit's weights sum to at most 2^64; one that sums to less than 2^-70 is rounded as if it had."""
 
 
 def layer_weights(params: Mapping[str, Tensor]) -> LayerWeights:
-    """Return one layer's network, w1 rounded to bfloat16."""
+    """Return one layer's network, w1 rounded to bfloat16 and so that its sums are exact (`exact_weights`)."""
     rest = {name: params[name].detach().float().contiguous() for name in PARAMETERS[1:]}
-    return LayerWeights(w1=params["w1"].detach().to(torch.bfloat16).contiguous(), **rest)
+    return LayerWeights(w1=exact_weights(params["w1"].detach()).contiguous(), **rest)
+
+
+def exact_weights(w1: Tensor) -> Tensor:
+    """Return w1 [units, 2 H] as bfloat16 whose sums of products with features are exact in float64.
+
+    A unit's weights become multiples of 2^(e - 30), where their magnitudes sum to less than 2^e. So they sum to at most
+    2^31 such multiples, and products with features of 22 bits to 2^53. Only weights below 2^(e - 22) change: by at most
+    2^(e - 31) each. Rounding twice reaches the fixed point, because the first time may carry the sum beyond 2^e.
+    """
+    rounded = w1.to(torch.bfloat16).double()
+    for _ in range(2):
+        _, exponents = torch.frexp(rounded.abs().sum(-1, keepdim=True))
+        step = _power_of_two(exponents.clamp(min=LEAST_EXPONENT) - (WEIGHT_BITS - 1))
+        rounded = (rounded / step).round() * step
+    return rounded.to(torch.bfloat16)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^exponent of integers, made of its bits: float64."""
+    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
@@ -27,9 +51,15 @@ def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
             problems.append(f"layer.{layer}.{name} is {tensor.dtype}, expected float32")
         elif not tensor.float().isfinite().all():
             problems.append(f"layer.{layer}.{name} has values that are not finite")
+        elif name == "w1" and tensor.dim() == 2 and _too_large(tensor):
+            problems.append(f"layer.{layer}.w1 has a unit whose magnitudes sum to more than 2^{LARGEST_EXPONENT}")
     if "w1" in known:
         problems += _wrong_shapes(layer, known)
     return problems
+
+
+def _too_large(w1: Tensor) -> bool:
+    return bool((w1.double().abs().sum(-1) > 2.0**LARGEST_EXPONENT).any())
 
 
 def _wrong_shapes(layer: int, known: Mapping[str, Tensor]) -> list[str]:

@@ -28,7 +28,7 @@ class LayerWeights:
     """The network of one layer: score = w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2.
 
     Attributes:
-        w1: bfloat16 [units, 2 H], rounded when it is given: only w1 costs memory traffic.
+        w1: bfloat16 [units, 2 H], rounded when it is given (`exact_weights`): only w1 costs memory traffic.
         b1, w2: float32 [units]. b2: float32 [1].
     """
 

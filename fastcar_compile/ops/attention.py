@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.score import score_factor
 from fastcar_compile.ops.cached import loaded, stored
+from fastcar_compile.ops.fixed_point import fixed_sum
 
 
 @custom_op("fastcar::cache_write", mutates_args=())
@@ -84,10 +85,7 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     kv_heads = key_cache.shape[1]
     key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim).double()
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim).double()
-    products = grouped * key[:, :, None] * (1 << TAS_FRACTION_BITS)  # exact: 24 by 24 bits fit the 53 of a float64
-    rounded = torch.round(products).clamp(-TAS_LIMIT, TAS_LIMIT)
-    whole = torch.where(products.isfinite(), rounded, -TAS_LIMIT).to(torch.int64)
-    return whole.sum((1, 2, 3)).to(torch.float32) * score_factor(scale, heads)
+    return fixed_sum(grouped * key[:, :, None], (1, 2, 3)).float() * score_factor(scale, heads)
 
 
 @tas.register_fake

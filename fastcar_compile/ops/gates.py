@@ -1,6 +1,7 @@
 """Scores of the gates: tas_heads, input_delta, output_bound, learned_score, constant_score, random_score.
 
-attention.py has `tas`.
+attention.py has `tas`. Every score is a function of exact sums, so that all backends have the same bits in any order of
+addition (docs/reference/numerics.md, "Scores, bit for bit").
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fastcar_compile.ops.cached import loaded
-
-TINY = 1e-20
-"""Least divisor, smaller than every relevant sum: a zero vector does not divide by zero."""
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.scores import COSINE_BITS, LEAST_EXPONENT, SCALE_FIELD, distance_factor
+from fastcar_compile.ops.cached import BIAS, MANTISSA_BITS, loaded
+from fastcar_compile.ops.fixed_point import fixed_sum
 
 HASH_PRIME = 2**31 - 1
 HASH_FACTORS = (48271, 69621, 16807)
@@ -35,17 +36,22 @@ def tas_heads(
 ) -> Tensor:
     """Return the Temporal Attention Score as a weighted sum over chosen query heads.
 
+    The query of a head is multiplied by its weight in float32, that of a head which is not chosen by 0. Then the
+    products are summed over all heads as for `tas`.
+
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` defines. position: int64 [1].
+        query: float32 [B, Hq, 1, D]; Hq * D is at most 65,536. key_cache: [B, Hkv, S, D] as `stored` defines.
+        position: int64 [1].
         stride, scale: as for `tas`.
         heads: query heads. weights: one per entry of heads.
 
     Returns:
         float32 [B].
     """
-    key = _earlier_key(query, key_cache, position, stride)[:, list(heads)]
-    products = (query[:, list(heads), 0] * key).sum(-1)
-    return (products * query.new_tensor(list(weights))).sum(-1) * scale
+    factors = query.new_zeros(query.shape[1])
+    factors[list(heads)] = query.new_tensor(list(weights))
+    own, key = _grouped(query * factors[:, None, None], key_cache, position, stride)
+    return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, 1)
 
 
 @tas_heads.register_fake
@@ -61,16 +67,30 @@ def _(
     return query.new_empty((query.shape[0],))
 
 
-def _earlier_key(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> Tensor:
-    """Return the key one frame earlier for every query head, [B, Hq, D]."""
-    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], query.shape[3])
-    return key.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
+def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Return the query [B, Hkv, Hq / Hkv, D] and the key one frame earlier [B, Hkv, 1, D], both as float64."""
+    batch, heads, _, dim = query.shape
+    kv_heads = key_cache.shape[1]
+    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim)
+    return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
 @custom_op("fastcar::input_delta", mutates_args=())
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
-    """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H]."""
-    return (x - cached).abs().sum(-1) / x.abs().sum(-1).clamp(min=TINY)
+    """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H].
+
+    Absolute values are rounded half to even to multiples of 2^-24, limited to 2^22, and summed in int64. A row whose
+    x - cached is not finite has NaN, so that it does not replay. H is at most 65,536.
+    """
+    change = (x - cached).abs()
+    score = _size(change) / _size(x).clamp(min=1)
+    return torch.where(change.isfinite().all(-1), score, torch.nan)
+
+
+def _size(values: Tensor) -> Tensor:
+    """Return the sum of absolute values in units of 2^-24, as float32 [B]. 2^24 * x is exact or infinite."""
+    units = (values.abs() * float(1 << TAS_FRACTION_BITS)).round().clamp(max=float(TAS_LIMIT))
+    return units.to(torch.int64).sum(-1).float()
 
 
 @input_delta.register_fake
@@ -82,9 +102,10 @@ def _(x: Tensor, cached: Tensor) -> Tensor:
 def output_bound(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
-    """Return ||x - cached|| / ||x|| + weight * sqrt(max(0, 1 - cosine)).
+    """Return ||x - cached|| / ||x|| + weight * sqrt(1 - cosine).
 
-    The cosine of query and key one frame earlier is averaged over query heads.
+    The cosine of query and key one frame earlier is averaged over query heads. Its products are those of `tas`. It is
+    limited to 1 and averaged in integers of 2^-30. A row with a query, key or x - cached that is not finite has NaN.
 
     Args:
         x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
@@ -93,10 +114,15 @@ def output_bound(
     Returns:
         float32 [B].
     """
-    key, own = _earlier_key(query, key_cache, position, stride), query[:, :, 0]
-    lengths = (own.square().sum(-1) * key.square().sum(-1)).clamp(min=TINY).sqrt()
-    cosine = ((own * key).sum(-1) / lengths).mean(-1)
-    return input_delta(x, cached) + weight * (1 - cosine).clamp(min=0).sqrt()
+    heads, one = query.shape[1], float(1 << COSINE_BITS)
+    own, key = _grouped(query, key_cache, position, stride)
+    dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
+    cosines = dots / (squares * others).clamp(min=1).sqrt()
+    near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
+    distance = ((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads)).sqrt()
+    finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
+    score = input_delta(x, cached) + query.new_tensor(weight) * distance
+    return torch.where(finite, score, torch.nan)
 
 
 @output_bound.register_fake
@@ -108,18 +134,32 @@ def _(
 
 @custom_op("fastcar::learned_score", mutates_args=())
 def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2, summed in float32 in any order.
+    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2.
+
+    The features of a row are rounded to integers of at most 2^22 with one exponent, that of the largest magnitude. Then
+    the sums of the first layer are exact in float64 in any order, given the weights that `GateWeights` makes. Products
+    of the second layer are those of `tas`. A row with a feature or a hidden unit that is not finite has NaN.
 
     Args:
-        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H], converted to float32. b1, w2: float32 [units].
+        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H] of `GateWeights`. b1, w2: float32 [units].
         b2: float32 [1].
 
     Returns:
         float32 [B].
     """
     features = torch.cat([x, (x - cached).abs()], -1)
-    hidden = torch.nn.functional.linear(features, w1.float(), b1).relu()
-    return torch.mv(hidden, w2) + b2
+    largest = features.abs().amax(-1, keepdim=True)
+    field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=LEAST_EXPONENT)
+    whole = (features * _power_of_two(SCALE_FIELD - field)).round().double()
+    sums = torch.nn.functional.linear(whole, w1.double()).float()
+    hidden = (sums * _power_of_two(field - SCALE_FIELD) + b1).relu()
+    score = fixed_sum(hidden.double() * w2.double(), (-1,)).float() * 2.0**-TAS_FRACTION_BITS + b2
+    return torch.where(largest.isfinite()[:, 0] & hidden.isfinite().all(-1), score, torch.nan)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent as float32 of int32 exponents, made of its bits."""
+    return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
 @learned_score.register_fake

@@ -11,7 +11,17 @@ from pydantic import ValidationError
 from fastcar_compile.errors import TargetError, describe_validation
 from fastcar_compile.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
 
-__all__ = ["Fabric", "Host", "Memory", "Power", "Target", "Utilisation", "available_targets", "load_target"]
+__all__ = [
+    "Fabric",
+    "Host",
+    "Memory",
+    "Power",
+    "Target",
+    "Utilisation",
+    "available_targets",
+    "load_target",
+    "require_buildable",
+]
 
 _FOLDER = Path(__file__).parent
 
@@ -43,6 +53,17 @@ def load_target(target: str | Path | Target) -> Target:
                 f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
                 hint=f"use one of: {', '.join(available_targets())}",
             )
+
+
+def require_buildable(target: Target) -> None:
+    """Raise TargetError for a target that is there for estimates only."""
+    if target.estimate_only is None:
+        return
+    builds = [name for name in available_targets() if load_target(name).estimate_only is None]
+    raise TargetError(
+        f"no artifact can be built for {target.name}, which is there for estimates only: {target.estimate_only}",
+        hint=f"use `fastcar estimate`, or compile for one of: {', '.join(builds)}",
+    )
 
 
 def _unknown(name: str) -> TargetError:

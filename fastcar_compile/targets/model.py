@@ -18,6 +18,25 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Connection(_Frozen):
+    """One AXI port into a memory, or one bank of it, as the linker names it.
+
+    Args:
+        tag: what stands behind the colon of `sp=`.
+        controller: the port of the memory controller behind it; connections with the same one share its bandwidth.
+    """
+
+    tag: Text
+    controller: Text
+
+
+class Measurement(_Frozen):
+    """What was measured of a memory. share: of `peak_bandwidth` that sequential reads of the fabric reached."""
+
+    share: Fraction
+    source: Text
+
+
 class Memory(_Frozen):
     """One external memory as the fabric (or the CPU) sees it.
 
@@ -29,6 +48,11 @@ class Memory(_Frozen):
         channels: independent channels that `peak_bandwidth` is the sum of.
         technology: whose timing the hardware model uses.
         streams_weights: whether the weight streams may be striped over it; without any, the first memory has them.
+        burst_bytes: the longest burst that reaches the memory controller in one piece.
+        reorder_bytes: pending reads that the controller may reorder to stay in an open row; 0: it serves them in order.
+        connections: every port, in the linker's words; none: the linker chooses. One per channel means that a channel
+            is a bank of its own, of equal capacity.
+        measured: the published measurement that caps the model; none: the model has no cap but its own losses.
         source: where the figures come from.
     """
 
@@ -40,7 +64,27 @@ class Memory(_Frozen):
     channels: Annotated[int, Field(gt=0, strict=True)] = 1
     technology: Literal["ddr4", "hbm2"] = "ddr4"
     streams_weights: bool = False
+    burst_bytes: Annotated[int, Field(gt=0, strict=True)] = 4096
+    reorder_bytes: Count = 0
+    connections: tuple[Connection, ...] = ()
+    measured: Measurement | None = None
     source: Text
+
+    @model_validator(mode="after")
+    def _every_port_is_connected(self) -> Self:
+        if self.connections and len(self.connections) != self.ports:
+            raise ValueError(f"{len(self.connections)} connections are named for {self.ports} ports")
+        tags = [connection.tag for connection in self.connections]
+        if len(set(tags)) != len(tags):
+            raise ValueError(f"tags are not unique: {', '.join(tags)}")
+        return self
+
+    @property
+    def bank_bytes(self) -> int | None:
+        """Bytes of the bank behind one connection; None where all connections lead to the same bytes."""
+        if self.channels > 1 and len(self.connections) == self.channels:
+            return self.capacity_bytes // self.channels
+        return None
 
 
 class Fabric(_Frozen):
@@ -95,12 +139,14 @@ class Target(_Frozen):
 
     Args:
         kind: "fpga" (with `part` and `fabric`) or "cpu" (without).
+        estimate_only: why no artifact can be built for it; none: artifacts can be.
     """
 
     name: Text
     description: Text
     kind: Literal["fpga", "cpu"]
     part: Text | None = None
+    estimate_only: Text | None = None
     host: Host
     fabric: Fabric | None = None
     memories: Annotated[tuple[Memory, ...], Field(min_length=1)]
@@ -138,6 +184,11 @@ class Target(_Frozen):
     def weight_memories(self) -> tuple[Memory, ...]:
         """The memories that hold the weight streams."""
         return tuple(m for m in self.memories if m.streams_weights) or self.memories[:1]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
+        return self.kind == "fpga" and self.host_triple.startswith("aarch64")
 
     def budget(self) -> dict[str, int]:
         """Return what a generated design may use after the utilisation limits: lut, ff, dsp, bram36, uram.

@@ -1,4 +1,8 @@
-"""Trainable gates: differentiable scores of many tokens at once."""
+"""Trainable gates: differentiable scores of many tokens at once.
+
+They are the float32 formulas of the gates. Compiled gates round their terms and sum them exactly
+(docs/reference/numerics.md), so a decision may differ where a score is within that rounding of the threshold.
+"""
 
 from __future__ import annotations
 

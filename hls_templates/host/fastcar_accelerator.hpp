@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "fastcar_memory.hpp"
 #include "fastcar_safetensors.hpp"
 #include "fastcar_xrt.hpp"
 
@@ -37,11 +38,15 @@ struct GateInputs {
 
 class Accelerator {
 public:
-    // Throws Error: no device, an xclbin of another design, or files that do not fit it.
-    Accelerator(const std::string& artifact, const std::string& xclbin, unsigned device)
+    // `meminfo`: says how much contiguous memory is free, on a board whose memory is also Linux's.
+    // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
+    Accelerator(const std::string& artifact, const std::string& xclbin, unsigned device, const std::string& meminfo)
         : spec_(accelerator_spec()), device_(device, xclbin, {compute_spec(), controller_spec()}),
           compute_(device_, compute_spec()), controller_(device_, controller_spec()) {
         Safetensors weights(artifact + "/" + spec_.weights);
+        if (spec_.shared_memory) {
+            require_contiguous(buffer_bytes(weights), meminfo);
+        }
         for (int64_t layer = 0; layer < spec_.layers; ++layer) {
             load_stream(weights, "layer_" + std::to_string(layer));
         }
@@ -73,14 +78,11 @@ public:
         }
     }
 
-    // One layer's MLP: row b of its output for x, or cached[b] where the controller has row b replay; float32 [B, H].
-    void mlp(int64_t layer, const float* x, const float* cached, float* y) {
-        if (computed_.count(layer) == 0) {  // a layer without a gate
-            const std::vector<int32_t> chain(rows(), 0);
-            schedule(layer, 0, 0, 0, chain.data());
-        }
-        const uint32_t computed = computed_.at(layer);
-        computed_.erase(layer);
+    // One layer's MLP: row b of its output for x, or cached[b] where replay[b]; float32 [B, H]. The rows that compute are
+    // those that the controller dispatches. Of a layer without a gate in its table, the host's mask says what computes.
+    // Throws Error: the mask is not what the controller dispatched.
+    void mlp(int64_t layer, const float* x, const uint8_t* replay, const float* cached, float* y) {
+        const uint32_t computed = computing_rows(layer, replay);
         if (computed == 0) {  // nothing to launch: the rows are copied where they are
             std::copy(cached, cached + spec_.batch * spec_.hidden, y);
             return;
@@ -103,12 +105,32 @@ public:
     }
 
 private:
+    static constexpr uint64_t PAGE = 4096;
     static constexpr uint64_t WORD = 16;  // bytes of a memory word; every row and every head begins one
 
     size_t rows() const { return static_cast<size_t>(spec_.batch); }
 
     static uint64_t padded(int64_t floats) {
         return (sizeof(float) * static_cast<uint64_t>(floats) + WORD - 1) / WORD * WORD;
+    }
+
+    // Bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments.
+    uint64_t buffer_bytes(const Safetensors& weights) const {
+        const auto pages = [](uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; };
+        uint64_t bytes = 0;
+        for (int64_t layer = 0; layer < spec_.layers; ++layer) {
+            bytes += pages(weights.info("layer_" + std::to_string(layer)).bytes);
+        }
+        for (const LinearSpec& linear : spec_.linears) {
+            bytes += pages(weights.info(linear.name).bytes);
+        }
+        for (const KernelSpec& kernel : {compute_spec(), controller_spec()}) {
+            for (const ArgumentSpec& argument : kernel.arguments) {
+                const bool own = argument.kind != Kind::SCALAR && argument.name.rfind("weights_", 0) != 0;
+                bytes += own ? pages(argument.bytes) : 0;
+            }
+        }
+        return bytes;
     }
 
     // One buffer per weight port, holding that port's section of the stream.
@@ -179,6 +201,27 @@ private:
         held_ = result[HELD];
         computed_[layer] = computed;
         return result;
+    }
+
+    // The Index Register of one layer's MLP.
+    uint32_t computing_rows(int64_t layer, const uint8_t* replay) {
+        if (computed_.count(layer) == 0) {  // a layer without a gate in the table
+            const std::vector<int32_t> chain(rows(), 0);
+            schedule(layer, 0, 0, 0, chain.data());
+        }
+        uint32_t computed = computed_.at(layer), wanted = 0;
+        computed_.erase(layer);
+        for (size_t row = 0; row < rows(); ++row) {
+            wanted |= (replay[row] == 0 ? 1u : 0u) << row;
+        }
+        if (std::find(spec_.gated.begin(), spec_.gated.end(), layer) == spec_.gated.end()) {
+            computed &= wanted;
+        }
+        if (computed != wanted) {
+            throw Error("the host's replay mask is not what the DRS controller dispatched", "layer " + std::to_string(layer),
+                        "use the files of one artifact together");
+        }
+        return computed;
     }
 
     // `call` plays no part in an MLP.

@@ -2,6 +2,7 @@
 #ifndef FASTCAR_ARGUMENTS_HPP
 #define FASTCAR_ARGUMENTS_HPP
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -41,6 +42,20 @@ inline std::vector<int64_t> parse_ids(const std::string& text) {
         start = end + 1;
     }
     return ids;
+}
+
+// Options alone, each with a value, by name. Throws Error: one that is not `known`, or anything else.
+inline std::map<std::string, std::string> parse_options(int count, char** words, const std::vector<std::string>& known,
+                                                        const std::string& usage) {
+    std::map<std::string, std::string> options;
+    for (int i = 1; i < count; i += 2) {
+        const std::string word = words[i];
+        if (std::find(known.begin(), known.end(), word) == known.end() || i + 1 == count) {
+            throw Error("`" + word + "` is not understood", "", usage);
+        }
+        options[word] = words[i + 1];
+    }
+    return options;
 }
 
 // `known`: names of further options that take a value. Throws Error: anything else, or no artifact or prompt.

@@ -8,8 +8,8 @@ int main(int count, char** words) {
     using namespace fastcar_host;
     try {
         const std::string usage = "fastcar_board ARTIFACT --xclbin FILE --prompt 16,3 [--prompt IDS ...] [--num-tokens 256] "
-                                  "[--device 0]";
-        Arguments arguments = parse_arguments(count, words, {"--xclbin", "--device"}, usage);
+                                  "[--device 0] [--meminfo /proc/meminfo]";
+        Arguments arguments = parse_arguments(count, words, {"--xclbin", "--device", "--meminfo"}, usage);
         if (arguments.options.count("--xclbin") == 0) {
             throw Error("no --xclbin is given", "", usage);
         }
@@ -17,7 +17,8 @@ int main(int count, char** words) {
                                    ? 0
                                    : parse_integer("--device", arguments.options["--device"]);
         const DecoderSpec spec = decoder_spec();
-        Accelerator accelerator(arguments.artifact, arguments.options["--xclbin"], static_cast<unsigned>(device));
+        const std::string meminfo = arguments.options.count("--meminfo") == 0 ? MEMINFO : arguments.options["--meminfo"];
+        Accelerator accelerator(arguments.artifact, arguments.options["--xclbin"], static_cast<unsigned>(device), meminfo);
         register_accelerator(accelerator);
         Decoder decoder(arguments.artifact, spec, true);
         accelerator.reset();

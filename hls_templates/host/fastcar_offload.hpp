@@ -60,8 +60,9 @@ inline std::vector<float> cache_row(const tvm::ffi::Tensor& cache, int64_t row, 
 inline void register_accelerator(Accelerator& accelerator) {
     using tvm::ffi::Function;
     using tvm::ffi::Tensor;
-    const auto mlp = [&accelerator](const Tensor& x, const Tensor&, const Tensor& cached, int64_t layer, const Tensor& y) {
-        accelerator.mlp(layer, data_of<float>(x), data_of<float>(cached), data_of<float>(y));
+    const auto mlp = [&accelerator](const Tensor& x, const Tensor& replay, const Tensor& cached, int64_t layer,
+                                    const Tensor& y) {
+        accelerator.mlp(layer, data_of<float>(x), data_of<uint8_t>(replay), data_of<float>(cached), data_of<float>(y));
     };
     const auto gate = [&accelerator](const Tensor& query, const Tensor& keys, const Tensor& chain, const Tensor& position,
                                      const Tensor& step, int64_t stride, int64_t layer, const Tensor& replay,

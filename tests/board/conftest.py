@@ -21,6 +21,8 @@ from conftest import check_module, check_tool, missing
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
@@ -46,6 +48,12 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
 
 
+@pytest.fixture(scope="session")
+def delta_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer, batch 4, w8a8: the host decides by the change of its input."""
+    return compiled(tmp_path_factory, threshold=(1.0,), gate="input_delta", batch=4, num_hidden_layers=1)
+
+
 def compiled(
     folders: pytest.TempPathFactory,
     threshold: tuple[float | None, ...],
@@ -53,6 +61,9 @@ def compiled(
     offload: str = "mlp",
     sparse_attention: fc.SparseAttention | None = None,
     kv: str = "float32",
+    *,
+    gate: str = "tas",
+    batch: int = 2,
     **changes: int,
 ) -> fc.Artifact:
     """For zcu102, with the library for its CPU linked."""
@@ -62,9 +73,9 @@ def compiled(
         target="zcu102",
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
-        batch_size=2,
+        batch_size=batch,
         quant=quant,
-        replay=fc.ReplayConfig(threshold=threshold),
+        replay=fc.ReplayConfig(gate=gate, threshold=threshold),
         prefill_chunk=CHUNK,
         offload=offload,
         sparse_attention=sparse_attention,
@@ -97,9 +108,29 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
     def library(artifact: fc.Artifact) -> Path:
         accelerator = artifact.manifest.accelerator
         assert accelerator is not None
-        return build(artifact.path / "hls", json.dumps([k.model_dump() for k in accelerator.kernels]))
+        probe = probe_interface(Design.of(accelerator.design)).part
+        return build(artifact.path / "hls", json.dumps([k.model_dump() for k in (*accelerator.kernels, probe)]))
 
     return library
+
+
+@pytest.fixture(scope="session")
+def meminfo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`meminfo(bytes)`: a file such as /proc/meminfo with so much contiguous memory free, of twice as much."""
+    folder = tmp_path_factory.mktemp("meminfo")
+
+    def write(free: int) -> Path:
+        path = folder / str(free)
+        lines = (
+            "MemTotal: 4034284 kB",
+            f"CmaTotal: {free // 512} kB",
+            f"CmaFree:  {free // 1024} kB",
+            "HugePages_Total: 0",
+        )
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return write
 
 
 def argument_names(kernels: list[dict[str, Any]]) -> str:

@@ -140,8 +140,9 @@ class _Run:
     def start(self) -> None:
         kinds, function = self._xrt.kernels[self._kernel.name]
         assert sorted(self._values) == list(range(len(kinds))), "an argument was not set"
-        self._xrt.calls.append(("start", self._kernel.name))
         values = [self._values[i] for i in range(len(kinds))]
+        scalars = tuple(v & 0xFFFFFFFF if isinstance(v, int) else None for v in values)
+        self._xrt.calls.append(("start", self._kernel.name, scalars))
         function(*(_c_value(v) for v in values))
 
     def wait(self, timeout_ms: int) -> str:

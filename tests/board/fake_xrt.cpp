@@ -1,5 +1,6 @@
 // The symbols of libxrt_coreutil that the host program uses, against XRT's own headers, with the artifact's kernels in C
-// simulation behind them: what a board does, without the board. FAKE_XRT picks a fault.
+// simulation behind them: what a board does, without the board. FAKE_XRT picks a fault. FAKE_XRT_LOG is a file that gets
+// a line per run: the kernel, then its 32-bit scalars as name=value.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -16,7 +17,8 @@
 
 #include "fastcar_drs.cpp"
 #include "fastcar_engine.cpp"
-#include "fake_names.hpp"  // ARGUMENT_NAMES, from the artifact's manifest
+#include "fastcar_probe.cpp"
+#include "fake_names.hpp"  // ARGUMENT_NAMES, from the artifact's manifest and the probe's interface
 
 namespace {
 
@@ -58,7 +60,23 @@ Invoke invoke(void (*kernel)(A...)) {
 }
 
 const std::map<std::string, Invoke> KERNELS = {{"fastcar_engine", invoke(&fastcar_engine)},
-                                               {"fastcar_drs", invoke(&fastcar_drs)}};
+                                               {"fastcar_drs", invoke(&fastcar_drs)},
+                                               {"fastcar_probe", invoke(&fastcar_probe)}};
+
+void log_run(const std::string& kernel, const std::vector<Value>& values) {
+    const char* path = std::getenv("FAKE_XRT_LOG");
+    if (path == nullptr) {
+        return;
+    }
+    std::ofstream file(path, std::ios::app);
+    file << kernel;
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (values[i].scalar.size() == sizeof(uint32_t)) {
+            file << ' ' << ARGUMENT_NAMES.at(kernel)[i] << '=' << values[i].as<uint32_t>();
+        }
+    }
+    file << '\n';
+}
 
 xrt::uuid the_uuid(const char* last) {
     return xrt::uuid(std::string("00000000-0000-0000-0000-00000000000") + last);
@@ -184,6 +202,12 @@ void run::start() {
     }
     for (const auto& entry : handle->buffers) {
         values.at(static_cast<size_t>(entry.first)).memory = entry.second->device.data();
+    }
+    log_run(handle->kernel->name, values);
+    static bool flipped = false;
+    if (fault("flipped bit") && !flipped) {
+        static_cast<char*>(values.front().memory)[0] ^= 1;
+        flipped = true;
     }
     if (!fault("hang")) {
         KERNELS.at(handle->kernel->name)(values);

@@ -20,6 +20,7 @@ from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
 from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
+from fastcar_compile.runtime.backends.board.memory import MEMINFO, buffer_bytes, require_contiguous
 from fastcar_compile.runtime.backends.cpu import programs_for
 from fastcar_compile.runtime.cpu_flags import cpu_flags
 
@@ -40,6 +41,7 @@ def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.Monke
         monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
         monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
         monkeypatch.delenv("FASTCAR_DEVICE", raising=False)
+        monkeypatch.setenv(MEMINFO, "none")  # not this machine's
         return fake
 
     return install
@@ -47,7 +49,8 @@ def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.Monke
 
 def assert_same_logits(artifact: fc.Artifact) -> np.ndarray:
     """The decisions bool [forwards, L, B] of 39 steps that `board` and `cpu` take alike."""
-    tokens = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(1))
+    batch = artifact.manifest.decoder.config.batch_size
+    tokens = torch.randint(0, 17, (batch, 40), generator=torch.Generator().manual_seed(1))
     board, cpu = (artifact.session(b, record=True) for b in ("board", "cpu"))
     for session in (board, cpu):
         session.prefill(tokens[:, :1])
@@ -77,6 +80,15 @@ def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, p
     assert linears == 3  # q, k and v; o; the head
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
     assert starts(fake) == {"fastcar_drs": 1 + decisions.shape[0], "fastcar_engine": launched}
+
+
+def test_rows_that_the_host_has_replay_are_not_computed(delta_artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(delta_artifact)
+    decisions = assert_same_logits(delta_artifact)
+    compute, _ = accelerator_of(delta_artifact).kernels
+    runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
+    registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
+    assert [scalars[compute.index("index_register")] for scalars in runs] == [r for r in registers if r]
 
 
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -151,6 +163,32 @@ def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatc
         BackendError, match=r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  hint:  set"
     ):
         artifact.session("board")
+
+
+def test_too_little_contiguous_memory_is_told(
+    artifact: fc.Artifact, pyxrt: Faulty, meminfo: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = pyxrt(artifact)
+    needed = buffer_bytes(accelerator_of(artifact))
+    monkeypatch.setenv(MEMINFO, str(meminfo(needed)))
+    session = artifact.session("board")
+    session.prefill(torch.tensor([[1], [2]]))
+    session.step(torch.tensor([3, 4]))
+    made = sum(-(-call[1] // 4096) * 4096 for call in fake.calls if call[0] == "bo")
+    assert made == needed  # every buffer was counted
+    monkeypatch.setenv(MEMINFO, str(meminfo(needed - 1024)))
+    text = rf"the buffers need {needed / 1e6:.1f} MB of contiguous memory \(CMA\), of which .* MB are free and"
+    with pytest.raises(BackendError, match=text):
+        artifact.session("board")
+    monkeypatch.setenv(MEMINFO, "/nowhere/meminfo")
+    with pytest.raises(BackendError, match="the memory of the board cannot be read: No such file"):
+        artifact.session("board")
+
+
+def test_a_card_has_memory_of_its_own(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMINFO, "/nowhere/meminfo")
+    card = artifact.manifest.model_copy(update={"target": fc.load_target("u280")})
+    require_contiguous(card, accelerator_of(artifact))
 
 
 def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import fastcar_compile as fc
 from board.conftest import Machine
 from fastcar_compile.drs.table import Status
+from fastcar_compile.runtime.backends.board.memory import buffer_bytes
 
 Fake = Callable[[fc.Artifact], Path]
 
@@ -32,10 +34,18 @@ class Built:
     fake: Path
     artifact: fc.Artifact
 
-    def run(self, *words: object, real: bool = False, fault: str = "") -> subprocess.CompletedProcess[str]:
-        """The program on the copy, with the stand-in for XRT or the real one."""
+    def run(
+        self, *words: object, real: bool = False, fault: str = "", log: Path | None = None, artifact: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """The program on the copy, with the stand-in for XRT or the real one.
+
+        Args:
+            log: file that gets a line per run of a kernel. artifact: whether the program takes one.
+        """
         environment = {} if real else {"LD_LIBRARY_PATH": str(self.fake), "FAKE_XRT": fault}
-        command = [str(self.program), str(self.folder), *map(str, words)]
+        environment |= {"FAKE_XRT_LOG": str(log)} if log else {}
+        words = words if "--meminfo" in words else (*words, "--meminfo", "none")  # not this machine's
+        command = [str(self.program), *([str(self.folder)] if artifact else []), *map(str, words)]
         environment = {**os.environ, **environment}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
@@ -91,6 +101,31 @@ def test_tokens_are_equal_with_linears_offloaded(
     assert_same_tokens(build(engine_artifact, native, fake_library, tmp_path))
 
 
+def test_rows_that_the_host_has_replay_are_not_computed(
+    delta_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+) -> None:
+    """A gate that the host decides: the engine gets the mask as its Index Register, layer by layer."""
+    built = build(delta_artifact, native, fake_library, tmp_path)
+    prompts, log = [[16], [3], [5], [11]], tmp_path / "log"
+    session = delta_artifact.session("cpu", record=True)
+    expected = session.generate(torch.tensor(prompts), 40)
+    words = [word for prompt in prompts for word in ("--prompt", prompt[0])]
+    done = built.run("--xclbin", built.xclbin, *words, "--num-tokens", 40, log=log)
+    assert done.returncode == 0, done.stderr
+    assert [list(map(int, line.split())) for line in done.stdout.splitlines()] == expected.tolist()
+    registers = (~session.stats.decisions) @ (1 << np.arange(4))
+    assert 15 in registers  # every row computes
+    assert set(registers.reshape(-1).tolist()) - {0, 15}  # some do, others replay
+    assert index_registers(log) == [register for register in registers.reshape(-1).tolist() if register]
+
+
+def index_registers(log: Path) -> list[int]:
+    """The Index Registers of the engine's runs in a log of the stand-in."""
+    runs = [line.split() for line in log.read_text().splitlines()]
+    scalars = [dict(word.split("=") for word in words) for name, *words in runs if name == "fastcar_engine"]
+    return [int(values["index_register"]) for values in scalars]
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -113,6 +148,61 @@ def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> No
     section = accelerator.design.stream_bytes // ports
     assert text.format(xclbin=built.xclbin, section=section) in done.stderr
     assert done.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def probe(built: Built, native: Machine, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The bandwidth probe of the same artifact; it needs no TVM."""
+    folder = tmp_path_factory.mktemp("probe")
+    done = native.build(built.folder, folder, "probe", CXXFLAGS="-O0", TVM="", FFI="")
+    assert done.returncode == 0, done.stderr
+    return replace(built, program=folder / "fastcar_probe")
+
+
+def test_the_probe_reads_every_port_alone_and_all_together(probe: Built, tmp_path: Path) -> None:
+    log, options = tmp_path / "log", ("--megabytes", 1, "--repeats", 2)
+    done = probe.run("--xclbin", probe.xclbin, *options, log=log, artifact=False)
+    assert done.returncode == 0, done.stderr
+    names = ["empty call", "weights_0", "weights_1", "weights_2", "weights_3", "all 4"]
+    lines = [line.split(": ") for line in done.stdout.splitlines()]
+    assert [name for name, _ in lines] == names
+    assert [text.split()[1] for _, text in lines] == ["us"] + 5 * ["GB/s"]
+    assert all(float(text.split()[0]) > 0 for _, text in lines)
+    runs = [dict(word.split("=") for word in line.split()[1:]) for line in log.read_text().splitlines()]
+    words = str(2**20 // 16)
+    expected = [("0", "0"), *((words, str(ports)) for ports in (1, 2, 4, 8, 15))]
+    assert [(run["words"], run["ports"]) for run in runs] == [each for each in expected for _ in range(2)]
+
+
+def test_the_probe_tells_what_is_wrong(probe: Built, meminfo: Callable[[int], Path]) -> None:
+    words = ("--xclbin", probe.xclbin, "--megabytes", 1)
+    done = probe.run(*words, fault="flipped bit", artifact=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: the port read other words than were written")
+    assert "  where: weights_0\n" in done.stderr
+    done = probe.run(*words, "--meminfo", meminfo(2**22 - 1024), artifact=False)
+    assert done.returncode == 2
+    assert "error: the buffers need 4.2 MB of contiguous memory (CMA), of which 4.2 MB are free" in done.stderr
+    done = probe.run("--xclbin", probe.xclbin, "--megabytes", 0, artifact=False)
+    assert "error: --megabytes is 1 to 256, --repeats at least 1\n  hint:  fastcar_probe --xclbin FILE" in done.stderr
+    done = probe.run("--prompt", 1, artifact=False)
+    assert "error: `--prompt` is not understood\n  hint:  fastcar_probe --xclbin FILE" in done.stderr
+
+
+def test_too_little_contiguous_memory_is_told(built: Built, meminfo: Callable[[int], Path]) -> None:
+    accelerator = built.artifact.manifest.accelerator
+    assert accelerator is not None
+    needed = buffer_bytes(accelerator)
+    assert needed % 4096 == 0
+    words = ("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
+    assert built.run(*words, "--meminfo", meminfo(needed)).returncode == 0
+    scarce = meminfo(needed - 1024)
+    done = built.run(*words, "--meminfo", scarce)
+    assert (done.returncode, done.stdout) == (2, "")
+    numbers = f"{needed / 1e6:.1f} MB of contiguous memory (CMA), of which {(needed - 1024) / 1e6:.1f} MB are free"
+    assert f"error: the buffers need {numbers} and " in done.stderr
+    assert f"\n  where: {scarce}\n  hint:  end other programs that use the board, or reserve more" in done.stderr
+    done = built.run(*words, "--meminfo", "/nowhere/meminfo")
+    assert "error: the memory of the board cannot be read\n  where: /nowhere/meminfo\n" in done.stderr
 
 
 def test_missing_device_is_told(built: Built) -> None:

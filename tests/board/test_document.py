@@ -6,29 +6,44 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.runtime.backends.board.device import DEVICE, XCLBIN
+from fastcar_compile.runtime.backends.board.memory import MEMINFO
+from fastcar_compile.targets import load_target
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "tutorial" / "board.md").read_text()
 TEMPLATES = files("hls_templates")
 MAKEFILES = (TEMPLATES / "Makefile.j2").read_text() + (TEMPLATES / "host" / "Makefile.j2").read_text()
-BLOCKS = "\n".join(re.findall(r"```\n(.*?)```", DOCUMENT, re.DOTALL))
+BLOCKS = "\n".join(re.findall(r"```\w*\n(.*?)```", DOCUMENT, re.DOTALL))
 
 
 def test_every_variable_is_one_that_is_read() -> None:
-    named = set(re.findall(r"\b([A-Z][A-Z_]+)=", DOCUMENT)) - {XCLBIN, DEVICE}
+    named = set(re.findall(r"\b([A-Z][A-Z_]+)=", DOCUMENT)) - {XCLBIN, DEVICE, MEMINFO}
     assert {"PLATFORM", "AP_TYPES", "TVM_LIB", "XRT_INCLUDE", "SD_DIR"} <= named
     assert [name for name in sorted(named) if f"$({name})" not in MAKEFILES] == []
     assert XCLBIN in DOCUMENT
     assert DEVICE in DOCUMENT
+    assert MEMINFO in DOCUMENT
 
 
 def test_every_target_of_make_exists() -> None:
-    targets = {"csim", "csynth", "link", "package", "decode", "board"}
+    targets = {"csim", "csynth", "link", "probe", "package", "decode", "board"}
     assert targets == {t for t in targets if re.search(rf"make (-C \S+ )?([a-z]+ )*{t}\b", BLOCKS)}
     assert [t for t in sorted(targets) if not re.search(rf"^{t}:", MAKEFILES, re.MULTILINE)] == []
 
 
 def test_every_option_is_one_of_the_programs() -> None:
     usage = (TEMPLATES / "host" / "fastcar_board.cpp").read_text()
-    options = set(re.findall(r"fastcar_\w+ ARTIFACT (.*)", BLOCKS)[0].split()) | {"--device", "--xclbin"}
+    options = set(re.findall(r"fastcar_\w+ ARTIFACT (.*)", BLOCKS)[0].split()) | {"--device", "--xclbin", "--meminfo"}
     assert [o for o in sorted(options) if o.startswith("--") and o not in usage] == []
+    usage = (TEMPLATES / "host" / "fastcar_probe.cpp").read_text()
+    (line,) = re.findall(r"fastcar_probe (--.*)", BLOCKS)
+    assert [o for o in line.split() if o.startswith("--") and f"[{o}" not in usage and o != "--xclbin"] == []
+
+
+def test_the_weight_ports_of_zynq_are_those_of_its_target() -> None:
+    banks = bank_map(load_target("zcu102"), 4)
+    assert banks is not None
+    text = f"the weight ports take {', '.join(banks.weights[:3])} and {banks.weights[3]}"
+    assert text in " ".join(DOCUMENT.split())
+    assert "`zcu104-sodimm` is estimate only" in DOCUMENT

@@ -11,9 +11,15 @@ import pytest
 from hls.library import DESIGNS
 
 from fastcar_compile.codegen.hls.controller_project import table_of_sizes
+from fastcar_compile.codegen.hls.design.banks import bank_map, tag_range
+from fastcar_compile.codegen.hls.design.footprint import require_banks
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
 from fastcar_compile.codegen.hls.vitis import Bench, connections, vitis_files
+from fastcar_compile.errors import CompileError
+from fastcar_compile.targets import load_target
+
+U280 = load_target("u280")
 
 KERNELS = ("fastcar_engine", "fastcar_drs")
 FAKE_VPP = """#!/bin/sh
@@ -30,7 +36,7 @@ esac
 def project(require_tool: Callable[[str], str], tmp_path: Path) -> Path:
     """The project of the example design on zcu102."""
     require_tool("make")
-    emit_hls(DESIGNS["example"], tmp_path / "project")
+    emit_hls(DESIGNS["example"], tmp_path / "project", board=load_target("zcu102"))
     return tmp_path / "project"
 
 
@@ -90,9 +96,9 @@ def test_link_configuration(project: Path) -> None:
     assert lines[3:10] == [
         "sp=fastcar_engine_1.weights_0:HP0",
         "sp=fastcar_engine_1.weights_1:HP1",
-        "sp=fastcar_engine_1.weights_2:HP2",
-        "sp=fastcar_engine_1.weights_3:HP3",
-        "sp=fastcar_engine_1.x:HPC0",
+        "sp=fastcar_engine_1.weights_2:HP3",
+        "sp=fastcar_engine_1.weights_3:HPC0",
+        "sp=fastcar_engine_1.x:HP2",
         "sp=fastcar_engine_1.cached:HPC1",
         "sp=fastcar_engine_1.y:HPC1",
     ]
@@ -108,20 +114,80 @@ def kernel(name: str, weights: int, *others: str) -> KernelInterface:
     return KernelInterface(name, (*ports, *(KernelPort(o, "float", "m_axi", f"gmem_{o}", 8) for o in others)))
 
 
-def test_weight_ports_of_all_kernels_share_the_first_memories() -> None:
+def test_weight_ports_of_all_kernels_share_banks() -> None:
     kernels = [kernel("a", 2, "x"), kernel("b", 3, "x", "y")]
-    assert connections("xcu280-fsvh2892-2L-e", kernels) == [
-        "sp=a_1.weights_0:HBM[0]",
-        "sp=a_1.weights_1:HBM[1]",
-        "sp=a_1.x:HBM[3]",
-        "sp=b_1.weights_0:HBM[0]",
-        "sp=b_1.weights_1:HBM[1]",
-        "sp=b_1.weights_2:HBM[2]",
-        "sp=b_1.x:HBM[4]",
-        "sp=b_1.y:HBM[5]",
+    assert connections(U280, kernels) == [
+        "sp=a_1.weights_0:HBM[0:9]",
+        "sp=a_1.weights_1:HBM[10:19]",
+        "sp=a_1.x:HBM[30]",
+        "sp=b_1.weights_0:HBM[0:9]",
+        "sp=b_1.weights_1:HBM[10:19]",
+        "sp=b_1.weights_2:HBM[20:29]",
+        "sp=b_1.x:HBM[31]",
+        "sp=b_1.y:HBM[30]",
     ]
-    assert [line[-4:] for line in connections("xck26-sfvc784-2LV-c", [kernel("a", 6, "x")])][-2:] == ["HPC1", "HPC1"]
-    assert connections("xc7z020", kernels) == []
+    assert [line[-4:] for line in connections(load_target("kv260"), [kernel("a", 6, "x")])][-2:] == ["HPC1", "HPC1"]
+
+
+def test_a_board_without_connections_leaves_them_to_the_linker() -> None:
+    own = U280.model_copy(update={"memories": (U280.memories[0].model_copy(update={"connections": ()}),)})
+    assert connections(own, [kernel("a", 2, "x")]) == []
+    assert connections(None, [kernel("a", 2, "x")]) == []
+
+
+@pytest.mark.parametrize(
+    ("ports", "weights", "others"),
+    [
+        (8, ("HBM[0:3]", "HBM[4:7]", "HBM[28:31]"), ("DDR[0]", "DDR[1]")),
+        (16, ("HBM[0:1]", "HBM[2:3]", "HBM[30:31]"), ("DDR[0]", "DDR[1]")),
+        (30, ("HBM[0]", "HBM[1]", "HBM[29]"), ("HBM[30]", "HBM[31]")),
+    ],
+)
+def test_banks_of_the_u280(ports: int, weights: tuple[str, ...], others: tuple[str, ...]) -> None:
+    banks = bank_map(U280, ports)
+    assert banks is not None
+    assert (banks.weights[0], banks.weights[1], banks.weights[-1], banks.others) == (*weights, others)
+    assert banks.bank_bytes == 32 // ports * 256 * 2**20
+
+
+def test_weight_ports_do_not_share_a_port_of_the_memory_controller() -> None:
+    zcu102 = load_target("zcu102")
+    controllers = {connection.tag: connection.controller for connection in zcu102.memories[0].connections}
+    for ports in (1, 2, 3, 4):
+        banks = bank_map(zcu102, ports)
+        assert banks is not None
+        assert len({controllers[tag] for tag in banks.weights}) == ports
+        assert not set(banks.weights) & set(banks.others)
+
+
+def test_more_weight_ports_than_the_board_has_are_refused() -> None:
+    with pytest.raises(CompileError, match="7 weight ports are more than the 6 ports of ps_ddr4 on zcu102"):
+        bank_map(load_target("zcu102"), 7)
+
+
+def test_tags_that_make_no_range_are_told() -> None:
+    assert tag_range("HBM[2]", "HBM[5]") == "HBM[2:5]"
+    with pytest.raises(CompileError, match=r"the banks HP0 to HP1 have no common name with numbers"):
+        tag_range("HP0", "HP1")
+
+
+LLAMA_7B = 32 * 202_375_168 + 32_000 * 4_096
+"""Weights of LLaMA-2-7B's layers and head; a byte each in w8a8."""
+
+
+def test_every_bank_holds_its_part_of_a_7b_decoder() -> None:
+    """One pseudo channel per port, as `HBM[p]` for 8 ports, cannot: 826 MB of 268 MB."""
+    for ports in (8, 16, 30):
+        require_banks(U280, ports=ports, stream_bytes=LLAMA_7B)
+    hbm = U280.memories[0]
+    one_each = hbm.model_copy(update={"connections": hbm.connections[:8], "ports": 8, "channels": 8})
+    one_each = one_each.model_copy(update={"capacity_bytes": 8 * 256 * 2**20})
+    with pytest.raises(CompileError) as caught:
+        require_banks(U280.model_copy(update={"memories": (one_each,)}), ports=8, stream_bytes=LLAMA_7B)
+    assert "each of 8 weight ports has 0.826 GB, the banks behind it hold 0.268 GB (port 0 in HBM[0], port 1" in str(
+        caught.value
+    )
+    require_banks(load_target("zcu102"), ports=4, stream_bytes=10**12)  # one memory, which require_fit has checked
 
 
 def test_make_would_run_exactly_these_commands(project: Path) -> None:
@@ -182,8 +248,8 @@ def test_an_artifact_is_not_built_in(project: Path) -> None:
 
 def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
     require_tool("make")
-    files = vitis_files("xcu280-fsvh2892-2L-e", 225.0, [Bench(kernel("a", 1), "bench.cpp")])
-    assert "freqHz=225000000:a_1" in files["link.cfg"]
+    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, [Bench(kernel("a", 1), "bench.cpp")], U280)
+    assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     done = make(tmp_path, "package")

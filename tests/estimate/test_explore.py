@@ -58,16 +58,42 @@ def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
     assert any(text.startswith("DSP ") for text in small.faster)
 
 
-def test_it_is_the_least_of_all_that_fit() -> None:
+def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), small_board(dsp=400)
     spec, heads = work.mlp_spec(), work.attention()
     found = explore(spec, target, heads)
     budget = module._beside(budget_of(target), module.controller_usage_of(heads, spec))
+    alone = explore(replace(spec, batch=1), target, heads).design
     candidates = [d for n in range(1, 9) for d in module.designs(replace(spec, cores=n), budget)]
+    candidates = [d for d in candidates if d.ports >= alone.ports]
     times = [module.step_seconds(d, target) for d in candidates if not d.excess()]
-    assert found.seconds_per_step == min(times)
+    assert found.design.ports >= alone.ports
+    assert found.seconds_per_step <= min(times) * module.AS_FAST
     assert found.tried == len(candidates) > 20
     assert found.rejected == len(candidates) - len(times) > 0
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+def test_a_large_batch_keeps_the_weight_ports_of_one_row(quant: str) -> None:
+    """The rows of a core follow each other over a tile that stays: a wider batch costs no port."""
+    target = load_target("zcu102")
+    alone, wide = (explored("vila-u-7b", quant, batch, target, "linears").design for batch in (1, 32))
+    assert wide.ports == alone.ports == 4
+    assert (wide.mlp.cores, wide.passes) == (8, 4)
+
+
+def test_a_board_with_wide_ports_gets_more_than_a_power_of_two() -> None:
+    made = explored("vila-u-7b", "w4a8", 1, load_target("u280"), "linears").design
+    assert made.axi_words == 2
+    assert made.axi_weight_ports > 16
+    assert made.axi_weight_ports & (made.axi_weight_ports - 1)
+
+
+def test_fewer_ports_when_nothing_fits_beside_them() -> None:
+    """Rows of eight tokens fill most of this board's block RAM."""
+    target = load_target("kv260")
+    alone, wide = (explored("tinyllama-1.1b", "w4a8", batch, target).design for batch in (1, 8))
+    assert wide.ports < alone.ports
 
 
 def test_the_cores_can_be_given() -> None:

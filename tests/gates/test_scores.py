@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from onnx_export.test_ops import run_onnx
 from torch import Tensor
 from tvm.tirx import PrimFunc
@@ -21,14 +19,12 @@ from tvm.tirx import PrimFunc
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.gate import scores
-from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .cases import CASES as NETWORKS
 
 fastcar = torch.ops.fastcar
-few = settings(deadline=None, max_examples=4)
 INF = float("inf")
 
 
@@ -56,57 +52,38 @@ def cosine(query: Tensor, key_cache: Tensor, before: int) -> Tensor:
 
 
 @pytest.mark.parametrize("heads", [2, 6])
-def test_tas_heads(tmp_path: Path, heads: int) -> None:
+def test_tas_heads(heads: int) -> None:
     query, keys, at = attention_inputs(1, heads)
     chosen, weights = [1, 0], [2.0, -0.5]
     each = [0.3 * (query[:, h, 0] * keys[:, h // (heads // 2), 7]).sum(-1) for h in (0, 1)]
     expected = 2.0 * each[1] - 0.5 * each[0]
-    eager = fastcar.tas_heads(query, keys, at, 4, 0.3, chosen, weights)
-    torch.testing.assert_close(eager, expected)
-    factors = torch.zeros(heads)
-    factors[chosen] = torch.tensor(weights)
-    kernel = scores.tas_heads((2, heads, 1, 8), (2, 2, 19, 8), 4, 0.3)
-    torch.testing.assert_close(run(kernel, query, keys, at, factors, torch.zeros(2)), eager, atol=1e-6, rtol=1e-5)
-    onnx = run_onnx(fastcar.tas_heads.default, (query, keys, at), (4, 0.3, chosen, weights), tmp_path / "op.onnx")
-    torch.testing.assert_close(onnx, eager, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(fastcar.tas_heads(query, keys, at, 4, 0.3, chosen, weights), expected)
 
 
 def test_all_heads_alike_is_tas() -> None:
     query, keys, at = attention_inputs(2, 4)
     alike = fastcar.tas_heads(query, keys, at, 4, 0.3, [0, 1, 2, 3], [0.25] * 4)
     torch.testing.assert_close(alike, fastcar.tas(query, keys, at, 4, 0.3))
+    assert torch.equal(
+        fastcar.tas_heads(query, keys, at, 4, 0.3, [0, 1, 2, 3], [1.0] * 4), 4 * fastcar.tas(query, keys, at, 4, 0.3)
+    )
 
 
-@few
-@given(st.integers(1, 4), st.sampled_from([1, 7, 64]), st.integers(0, 99))
-def test_input_delta_in_tvm(rows: int, width: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    x, cached = torch.randn(rows, width), torch.randn(rows, width)
-    eager = fastcar.input_delta(x, cached)
-    torch.testing.assert_close(eager, (x - cached).norm(p=1, dim=-1) / x.norm(p=1, dim=-1))
-    torch.testing.assert_close(run(scores.input_delta(rows, width), x, cached, torch.zeros(rows)), eager)
-
-
-def test_input_delta_in_onnx_and_of_zeros(tmp_path: Path) -> None:
+def test_input_delta() -> None:
     x, cached = torch.randn(3, 16), torch.randn(3, 16)
     x[1], cached[1] = 0.0, 0.0
-    eager = fastcar.input_delta(x, cached)
-    assert eager[1] == 0.0
-    torch.testing.assert_close(run_onnx(fastcar.input_delta.default, (x, cached), (), tmp_path / "op.onnx"), eager)
+    expected = (x - cached).norm(p=1, dim=-1) / x.norm(p=1, dim=-1)
+    expected[1] = 0.0
+    torch.testing.assert_close(fastcar.input_delta(x, cached), expected)
 
 
 @pytest.mark.parametrize("heads", [2, 6])
-def test_output_bound(tmp_path: Path, heads: int) -> None:
+def test_output_bound(heads: int) -> None:
     query, keys, at = attention_inputs(3, heads)
     x, cached = torch.randn(2, 16), torch.randn(2, 16)
     distance = (1 - cosine(query, keys, 7)).sqrt()
-    arguments = (x, cached, query, keys, at)
-    eager = fastcar.output_bound(*arguments, 4, 0.1)
+    eager = fastcar.output_bound(x, cached, query, keys, at, 4, 0.1)
     torch.testing.assert_close(eager, fastcar.input_delta(x, cached) + 0.1 * distance)
-    kernel = scores.cosine_distance((2, heads, 1, 8), (2, 2, 19, 8), 4)
-    torch.testing.assert_close(run(kernel, query, keys, at, torch.zeros(2)), distance, atol=1e-6, rtol=1e-5)
-    onnx = run_onnx(fastcar.output_bound.default, arguments, (4, 0.1), tmp_path / "op.onnx")
-    torch.testing.assert_close(onnx, eager)
 
 
 @pytest.mark.parametrize(("layer", "step"), [(0, 0), (3, 2046), (31, 2**31 - 1)])
@@ -191,26 +168,6 @@ def test_infinities(score: float, at_most: bool, never: float, always: float) ->
     assert not decide(never)
 
 
-def network(width: int, units: int) -> tuple[Tensor, ...]:
-    """w1 bfloat16, b1, w2, b2, with every sign among the hidden units."""
-    w1 = (torch.randn(units, 2 * width) / width**0.5).bfloat16()
-    return w1, torch.randn(units), torch.randn(units), torch.randn(1)
-
-
-@few
-@given(st.integers(1, 4), st.sampled_from([1, 7, 16, 33, 64]), st.integers(1, 9), st.integers(0, 99))
-def test_learned_score_in_tvm(rows: int, width: int, units: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    x, cached, parameters = torch.randn(rows, width), torch.randn(rows, width), network(width, units)
-    eager = fastcar.learned_score(x, cached, *parameters)
-    w1, b1, w2, b2 = (p.double() for p in parameters)
-    features = torch.cat([x, (x - cached).abs()], 1).double()
-    formula = ((features @ w1.T + b1).clamp(min=0) @ w2 + b2).float()
-    torch.testing.assert_close(eager, formula, atol=1e-5, rtol=1e-4)
-    kernel = learned_score(rows, width, units)
-    torch.testing.assert_close(run(kernel, x, cached, *parameters, torch.zeros(rows)), formula, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
 def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
     """Compiled for each, without a call of the C library; exact on those that this machine has (board/ has AArch64)."""
@@ -228,22 +185,3 @@ def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
         y = tvm.runtime.tensor(np.zeros_like(expected))
         built[case.name](*tensors, y)
         np.testing.assert_array_equal(y.numpy(), expected)
-
-
-def test_learned_score_in_onnx_and_of_nan(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x, cached, parameters = torch.randn(3, 33), torch.randn(3, 33), network(33, 5)
-    eager = fastcar.learned_score(x, cached, *parameters)
-    w1, *others = parameters
-
-    def score(x: Tensor, cached: Tensor, w1: Tensor, *others: Tensor) -> Tensor:
-        return fastcar.learned_score(x, cached, w1.bfloat16(), *others)
-
-    onnx = run_onnx(score, (x, cached, w1.float(), *others), (), tmp_path / "op.onnx")
-    torch.testing.assert_close(onnx, eager, atol=1e-5, rtol=1e-4)
-    x[1, 4] = torch.nan
-    for result in (
-        fastcar.learned_score(x, cached, *parameters),
-        run(learned_score(3, 33, 5), x, cached, *parameters, torch.zeros(3)),
-    ):
-        assert result.isnan().tolist() == [False, True, False], "such a row never replays"

@@ -43,7 +43,8 @@ def random_design(number: int) -> Design:
         down_bias=bool(rng.integers(2)),
     )
     # A large device, so that the number of ports is what was drawn and not what fits.
-    budget = replace(zcu102(int(rng.choice([3, 4, 6, 10]))), lut=10**7, ff=10**7, dsp=10**5, bram36=10**5)
+    budget = zcu102(int(rng.choice([3, 4, 5, 6, 8, 10])), int(rng.choice([128, 128, 256, 512])))
+    budget = replace(budget, lut=10**7, ff=10**7, dsp=10**5, bram36=10**5)
     return best(designs(spec, budget))
 
 
@@ -62,7 +63,9 @@ def build_together(chosen: Sequence[Design], folder: Path) -> list[Simulation]:
     lines = ['#include "c0/fastcar_csim.hpp"', '#include "c0/fastcar_engine_processes.hpp"']
     for number, design in enumerate(chosen):
         emit_hls(design, folder / f"c{number}")
-        names = {name: f"{name}_{number}" for name in ("EngineConfig", "fastcar_engine", "fastcar_csim_sums")}
+        names = {
+            name: f"{name}_{number}" for name in ("EngineConfig", "fastcar_engine", "fastcar_run", "fastcar_csim_sums")
+        }
         lines += ["#undef FASTCAR_CONFIG_HPP", "#undef FASTCAR_ENGINE_HPP"]
         lines += [f"#define {old} {new}" for old, new in names.items()]
         lines += [

@@ -21,9 +21,9 @@ from fastcar_compile.targets import load_target
 Array = NDArray[Any]
 
 
-def zcu102(ports: int = 6) -> BoardBudget:
-    """The ZCU102's budget, with fewer AXI ports on request."""
-    return replace(budget_of(load_target("zcu102")), axi_ports=ports)
+def zcu102(ports: int = 6, axi_bits: int = 128) -> BoardBudget:
+    """The ZCU102's budget, with another number or width of AXI ports on request."""
+    return replace(budget_of(load_target("zcu102")), axi_ports=ports, axi_bits=axi_bits)
 
 
 def best(found: Iterable[Design]) -> Design:
@@ -38,12 +38,13 @@ def design(
     cores: int,
     ports: int = 6,
     layers: int = 4,
+    axi_bits: int = 128,
     linears: Sequence[tuple[str, int, int, bool]] = (),
     **kind: Any,
 ) -> Design:
     """A design for these sizes; `linears` are (name, inputs, channels, biased), `kind` further fields of MlpSpec."""
     spec = MlpSpec(hidden=hidden, intermediate=intermediate, batch=batch, layers=layers, cores=cores, **kind)
-    return best(designs(spec, zcu102(ports), [LinearSpec(*linear) for linear in linears]))
+    return best(designs(spec, zcu102(ports, axi_bits), [LinearSpec(*linear) for linear in linears]))
 
 
 EXAMPLE = (
@@ -56,14 +57,15 @@ DESIGNS = {
     "one_port_many_tiles": design(300, 201, 3, 2, ports=3),
     "two_ports_four_cores": design(37, 53, 4, 4, ports=4, quant="w4a8"),
     "eight_ports_one_row": design(21, 70, 1, 1, ports=10),
+    "three_ports_in_pairs": design(300, 77, 6, 4, ports=5, axi_bits=256, quant="w4a8"),
     "tails": design(72, 200, 2, 1, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True),
     "eight_rows_eight_cores": design(20, 24, 8, 8, ports=3),
     "int4": design(300, 201, 5, 1, ports=4, quant="w4a8", activation="gelu", up_bias=True, down_bias=True),
     "linears": design(37, 53, 5, 3, ports=4, linears=(("qkv", 300, 70, True), ("o", 21, 1000, False))),
     "linears_int4": design(20, 140, 2, 1, ports=3, linears=(("qkv", 600, 33, False), ("o", 5, 9, True)), **PLAIN_INT4),
 }
-"""Sizes that are no multiples of words, groups or tiles; one, two, four and eight weight ports; one to eight rows; both
-quantisations; gated and plain; MLPs alone and with linears."""
+"""Sizes that are no multiples of words, groups or tiles; one to eight weight ports, also two on an AXI port; one to
+eight rows, in one pass and in several; both quantisations; gated and plain; MLPs alone and with linears."""
 
 LINEARS = [name for name, made in DESIGNS.items() if made.linears]
 
@@ -152,16 +154,18 @@ class Linear:
     product: Product
     spec: MlpSpec
     weights: LinearWeights
+    axi_words: int
 
     @classmethod
     def random(cls, made: Design, product: Product, rng: np.random.Generator) -> Linear:
         """Uniform weights; scales over several orders of magnitude."""
-        return cls(product, made.mlp, random_linear(made.mlp, product.channels, product.inputs, product.bias, rng))
+        weights = random_linear(made.mlp, product.channels, product.inputs, product.bias, rng)
+        return cls(product, made.mlp, weights, made.axi_words)
 
     @property
     def stream(self) -> Array:
         """The packed weight stream."""
-        return pack_linear([self.weights], self.product)
+        return pack_linear([self.weights], self.product, self.axi_words)
 
     def sums(self, x: Array) -> Array:
         """Exact int32 sums [B, N], for w4a8 [B, N, groups]."""

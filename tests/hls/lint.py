@@ -101,20 +101,25 @@ def find_pragmas(name: str, text: str) -> list[str]:
 
 
 def find_ports_without_pragma(text: str) -> list[str]:
-    """Arguments of `extern "C"` tops that have not the pragmas of their kind, all in the mode= form."""
+    """Arguments of `extern "C"` tops without the pragmas of their kind, in both spellings, in the mode= form."""
     found = []
     code = code_of(text)
     tops = [f for f in functions(code) if f'extern "C" void {f[0]}(' in code]
     if not tops:
         found.append('no extern "C" top')
     for _, parameters, body in tops:
-        lines = re.findall(r"#pragma HLS INTERFACE mode=(\w+) port=(\w+) ", body)
-        wanted = [("s_axilite", "return")]
-        for parameter in parameters:
-            port = re.split(r"[\s*&]+", parameter)[-1]
-            wanted += [("s_axilite", port)] + ([("m_axi", port)] if "*" in parameter else [])
-        if sorted(lines) != sorted(wanted):
-            found += [f"port: {pair}" for pair in sorted(set(lines) ^ set(wanted))] or ["port: named twice"]
+        spellings = re.search(r"#if defined\(FASTCAR_PRAGMAS_NONE\)\n(.*?)#else\n(.*?)#endif", body, re.DOTALL)
+        if spellings is None:
+            found.append("no spelling for open tools")
+            continue
+        names = [re.split(r"[\s*&]+", parameter)[-1] for parameter in parameters]
+        memories = [("m_axi", n) for n, parameter in zip(names, parameters, strict=True) if "*" in parameter]
+        controls = [("s_axilite", name) for name in [*names, "return"]]
+        for lines, wanted in ((spellings[1], memories), (spellings[2], memories + controls)):
+            pairs = re.findall(r"#pragma HLS (?:INTERFACE|interface) mode=(\w+) port=(\w+) ", lines)
+            if sorted(pairs) != sorted(wanted):
+                found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
+        found += [f"open tools: {line}" for line in spellings[1].splitlines() if "offset=direct" not in line]
     return found
 
 
@@ -133,9 +138,10 @@ def find_shared_streams(top: str, processes: str, sizes: dict[str, int]) -> list
             if re.search(rf"\b{own}(?:\[\w+\])?\.{wrong}\(", body):
                 found.append(f"stream: {name} {wrong}s {own}")
     code = code_of(top)
+    code = block_at(code, code.rindex("{", 0, code.index("FASTCAR_DATAFLOW"))) if "FASTCAR_DATAFLOW" in code else ""
     ends: dict[str, list[str]] = {}
-    for name, size in re.findall(r"hls::stream<[^;]*> (\w+)\[([\w:]+)\];", code):
-        ends |= {f"{name}[{i}]": [] for i in range(sizes[size])}
+    for name, size in re.findall(r"hls::stream<[^;]*> (\w+)(?:\[([\w:/ ]+)\])?;", code):
+        ends |= {f"{name}[{i}]": [] for i in range(sizes[size])} if size else {name: []}
     for process, text in re.findall(r"fastcar::(\w+)<[^;(]*>\(([^;]*)\);", code):
         for argument, parameter in zip(split_arguments(text), parameters[process], strict=True):
             for stream in (s for s in ends if argument in (s, s.partition("[")[0])):
@@ -161,40 +167,171 @@ def find_floats_below(texts: list[str], root: str) -> list[str]:
     return [f"{name}: {match}" for name in sorted(reached) for match in re.findall(pattern, bodies[name])]
 
 
+SCALARS = {"int", "bool", "uint32_t", "int32_t", "uint64_t"}
+
+
 def find_bad_dataflow(texts: list[str]) -> list[str]:
     """DATAFLOW regions that are not canonical.
 
-    A region holds declarations, pragmas and calls, no control flow. An array of a region is written by one call and
-    read by one later call, which takes it as const; streams are checked by `find_shared_streams`.
+    A region holds declarations, pragmas and calls, no control flow. An argument is a name, or an element of an array of
+    streams: no expression, no member, no struct by value; a loop's bound is an argument of its function or a constant.
+    An array of a region is written by one call and read by one later call, which takes it as const; streams are checked
+    by `find_shared_streams`.
     """
-    constant: dict[str, list[bool]] = {}
+    parameters: dict[str, list[str]] = {}
     for text in texts:
-        for name, parameters, _ in functions(code_of(text)):
-            constant[name] = [p.startswith("const ") for p in parameters]
+        for name, own, _ in functions(code_of(text)):
+            parameters[name] = own
     found, regions = [], 0
     for text in texts:
         for name, _, body in functions(code_of(text)):
             for at in (m.start() for m in re.finditer("FASTCAR_DATAFLOW", body)):
                 regions += 1
-                found += [f"dataflow in {name}: {problem}" for problem in _region_problems(body, at, constant)]
+                problems = [*_region_problems(body, at, parameters), *_bound_problems(body, at, parameters[name])]
+                found += [f"dataflow in {name}: {problem}" for problem in problems]
     return found if regions else ["no dataflow region"]
 
 
-def _region_problems(body: str, at: int, constant: dict[str, list[bool]]) -> list[str]:
+def _bound_problems(body: str, at: int, own: list[str]) -> list[str]:
+    """What is wrong with the bound of the loop whose body is a region."""
+    head = re.search(r"for \(int \w+ = 0; \w+ < ([^;]+); \+\+\w+\) \{\s*$", body[:at])
+    if (
+        head is None
+        or head[1] in {parameter.split()[-1] for parameter in own}
+        or re.fullmatch(r"\d+|[A-Z_:]+", head[1])
+    ):
+        return []
+    return [f"the bound {head[1]} is no argument"]
+
+
+def _region_problems(body: str, at: int, parameters: dict[str, list[str]]) -> list[str]:
     start = body.rindex("{", 0, at)
     region = block_at(body, start)
-    found = [] if re.fullmatch(r"[{\s]*(?:#pragma[^\n]*\s*)*", body[start:at]) else ["the pragma does not come first"]
+    before = re.sub(r"#pragma[^\n]*|FASTCAR_NO_INLINE", "", body[start + 1 : at])
+    found = [] if not before.strip() else ["the pragma does not come first"]
     statements = re.sub(r"#pragma[^\n]*", "", region)
     found += [f"control flow: {word}" for word in re.findall(r"\b(?:if|for|switch|return)\b", statements)]
     arrays = re.findall(r"^\s*[\w:]+ (\w+)(?:\[[^;\n]*\])+;$", region, re.MULTILINE)
     uses: dict[str, list[str]] = {array: [] for array in arrays}
-    for process, arguments in re.findall(r"\b(\w+)<[^;(){}]*>\(([^;]*)\);", region):
-        for argument, reads in zip(
-            split_arguments(arguments), constant[process], strict=False
-        ):  # defaults are left out
+    for process, text in re.findall(r"\b(\w+)<[^;(){}]*>\(([^;]*)\);", region):
+        arguments = split_arguments(text)
+        if len(arguments) != len(parameters[process]):
+            found.append(f"{process} has default arguments")
+        for argument, parameter in zip(arguments, parameters[process], strict=False):
+            found += _argument_problems(process, argument, parameter)
             if argument in uses:
-                uses[argument].append("read" if reads else "write")
+                uses[argument].append("read" if parameter.startswith("const ") else "write")
     return found + [f"{array} has {use}" for array, use in uses.items() if use != ["write", "read"]]
+
+
+def _argument_problems(process: str, argument: str, parameter: str) -> list[str]:
+    found = []
+    if not re.fullmatch(r"\w+(?:\[\d+\])?", argument):
+        found.append(f"{process} takes the expression {argument}")
+    by_value = not re.search(r"[\[*&]", parameter)
+    if by_value and parameter.removeprefix("const ").split()[0] not in SCALARS:
+        found.append(f"{process} takes {parameter} by value")
+    return found
+
+
+def find_bound_operators(text: str) -> list[str]:
+    """Operators that are bound to a DSP one by one: the tool forms no multiply-add and no cascade of them."""
+    return [f"bound operator: {line.strip()}" for line in code_of(text).splitlines() if "BIND_OP" in line]
+
+
+def find_unlabelled_loops(text: str) -> list[str]:
+    """Loops that have no label and are not unrolled, and unrolling that does not stand before its loop."""
+    lines, found = [line.strip() for line in code_of(text).splitlines()], []
+    for before, line in zip(["", *lines], [*lines, ""], strict=True):
+        if line.startswith("for (") and before != "FASTCAR_UNROLL" and not before.endswith(":"):
+            found.append(f"label: {line}")
+        if before == "FASTCAR_UNROLL" and not line.startswith("for ("):
+            found.append(f"unrolling: before {line!r}")
+    return found
+
+
+def find_initialised_uram(text: str) -> list[str]:
+    """Arrays that may be in UltraRAM and have initial values, as every static one has."""
+    code, found = code_of(text), []
+    for match in re.finditer(r"^\s*FASTCAR_TILE_MEMORY\((\w+)\)", code, re.MULTILINE):
+        declaration = re.findall(rf"([\w:<> ]+\b{match[1]}\[[^;]*);", code[: match.start()])[-1].strip()
+        if declaration.startswith("static ") or "=" in declaration:
+            found.append(f"UltraRAM: {declaration}")
+    return found
+
+
+def pipelined_loops(texts: list[str]) -> Iterator[tuple[str, str]]:
+    """(function.label, body) of every pipelined loop."""
+    for text in texts:
+        for name, _, body in functions(code_of(text)):
+            for loop in re.finditer(r"(\w+):\s*for \([^)]*\) \{\s*FASTCAR_PIPELINE", body):
+                yield f"{name}.{loop[1]}", block_at(body, loop.start())
+
+
+def recurrences(texts: list[str]) -> dict[tuple[str, str], str]:
+    """(function.label, variable) -> distance, as pipelined loops declare them."""
+    return {
+        (loop, variable): distance
+        for loop, body in pipelined_loops(texts)
+        for variable, distance in re.findall(r"FASTCAR_RECURRENCE\((\w+), ([\w:]+)\)", body)
+    }
+
+
+def find_slow_recurrences(texts: list[str], config: str, listed: list[tuple[str, str, int, int]]) -> list[str]:
+    """Declared distances that are below a latency, above a real distance, or not in the list, and the other way round.
+
+    Args:
+        config: fastcar_config.hpp. listed: loop, variable, distance and latency of every recurrence of the design.
+    """
+    values = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", config)}
+    lanes = -(-values["PORTS"] // 4) if values["WEIGHT_BITS"] == 4 else 1
+    constants = {"S::SCALE_DISTANCE": values["SCALE_ROWS"] * -(-values["PORTS"] // lanes)}
+    declared, found = recurrences(texts), []
+    for loop, variable, distance, latency in listed:
+        if (loop, variable) not in declared:
+            found.append(f"{variable} of {loop} is not declared")
+            continue
+        text = declared[loop, variable]
+        said = constants[text] if text in constants else int(text)
+        if said < latency:
+            found.append(f"{variable} of {loop}: {said} iterations, {latency} clocks")
+        if said > distance:
+            found.append(f"{variable} of {loop}: {said} iterations, at least {distance}")
+    names = {(loop, variable) for loop, variable, *_ in listed}
+    return found + [
+        f"{variable} of {loop} is not listed" for loop, variable in declared if (loop, variable) not in names
+    ]
+
+
+def find_undeclared_recurrences(texts: list[str]) -> list[str]:
+    """What a `_step` function changes, or gives back to its own argument, and outlives its iteration undeclared."""
+    state = {}
+    for text in texts:
+        for name, parameters, _ in functions(code_of(text)):
+            if name.endswith("_step"):
+                changed = {
+                    i for i, p in enumerate(parameters) if re.search(r"[\[&*]", p) and not p.startswith("const ")
+                }
+                state[name] = state.get(name, set()) | changed
+    found, declared = [], recurrences(texts)
+    for loop, body in pipelined_loops(texts):
+        carried = set(re.findall(r"\b(\w+)\[\w+\] = \w+_step\(\1\[", body))
+        for name, text in re.findall(r"\b(\w+_step)(?:<[^;(){}]*>)?\(([^;]*)\);", body):
+            arguments = split_arguments(text)
+            carried |= {re.split(r"\[", arguments[i].lstrip("&"))[0] for i in state.get(name, set())}
+        own = {v for v in carried if re.search(rf"^\s*[\w:]+ {v}\[", body, re.MULTILINE)}
+        found += [f"recurrence: {v} of {loop}" for v in sorted(carried - own) if (loop, v) not in declared]
+    return found
+
+
+def find_loops_in_steps(texts: list[str]) -> list[str]:
+    """`_step` functions that have a loop which stays one: an open tool pipelines functions, not loops."""
+    found = []
+    for text in texts:
+        for name, _, body in functions(code_of(text)):
+            if name.endswith("_step"):
+                found += [f"{name}: {label}" for label in re.findall(r"\w+:\s*for \([^)]*\)", body)]
+    return found
 
 
 def find_run_specific(text: str) -> list[str]:

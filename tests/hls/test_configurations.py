@@ -65,11 +65,15 @@ def test_the_draw_covers_the_family(designs: list[Design]) -> None:
     specs = [d.mlp for d in designs]
     assert {(s.quant, s.gated, s.activation) for s in specs} == set(KINDS)
     assert {1, MAX_ROWS} <= {s.batch for s in specs}
-    assert {d.ports for d in designs} == {1, 2, 4, 8}
+    assert {d.axi_words for d in designs} == {1, 2, 4}
+    assert {d.axi_weight_ports for d in designs} == {1, 2, 3, 4, 6, 8}
+    assert {d.ports % 4 for d in designs} >= {0, 2, 3}
     assert {d.prefetch_words for d in designs} >= {0, 128, 256, 512, 1024}
     assert {(s.up_bias, s.down_bias) for s in specs} == {(a, b) for a in (False, True) for b in (False, True)}
     assert any(d.gate_up.tiles * d.gate_up.tile * d.ports > d.gate_up.channels for d in designs)
     assert any(d.gate_up.tiles > 1 for d in designs)
-    assert {d.rows_per_core % 2 for d in designs} == {0, 1}
+    assert {d.mlp.cores % 2 for d in designs} == {0, 1}
+    assert min(d.passes for d in designs) == 1
+    assert max(d.passes for d in designs) > 4
     assert any(s.hidden % 128 for s in specs if s.quant == "w4a8")
     assert any(s.intermediate % 16 for s in specs if s.quant == "w8a8")

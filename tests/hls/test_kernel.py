@@ -87,7 +87,7 @@ def test_weights_are_not_read_when_no_row_computes(library: Simulation) -> None:
     """The address of the weights is null, so that a read would end the process; cached NaN payloads survive."""
     x = np.zeros((library.batch, library.hidden), np.float32)
     cached = np.arange(x.size, dtype=np.uint32).reshape(x.shape) | np.uint32(0x7F800000)
-    y = library.engine.mlp(x, 0, cached.view(np.float32), [NULL] * library.design.ports)
+    y = library.engine.mlp(x, 0, cached.view(np.float32), [NULL] * library.design.axi_weight_ports)
     np.testing.assert_array_equal(y.view(np.uint32), cached)
 
 

@@ -84,7 +84,7 @@ def test_a_negative_zero_stays_one_without_a_bias(library: Simulation) -> None:
 def test_weights_are_not_read_without_a_row(library: Simulation, design_name: str) -> None:
     """The address of the weights is null, so that a read would end the process."""
     engine, product = library.engine, next(iter(DESIGNS[design_name].linears.values()))
-    sevens, null = np.full((library.batch, product.channels), 7, np.float32), [NULL] * library.design.ports
+    sevens, null = np.full((library.batch, product.channels), 7, np.float32), [NULL] * library.design.axi_weight_ports
     x = np.zeros((library.batch, product.inputs), np.float32)
     library.linear(x, product, np.zeros(product.stream_bytes, np.uint8), 0, sevens)
     assert (engine.linear(x, product.part, null, 0) == 7).all()

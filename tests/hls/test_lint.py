@@ -14,11 +14,14 @@ from hls.library import DESIGNS
 NOT_SYNTHESISED = {
     "engine_testbench.cpp",
     "drs_testbench.cpp",
+    "probe_testbench.cpp",
     "fastcar_csim.cpp",
     "fastcar_csim.hpp",
     "fastcar_reference.hpp",
 }
-TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp")
+TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
+PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
+AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"
 STREAM_FILES = {"fastcar_engine.cpp", "fastcar_engine_processes.hpp"}
 CORES = ("fastcar_tile.hpp", "fastcar_engine_core.hpp")
 """The functions that the dataflow regions call."""
@@ -38,7 +41,7 @@ def kernels_of(project: dict[str, str]) -> dict[str, str]:
 def stream_sizes(design_name: str) -> dict[str, int]:
     """Constants of the arrays of streams."""
     design = DESIGNS[design_name]
-    return {"EngineConfig::PORTS": design.ports, "EngineConfig::CORES": design.mlp.cores}
+    return {"EngineConfig::PORTS": design.ports, AXI_PORTS: design.axi_weight_ports}
 
 
 def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
@@ -51,7 +54,7 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     assert found == []
     assert lint.find_recursion(list(kernels.values())) == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
-    assert {"fastcar_engine", "core", "mac_tile", "quantize_row", "fastcar_drs", "control"} < defined
+    assert {"fastcar_engine", "compute", "mac_tile", "quantize_rows", "fastcar_drs", "control"} < defined
 
 
 def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:
@@ -63,18 +66,21 @@ def test_dataflow_regions_are_canonical(project: dict[str, str]) -> None:
 
 
 def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
-    assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[], []]
+    assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[]] * len(TOPS)
 
 
 def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
     top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
     assert lint.find_shared_streams(top, processes, stream_sizes(design_name)) == []
+    top, ports = project["fastcar_probe.cpp"], DESIGNS[design_name].ports
+    assert lint.find_shared_streams(top, project["fastcar_probe.hpp"], {str(ports): ports}) == []
+    assert lint.find_bad_dataflow([top, project["fastcar_probe.hpp"]]) == []
 
 
 def test_compute_cores_have_no_streams(project: dict[str, str]) -> None:
     codes = {name: lint.code_of(text) for name, text in kernels_of(project).items() if name != "fastcar_pragmas.hpp"}
-    assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES
-    assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES
+    assert {name for name, code in codes.items() if "stream" in code} == STREAM_FILES | PROBE_FILES
+    assert {name for name, code in codes.items() if "DATAFLOW" in code} == STREAM_FILES | {"fastcar_probe.cpp"}
 
 
 @pytest.mark.parametrize("design_name", ["linears"])
@@ -82,9 +88,30 @@ def test_one_multiplier_array_serves_every_product(project: dict[str, str]) -> N
     """One call site each: nothing is instantiated twice in a core."""
     code = "".join(lint.code_of(text) for text in kernels_of(project).values())
     for function in ("mac_tile", "scale_tile", "fetch_tile"):
-        assert len(re.findall(rf"\b{function}<S>\(.*product.bounds\)", code)) == 1
-    for function in ("run_product", "quantize_rows", "finish_tile"):
+        assert len(re.findall(rf"\b{function}<S>\(", code)) == 1
+    for function in ("run_product", "run_tiles", "quantize_rows", "finish_tile"):
         assert len(re.findall(rf"\b{function}<C>\(", code)) == 1
+
+
+ENGINE_FILES = (
+    *("fastcar_engine.cpp", "fastcar_engine_processes.hpp", "fastcar_engine_core.hpp", "fastcar_tile.hpp"),
+    *("fastcar_mac.hpp", "fastcar_numerics.hpp", "fastcar_activation.hpp", "fastcar_word.hpp", "fastcar_mapping.hpp"),
+)
+
+
+def test_loops_have_labels_and_memories_no_initial_values(project: dict[str, str]) -> None:
+    for name in (*ENGINE_FILES, "fastcar_drs.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp"):
+        assert lint.find_unlabelled_loops(project[name]) == [], name
+        assert lint.find_initialised_uram(project[name]) == [], name
+    assert [name for name, text in kernels_of(project).items() if lint.find_bound_operators(text)] == []
+
+
+def test_steps_of_pipelined_loops_declare_what_they_carry(project: dict[str, str]) -> None:
+    texts = [project[name] for name in ENGINE_FILES]
+    assert lint.find_undeclared_recurrences(texts) == []
+    assert lint.find_loops_in_steps(texts) == []
+    steps = {name for text in texts for name, _, _ in lint.functions(text) if name.endswith("_step")}
+    assert {"mac_step", "scale_step", "amax_step", "quantize_step", "finish_step"} <= steps
 
 
 def test_same_design_same_bytes_and_nothing_of_this_run(design_name: str, tmp_path: Path) -> None:
@@ -146,9 +173,26 @@ def test_floating_point_below_the_root_is_found(line: str) -> None:
     ("right", "wrong", "problem"),
     [
         ("scale_tile<S>(head, acc,", "scale_tile<S>(head, value,", "acc has ['write']"),
-        ("mac_tile<S>(tile, q, rows, acc,", "mac_tile<S>(acc, q, rows, tile,", "acc has ['read', 'read']"),
+        ("        fetch_tile<S>(weights, head_words, stream_words, head, tile)", "        int x", "tile has ['read']"),
         ("        mac_tile<S>(tile,", "        if (rows > 0) mac_tile<S>(tile,", "control flow: if"),
         ("        FASTCAR_DATAFLOW\n", "        int x = 0;\n        FASTCAR_DATAFLOW\n", "does not come first"),
+        ("finish_steps, t, chunk,", "finish_steps, t * 2, chunk,", "finish_tile takes the expression t * 2"),
+        ("finish_steps, t, chunk,", "finish_steps, t, product.chunk,", "takes the expression product.chunk"),
+        (
+            "t < tiles; ++t) {\n        FASTCAR_DATAFLOW",
+            "t < p.tiles; ++t) {\n        FASTCAR_DATAFLOW",
+            "the bound p.tiles",
+        ),
+        (
+            "int head_words, int words, word_t head",
+            "Product head_words, int words, word_t head",
+            "Product head_words by value",
+        ),
+        (
+            "int head_words, int words, word_t head",
+            "int head_words, int words, int a = 0, word_t head",
+            "default arguments",
+        ),
     ],
 )
 @pytest.mark.parametrize("design_name", ["example"])
@@ -162,6 +206,45 @@ def test_a_dataflow_that_is_not_canonical_is_found(
     assert lint.find_bad_dataflow([project["fastcar_tile.hpp"]]) == ["no dataflow region"]
 
 
+def test_a_loop_without_a_label_is_found() -> None:
+    good = "a:\nfor (int i = 0; i < N; ++i) {\n    FASTCAR_UNROLL\n    for (int j = 0; j < 4; ++j) {\n    }\n}\n"
+    assert lint.find_unlabelled_loops(good) == []
+    assert lint.find_unlabelled_loops(good.replace("a:\n", "")) == ["label: for (int i = 0; i < N; ++i) {"]
+    inside = "a:\nfor (int i = 0; i < 4; ++i) {\n    FASTCAR_UNROLL\n    x;\n}\n"
+    assert lint.find_unlabelled_loops(inside) == ["unrolling: before 'x;'"]
+
+
+@pytest.mark.parametrize("planted", ["static word_t tile[4];", "word_t tile[4] = {};"])
+def test_initial_values_in_ultraram_are_found(planted: str) -> None:
+    assert lint.find_initialised_uram(f"    {planted}\n    FASTCAR_TILE_MEMORY(tile)\n")
+    assert not lint.find_initialised_uram("    word_t tile[4];\n    FASTCAR_TILE_MEMORY(tile)\n")
+
+
+def test_a_bound_operator_is_found() -> None:
+    assert lint.find_bound_operators("FASTCAR_PRAGMA(HLS BIND_OP variable = x op = mul impl = dsp)")
+
+
+@pytest.mark.parametrize("design_name", ["int4"])
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("fastcar_tile.hpp", "FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)"),
+        ("fastcar_tile.hpp", "FASTCAR_RECURRENCE(partial, 1)"),
+        ("fastcar_engine_core.hpp", "FASTCAR_RECURRENCE(amax, 1)"),
+    ],
+)
+def test_an_undeclared_recurrence_is_found(project: dict[str, str], name: str, right: str) -> None:
+    assert project[name].count(right) == 1
+    planted = project | {name: project[name].replace(right, "")}
+    assert lint.find_undeclared_recurrences([planted[n] for n in ENGINE_FILES])
+
+
+@pytest.mark.parametrize("design_name", ["int4"])
+def test_a_loop_in_a_step_is_found(project: dict[str, str], design_name: str) -> None:
+    text = project["fastcar_numerics.hpp"].replace("    FASTCAR_UNROLL\n    for", "lanes:\n    for")
+    assert lint.find_loops_in_steps([text])
+
+
 @pytest.mark.parametrize("line", ["#pragma HLS PIPELINE II=1", '_Pragma("HLS UNROLL")', "#pragma HLS INTERFACE m_axi"])
 def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
     assert lint.find_pragmas("fastcar_tile.hpp", f"int a;\n    {line}\n")
@@ -172,6 +255,8 @@ def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
     [
         ('extern "C" void', "void"),
         ("mode=m_axi port=x ", "mode=m_axi port=cached "),
+        ("#pragma HLS interface mode=m_axi port=x bundle=gmem_x offset=direct\n", ""),
+        ("offset=direct\n#else", "offset=slave\n#else"),
         ("#pragma HLS INTERFACE mode=s_axilite port=index_register bundle=control\n", ""),
         ("mode=s_axilite port=return ", "s_axilite port=return "),
     ],
@@ -186,11 +271,10 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("core_in[1], beats[1], core_out[1]", "core_in[0], beats[1], core_out[1]"),
-        ("core_in[1], beats[1], core_out[1]", "core_in[1], beats[1], core_out[0]"),
-        ("tile, tiles, ports[3]", "tile, tiles, ports[2]"),
+        ("(rows_in, weights, computing,", "(rows_out, weights, computing,"),
+        ("end_word, ports[3]", "end_word, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
-        ("out[c].write(word)", "out[c].read()"),
+        ("out.write(weights[i])", "out.read()"),
     ],
 )
 @pytest.mark.parametrize("design_name", ["example"])

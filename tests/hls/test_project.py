@@ -24,6 +24,7 @@ from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import BackendError, CompileError, UserError
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, open_library
+from fastcar_compile.targets import load_target
 from hls.library import (
     DESIGNS,
     EXAMPLE,
@@ -94,16 +95,22 @@ def test_the_seven_billion_parameter_shape_fits_zcu102(linears: tuple[tuple[str,
 
 
 def test_an_engine_for_mlps_alone_costs_what_one_with_linears_does() -> None:
-    """One kernel for both: the example's MLP takes the same clocks, and linears no narrower than it add nothing."""
-    alone, also = design(128, 352, 2, 2), design(128, 352, 2, 2, linears=EXAMPLE)
+    """One kernel for both: with equal tiles the MLP takes the same clocks, and linears of its width add nothing."""
+    also = design(128, 352, 2, 2, linears=EXAMPLE)
+    alone = replace(also, linears={})
     assert alone.mlp_cycles == also.mlp_cycles
     assert alone.usage.dsp == also.usage.dsp
 
 
-def test_fewer_ports_when_the_lanes_do_not_fit() -> None:
-    assert design(128, 352, 32, 4).ports == 4  # 4,096 lanes in 2,048 / 2 DSP
-    assert design(128, 352, 32, 4, quant="w4a8").ports == 2
-    assert design(128, 352, 32, 8, quant="w4a8").ports < 4
+def test_more_cores_share_the_ports_and_the_tiles() -> None:
+    """Two cores more cost multipliers and rows, no weight port and no copy of a tile."""
+    four, eight = (design(128, 352, 32, cores, quant="w4a8") for cores in (4, 8))
+    assert four.ports == eight.ports == 4
+    assert (four.passes, eight.passes) == (8, 4)
+    assert eight.lanes == 2 * four.lanes == 1024
+    wider = replace(four, mlp=replace(four.mlp, cores=8))
+    assert wider.usage.dsp > four.usage.dsp
+    assert replace(wider, tiles_in_uram=True).usage.uram == replace(four, tiles_in_uram=True).usage.uram > 0
 
 
 def test_wider_linears_than_the_mlp_widen_the_buffers() -> None:
@@ -231,7 +238,7 @@ def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
 
 
 def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
-    emit_hls(DESIGNS["example"], tmp_path)
+    emit_hls(DESIGNS["example"], tmp_path, board=load_target("zcu102"))
     config = (tmp_path / "fastcar_engine_hls_config.cfg").read_text()
     assert "part=xczu9eg-ffvb1156-2-e\n" in config
     assert "clock=250MHz\n" in config
@@ -241,7 +248,7 @@ def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
     assert "tb.file=drs_testbench.cpp\n" in drs_config
     link = (tmp_path / "link.cfg").read_text().splitlines()
     assert "nk=fastcar_engine:1:fastcar_engine_1" in link
-    assert "sp=fastcar_engine_1.weights_3:HP3" in link
+    assert "sp=fastcar_engine_1.weights_3:HPC0" in link
     assert "freqHz=250000000:fastcar_drs_1" in link
 
 
@@ -266,7 +273,7 @@ def including(names: list[str], folder: Path) -> list[Path]:
 
 
 def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
-    assert len(HEADERS) == 17
+    assert len(HEADERS) == 18
     done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}")
     assert done.returncode == 0, done.stderr
 
@@ -355,8 +362,8 @@ def test_test_bench_passes(
         ("fastcar_engine_core.hpp", "covered - chunk < channels", "covered < channels", "engine_testbench"),
         (
             "fastcar_tile.hpp",
-            "bounds.scale_words + j / FLOAT_LANES",
-            "j / FLOAT_LANES",
+            "scale_words + now.row / FLOAT_LANES",
+            "scale_words + now.row / HALF_LANES",
             "engine_testbench",
         ),
         ("fastcar_drs.hpp", "return index_register != 0;", "return index_register > 1;", "drs_testbench"),

@@ -35,14 +35,19 @@ class _Call(nn.Module):
         return self.op(*tensors, *self.options)
 
 
-def run_onnx(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tuple[Any, ...], path: Path) -> Tensor:
-    """The operator alone, exported and run by onnxruntime."""
+def export(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tuple[Any, ...], path: Path) -> None:
+    """Write the operator alone as a model."""
     exported = torch.export.export(_Call(op, options), tensors, strict=False)
     with quiet_exporter():
         table = translation_table()
         torch.onnx.export(
             exported, f=path, dynamo=True, custom_translation_table=table, opset_version=OPSET, verbose=False
         )
+
+
+def run_onnx(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tuple[Any, ...], path: Path) -> Tensor:
+    """The operator alone, exported and run by onnxruntime."""
+    export(op, tensors, options, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = {i.name: t.numpy() for i, t in zip(session.get_inputs(), tensors, strict=True)}
     return torch.from_numpy(np.asarray(session.run(None, feeds)[0]))

@@ -65,6 +65,8 @@ class DesignPart(Part):
     Args:
         spec: the MLP that all layers share. gate_up, down: its two products.
         linears: name of every other call -> its product, in call order.
+        ports: logical weight ports of 128 bits. axi_words: how many of them one AXI port carries, word by word.
+        passes: over a tile when every row computes.
         stream_bytes: of one layer's MLP. linear_stream_bytes: of each linear call.
         usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
     """
@@ -77,8 +79,9 @@ class DesignPart(Part):
     linears: dict[str, ProductPart]
     tiles_in_uram: bool
     prefetch_words: int
+    axi_words: int
     lanes: int
-    rows_per_core: int
+    passes: int
     stream_bytes: int
     linear_stream_bytes: dict[str, int]
     usage_estimate: UsagePart

@@ -18,11 +18,11 @@ from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control import attention_of, control_table, controller_part
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.footprint import Footprint, require_fit, shares_memory
-from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.footprint import Footprint, require_banks, require_fit, shares_memory
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
+from fastcar_compile.codegen.hls.vitis import weight_ports
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats import quant_format
@@ -67,13 +67,15 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     found = explore(_mlp_spec(program, config), board, attention_of(program), linears)
     design = found.design
     table = control_table(program, config, design.mlp.cores, design.prefetch_bytes)
-    emit_hls(design, writer.root / HLS, table)
     streams: dict[str, tuple[int, Stream]] = {
         f"layer_{s.layer}": (design.stream_bytes, partial(_mlp_stream, program, s, design)) for s in program.sites
     }
     for call in calls:
         product = design.linears[call.name]
-        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, product))
+        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
+    kernels = kernel_interfaces(design, table)
+    require_banks(board, ports=weight_ports(kernels), stream_bytes=sum(size for size, _ in streams.values()))
+    emit_hls(design, writer.root / HLS, table, board=board)
     writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
     writer.write_bytes(DRS_TABLE, table.to_bytes())
     writer.write_text(DRS_TABLE_JSON, json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
@@ -84,7 +86,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         controller=controller_part(table),
         design=design.part,
         exploration=found.part,
-        kernels=tuple(interface.part for interface in kernel_interfaces(design, table)),
+        kernels=tuple(interface.part for interface in kernels),
         linears=tuple(LinearCallPart(**call.to_json()) for call in calls),
         on_host=tuple(HostLinearPart(**asdict(linear)) for linear in kept),
     )
@@ -153,9 +155,9 @@ def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDA
     return pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design)
 
 
-def _linear_stream(program: DecoderProgram, call: LinearCall, product: Product) -> NDArray[np.uint8]:
+def _linear_stream(program: DecoderProgram, call: LinearCall, design: Design) -> NDArray[np.uint8]:
     """Return the kernel's weight stream of one linear call, uint8."""
-    return pack_linear(_weights(program, call.weights, call.biases), product)
+    return pack_linear(_weights(program, call.weights, call.biases), design.linears[call.name], design.axi_words)
 
 
 def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

@@ -11,11 +11,22 @@ from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
 from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.interface import probe_interface
+from fastcar_compile.codegen.hls.probe_project import probe_word_bytes
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.targets import Target
 
-ACCELERATOR_SOURCES = ("fastcar_accelerator.hpp", "fastcar_board.cpp", "fastcar_offload.hpp", "fastcar_xrt.hpp")
+ACCELERATOR_SOURCES = (
+    "fastcar_accelerator.hpp",
+    "fastcar_board.cpp",
+    "fastcar_memory.hpp",
+    "fastcar_offload.hpp",
+    "fastcar_probe.cpp",
+    "fastcar_xrt.hpp",
+)
 
 _ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 _DTYPES = {
@@ -41,15 +52,19 @@ class HostProgramEmitter:
         host = context.section(HostSection)
         if host is None or host.board is None:
             return
-        for name, text in host_sources(program, host.board, context.section(AcceleratorSection)).items():
+        accelerator = context.section(AcceleratorSection)
+        for name, text in host_sources(program, host.board, context.target, accelerator).items():
             context.writer.write_text(f"{HOST_SOURCES}/{name}", text)
 
 
-def host_sources(program: DecoderProgram, board: BoardPart, accelerator: AcceleratorSection | None) -> dict[str, str]:
+def host_sources(
+    program: DecoderProgram, board: BoardPart, target: Target, accelerator: AcceleratorSection | None
+) -> dict[str, str]:
     """Return the texts of the host program by file name.
 
     Args:
-        board: the manifest's `host.board`. accelerator: the manifest's section; None: no program for it is written.
+        board: the manifest's `host.board`. target: that it is of.
+        accelerator: the manifest's section; None: no program for it is written.
 
     Returns:
         Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
@@ -59,7 +74,7 @@ def host_sources(program: DecoderProgram, board: BoardPart, accelerator: Acceler
     texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
     texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
-        texts["fastcar_kernels.hpp"] = _kernels(program, accelerator)
+        texts["fastcar_kernels.hpp"] = _kernels(program, target, accelerator)
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         config=program.config,
@@ -74,15 +89,20 @@ def host_sources(program: DecoderProgram, board: BoardPart, accelerator: Acceler
     return dict(sorted(texts.items()))
 
 
-def _kernels(program: DecoderProgram, accelerator: AcceleratorSection) -> str:
+def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
     """Return the compute kernel, the controller, and the names that the offload library calls them by."""
     compute, controller = accelerator.kernels
+    probe = probe_interface(Design.of(accelerator.design))
     return render(
         "host/fastcar_kernels.hpp",
         config=program.config,
         kernels=[compute, controller],
+        probe=probe.part,
+        probe_word_bytes=probe_word_bytes(probe),
         weights=accelerator.weights,
         table=accelerator.table,
+        gated=accelerator.controller.gated_layers,
+        shared_memory=target.shares_memory,
         linears=accelerator.design.linears,
         mlp_function=MLP_FUNCTION,
         gate_function=GATE_FUNCTION,

@@ -12,7 +12,21 @@ from fastcar_compile.drs.simulator import CAPACITY
 from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS
 from fastcar_compile.errors import InternalError
 
-TYPE_BYTES = {"fastcar::word_t": 16, "uint32_t": 4, "int32_t": 4, "float": 4, "uint64_t": 8}
+WEIGHT_TYPES = {1: "fastcar::word_t", 2: "fastcar::beat2_t", 4: "fastcar::beat4_t"}
+"""Element type of an AXI port that carries 1, 2 or 4 weight ports."""
+
+AXI_BOUNDARY, IN_FLIGHT = 4096, 16384
+"""Bytes that no AXI burst may cross, and of the reads that a weight port has in flight, so that latency is hidden."""
+
+TYPE_BYTES = {
+    "fastcar::word_t": 16,
+    "fastcar::beat2_t": 32,
+    "fastcar::beat4_t": 64,
+    "uint32_t": 4,
+    "int32_t": 4,
+    "float": 4,
+    "uint64_t": 8,
+}
 """Bytes of the element types that kernels take."""
 
 
@@ -26,8 +40,7 @@ class KernelPort:
         bundle: the AXI port that a memory argument uses.
         depth: elements that C/RTL co-simulation has to map.
         writable: whether the kernel writes this memory.
-        streamed: read in one long run: bursts of 256 words, the most that AXI allows, with four of them (16 KiB of 128
-            bits) in flight, so that the memory's latency is hidden.
+        streamed: read in one long run: bursts of 4 KiB, the most that AXI allows, with four of them in flight.
     """
 
     name: str
@@ -42,7 +55,8 @@ class KernelPort:
     def burst(self) -> str:
         """Burst options of the interface pragma."""
         if self.streamed:
-            return "max_read_burst_length=256 num_read_outstanding=4"
+            beats, bursts = AXI_BOUNDARY // TYPE_BYTES[self.ctype], IN_FLIGHT // AXI_BOUNDARY
+            return f"max_read_burst_length={beats} num_read_outstanding={bursts}"
         return "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
 
     @property
@@ -110,6 +124,10 @@ class KernelInterface:
         memory = [port.open_pragma() for port in self.ports if port.mode == "m_axi"]
         return ["#if defined(FASTCAR_PRAGMAS_NONE)", *memory, "#else", *self.pragmas(), "#endif"]
 
+    def memories(self) -> list[KernelPort]:
+        """Return the memory arguments, in order."""
+        return [port for port in self.ports if port.mode == "m_axi"]
+
     def bundles(self) -> list[str]:
         """Return the AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
@@ -118,14 +136,15 @@ class KernelInterface:
 def engine_interface(design: Design) -> KernelInterface:
     """Return the interface of the engine.
 
-    `weights_p` takes section p of the call's stream, so that it may lie in the port's own memory. `op` is a value of
+    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory. `op` is a value of
     `Op`. `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP. `prefetch` is a value
     of `Prefetch`; a linear's weights are always read from memory.
     """
     rows = design.mlp.batch * design.max_row_words
+    beat = WEIGHT_TYPES[design.axi_words]
     weights = [
-        KernelPort(f"weights_{p}", "fastcar::word_t", "m_axi", f"gmem_w{p}", design.max_section_words, streamed=True)
-        for p in range(design.ports)
+        KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", design.max_section_words, streamed=True)
+        for p in range(design.axi_weight_ports)
     ]
     sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
@@ -170,4 +189,16 @@ def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) ->
             KernelPort("held", "uint32_t"),
             KernelPort("capacity", "uint32_t"),
         ),
+    )
+
+
+def probe_interface(design: Design) -> KernelInterface:
+    """Return the interface of the bandwidth probe: the engine's weight ports, with the engine's bursts.
+
+    `ports`: bit p = 1: port p reads `words` words. `result` takes a checksum per port.
+    """
+    weights = [port for port in engine_interface(design).ports if port.streamed]
+    result = KernelPort("result", "uint32_t", "m_axi", "gmem_result", len(weights), writable=True)
+    return KernelInterface(
+        "fastcar_probe", (*weights, result, KernelPort("words", "uint32_t"), KernelPort("ports", "uint32_t"))
     )

@@ -1,7 +1,7 @@
 """The weight stream of one call: what the engine reads, byte for byte.
 
 For every weight port a section of equal length, which starts at a multiple of 4 KiB: the tiles of the call's product, or
-of gate/up and then down. A tile is its scales, its biases if there are any (each padded to whole 16-byte words), then its rows of weights
+of gate/up and then down. An AXI port that carries several weight ports has their sections interleaved word by word. A tile is its scales, its biases if there are any (each padded to whole 16-byte words), then its rows of weights
 (each padded to whole words, int4 to whole groups). What pads is zero.
 """
 
@@ -54,14 +54,16 @@ def pack_mlp(linears: Sequence[LinearWeights], design: Design) -> Array:
     for name, linear in zip(names, linears, strict=True):
         channels = spec.hidden if name == "down" else spec.intermediate
         _check_linear(name, linear, channels, design.down if name == "down" else design.gate_up)
-    return _stream([(_interleaved(first, design.gate_up), design.gate_up), (down, design.down)])
+    parts = [(_interleaved(first, design.gate_up), design.gate_up), (down, design.down)]
+    return _stream(parts, design.axi_words)
 
 
-def pack_linear(linears: Sequence[LinearWeights], product: Product) -> Array:
+def pack_linear(linears: Sequence[LinearWeights], product: Product, axi_words: int = 1) -> Array:
     """Return the stream of linears that share their input, uint8 [product.stream_bytes].
 
     Args:
         linears: their channels follow each other. All have a bias where `product.bias`, none otherwise.
+        axi_words: weight ports that an AXI port of the design carries.
 
     Raises:
         UserError: an array has another shape or dtype than the product.
@@ -82,14 +84,18 @@ def pack_linear(linears: Sequence[LinearWeights], product: Product) -> Array:
         np.concatenate([linear.scales for linear in linears]),
         np.concatenate(biases) if product.bias else None,
     )
-    return _stream([(joined, product)])
+    return _stream([(joined, product)], axi_words)
 
 
-def _stream(parts: Sequence[tuple[LinearWeights, Product]]) -> Array:
-    """Return the sections of these products, one after another on each port, padded to 4 KiB."""
+def _stream(parts: Sequence[tuple[LinearWeights, Product]], axi_words: int) -> Array:
+    """Return the sections of these products, one after another on each port, padded to 4 KiB.
+
+    The sections of ports that share an AXI port are interleaved word by word.
+    """
     joined = np.concatenate([_pack_product(linear, product) for linear, product in parts], axis=1)
     spare = WORD_BYTES * section_words(joined.shape[1] // WORD_BYTES) - joined.shape[1]
-    return np.pad(joined, ((0, 0), (0, spare))).reshape(-1)
+    words = np.pad(joined, ((0, 0), (0, spare))).reshape(len(joined) // axi_words, axi_words, -1, WORD_BYTES)
+    return np.ascontiguousarray(words.transpose(0, 2, 1, 3)).reshape(-1)
 
 
 def _check_linear(name: str, linear: LinearWeights, channels: int, product: Product) -> None:

@@ -7,29 +7,41 @@ from pathlib import Path
 
 from fastcar_compile.codegen.hls.controller_project import drs_kernel, emit_drs, limits_of, table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interface
+from fastcar_compile.codegen.hls.probe_project import probe_files
 from fastcar_compile.codegen.hls.render import TEMPLATES, render
 from fastcar_compile.codegen.hls.vitis import Bench, vitis_files
 from fastcar_compile.drs.table import DrsTable, Limits
+from fastcar_compile.targets import Target
 
 SOURCES = ("fastcar_config.hpp", "fastcar_engine.hpp", "fastcar_engine.cpp", "engine_testbench.cpp")
 """What depends on the design of the engine."""
 
 
-def emit_hls(design: Design, out_dir: Path, table: DrsTable | None = None, limits: Limits | None = None) -> list[Path]:
+def emit_hls(
+    design: Design,
+    out_dir: Path,
+    table: DrsTable | None = None,
+    limits: Limits | None = None,
+    board: Target | None = None,
+) -> list[Path]:
     """Write the project into `out_dir` (made if needed); return the files, sorted. Same arguments, same bytes.
 
     Args:
         table: the DRS control table that the controller has to hold; None: one of the design's sizes.
         limits: what the controller can hold; None: what the table needs.
+        board: whose memory the kernels are connected to; None: v++ chooses.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     table = table or table_of_sizes(design)
     engine, drs = kernel_interfaces(design, table)
-    texts = {name: render(name, design=design, kernel=engine) for name in SOURCES}
+    fifo_words = FIFO_WORDS // design.axi_words
+    texts = {name: render(name, design=design, kernel=engine, fifo_words=fifo_words) for name in SOURCES}
     texts |= emit_drs(table, limits or limits_of(table)).texts
     benches = [Bench(engine, "engine_testbench.cpp"), Bench(drs, "drs_testbench.cpp")]
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches)
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
+    texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
 

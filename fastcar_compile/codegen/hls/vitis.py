@@ -9,22 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
+from fastcar_compile.codegen.hls.design.banks import bank_map
+from fastcar_compile.codegen.hls.design.footprint import shares_memory
 from fastcar_compile.codegen.hls.interface import KernelInterface
 from fastcar_compile.codegen.hls.render import render
-
-ZYNQ_PORTS = ("HP0", "HP1", "HP2", "HP3", "HPC0", "HPC1")
-"""Memory tags of AMD's Zynq UltraScale+ base platforms: four HP and two HPC ports."""
-
-MEMORY_TAGS = {
-    "xczu": ZYNQ_PORTS,
-    "xck26": ZYNQ_PORTS,
-    "xcu280": tuple(f"HBM[{i}]" for i in range(32)),
-}
-"""Part prefix -> memory tags for the linker. For another part v++ picks the memory itself."""
-
-CARDS = ("xcu",)
-"""Part prefixes of PCIe cards: what the linker writes is loaded as it is. Other parts boot from an SD card."""
+from fastcar_compile.targets import Target
 
 _WEIGHT_BUNDLE = re.compile(r"gmem_w(\d+)")
 
@@ -37,12 +28,13 @@ class Bench:
     source: str
 
 
-def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench]) -> dict[str, str]:
+def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench], board: Target | None = None) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
         benches: every kernel with its benches; of several, the last is the one of the kernel's configuration.
+        board: whose memory the kernels are connected to; None: v++ chooses.
     """
     kernels = list(dict.fromkeys(b.kernel for b in benches))
     texts = {
@@ -50,17 +42,26 @@ def vitis_files(part: str, clock_mhz: float, benches: Sequence[Bench]) -> dict[s
             "Makefile",
             kernels=[k.name for k in kernels],
             benches=[b.source.removesuffix(".cpp") for b in benches],
-            card=part.startswith(CARDS),
+            card=board is not None and not shares_memory(board),
         ),
-        "link.cfg": render(
-            "link.cfg", kernels=kernels, connections=connections(part, kernels), hertz=round(clock_mhz * 1e6)
-        ),
+        "link.cfg": link_config(kernels, clock_mhz, board),
     }
     for bench in benches:
-        texts[config_name(bench.kernel)] = render(
-            "hls_config.cfg", part=part, clock=f"{clock_mhz:g}", kernel=bench.kernel.name, testbench=bench.source
-        )
+        texts |= kernel_config(bench, part, clock_mhz)
     return texts
+
+
+def link_config(kernels: Sequence[KernelInterface], clock_mhz: float, board: Target | None) -> str:
+    """Return the linker's configuration of these kernels."""
+    lines = connections(board, kernels)
+    return render("link.cfg", kernels=kernels, connections=lines, hertz=round(clock_mhz * 1e6))
+
+
+def kernel_config(bench: Bench, part: str, clock_mhz: float) -> dict[str, str]:
+    """Return the HLS configuration of the kernel with this bench, by file name."""
+    clock = f"{clock_mhz:g}"
+    text = render("hls_config.cfg", part=part, clock=clock, kernel=bench.kernel.name, testbench=bench.source)
+    return {config_name(bench.kernel): text}
 
 
 def config_name(kernel: KernelInterface) -> str:
@@ -68,20 +69,24 @@ def config_name(kernel: KernelInterface) -> str:
     return f"{kernel.name}_hls_config.cfg"
 
 
-def connections(part: str, kernels: Sequence[KernelInterface]) -> list[str]:
-    """Return one `sp=` line per memory argument: weight port p of every kernel on memory p, others on what is left."""
-    tags = next((tags for prefix, tags in MEMORY_TAGS.items() if part.startswith(prefix)), ())
-    if not tags:
+def connections(board: Target | None, kernels: Sequence[KernelInterface]) -> list[str]:
+    """Return one `sp=` line per memory argument: weight port p of every kernel on the same memory, others on what is left.
+
+    None for a board whose target file names no connections: v++ picks the memory itself.
+    """
+    banks = bank_map(board, weight_ports(kernels)) if board else None
+    if banks is None:
         return []
-    bundles = [(k.name, b) for k in kernels for b in k.bundles()]
-    streams = 1 + max((int(m[1]) for _, b in bundles if (m := _WEIGHT_BUNDLE.fullmatch(b))), default=-1)
-    shared = tags[streams:] or tags[-1:]
     tag_of: dict[tuple[str, str], str] = {}
-    others = 0
-    for bundle in bundles:
-        if weight := _WEIGHT_BUNDLE.fullmatch(bundle[1]):
-            tag_of[bundle] = tags[min(int(weight[1]), len(tags) - 1)]
-        else:
-            tag_of[bundle] = shared[others % len(shared)]
-            others += 1
+    others = cycle(banks.others)
+    for kernel in kernels:
+        for bundle in kernel.bundles():
+            weight = _WEIGHT_BUNDLE.fullmatch(bundle)
+            tag_of[kernel.name, bundle] = banks.weights[int(weight[1])] if weight else next(others)
     return [f"sp={k.name}_1.{p.name}:{tag_of[k.name, p.bundle]}" for k in kernels for p in k.ports if p.mode == "m_axi"]
+
+
+def weight_ports(kernels: Sequence[KernelInterface]) -> int:
+    """Return the AXI ports that read weight streams, those of the kernel with the most."""
+    bundles = (bundle for kernel in kernels for bundle in kernel.bundles())
+    return 1 + max((int(m[1]) for bundle in bundles if (m := _WEIGHT_BUNDLE.fullmatch(bundle))), default=-1)

@@ -42,12 +42,17 @@ def earlier_key(query: Value, key_cache: Value, position: Value, stride: int) ->
     return key, op.Reshape(query, ints(batch, kv_heads, heads // kv_heads, dim))
 
 
+def fixed_sum(products: Value, *axes: int) -> Value:
+    """Return the exact sum of float64 products in units of 2^-24, each rounded and limited, as float32."""
+    units = op.Mul(products, constant(1 << TAS_FRACTION_BITS, np.float64))
+    least, most = (constant(limit, np.float64) for limit in (-TAS_LIMIT, TAS_LIMIT))
+    finite = op.Less(op.Abs(units), constant(float("inf"), np.float64))
+    whole = cast(op.Where(finite, op.Clip(op.Round(units), least, most), least), TensorProto.INT64)
+    return cast(op.ReduceSum(whole, ints(*axes), keepdims=0), TensorProto.FLOAT)
+
+
 def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: float) -> Value:
     """Return the mean over query heads of scale * <query, key one frame earlier>, summed in integers."""
     key, grouped = (cast(v, TensorProto.DOUBLE) for v in earlier_key(query, key_cache, position, stride))
-    products = op.Mul(op.Mul(grouped, key), constant(1 << TAS_FRACTION_BITS, np.float64))
-    least, most = (constant(limit, np.float64) for limit in (-TAS_LIMIT, TAS_LIMIT))
-    finite = op.Less(op.Abs(products), constant(float("inf"), np.float64))
-    whole = cast(op.Where(finite, op.Clip(op.Round(products), least, most), least), TensorProto.INT64)
-    total = cast(op.ReduceSum(whole, ints(1, 2, 3), keepdims=0), TensorProto.FLOAT)
+    total = fixed_sum(op.Mul(grouped, key), 1, 2, 3)
     return op.Mul(total, floats(score_factor(scale, shape(query)[1])))

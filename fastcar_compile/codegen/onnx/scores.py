@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import TensorProto
 
-from fastcar_compile.codegen.onnx.attention import earlier_key
-from fastcar_compile.codegen.onnx.values import Value, cast, floats, ints, op, shape
-from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
+from fastcar_compile.codegen.onnx.attention import earlier_key, fixed_sum
+from fastcar_compile.codegen.onnx.values import Value, cast, constant, floats, ints, op, shape
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.drs.scores import COSINE_BITS, LEAST_EXPONENT, SCALE_FIELD, distance_factor
+from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
 
-
-def _sum_of_squares(x: Value) -> Value:
-    return op.ReduceSum(op.Mul(x, x), ints(-1), keepdims=0)
+_FIELDS = np.arange(LEAST_EXPONENT, 255)
+"""Exponent fields of a row of finite features."""
 
 
 def tas_heads(
@@ -26,39 +27,83 @@ def tas_heads(
     weights: Sequence[float],
 ) -> Value:
     """Return a weighted sum over query heads. A head that is not chosen has weight 0."""
-    batch, total = shape(query)[:2]
-    factors = np.zeros(total, np.float32)
-    factors[list(heads)] = weights
-    key, grouped = earlier_key(query, key_cache, position, stride)
-    products = op.ReduceSum(op.Mul(grouped, key), ints(-1), keepdims=0)
-    weighted = op.Mul(op.Reshape(products, ints(batch, total)), floats(factors.tolist()))
-    return op.Mul(op.ReduceSum(weighted, ints(-1), keepdims=0), floats(scale))
+    total = shape(query)[1]
+    factors = np.zeros((total, 1, 1), np.float32)
+    factors[list(heads), 0, 0] = weights
+    weighted = op.Mul(query, constant(factors))
+    key = earlier_key(query, key_cache, position, stride)[0]
+    grouped = op.Reshape(weighted, ints(*_grouped_shape(query, key_cache)))
+    products = op.Mul(cast(grouped, TensorProto.DOUBLE), cast(key, TensorProto.DOUBLE))
+    return op.Mul(fixed_sum(products, 1, 2, 3), floats(score_factor(scale, 1)))
+
+
+def _grouped_shape(query: Value, key_cache: Value) -> tuple[int, int, int, int]:
+    batch, heads, _, dim = shape(query)
+    kv_heads = shape(key_cache)[1]
+    return batch, kv_heads, heads // kv_heads, dim
 
 
 def input_delta(x: Value, cached: Value) -> Value:
-    """Return ||x - cached|| / ||x||."""
-    change = op.ReduceSum(op.Abs(op.Sub(x, cached)), ints(-1), keepdims=0)
-    return op.Div(change, op.Max(op.ReduceSum(op.Abs(x), ints(-1), keepdims=0), floats(TINY)))
+    """Return ||x - cached|| / ||x||, NaN where the change is not finite."""
+    change = op.Abs(op.Sub(x, cached))
+    score = op.Div(_size(change), op.Max(_size(x), floats(1.0)))
+    return op.Where(_finite(change), score, floats(float("nan")))
+
+
+def _size(values: Value) -> Value:
+    """Return the sum of absolute values in units of 2^-24, each rounded and limited, as float32."""
+    units = op.Mul(op.Abs(values), floats(float(1 << TAS_FRACTION_BITS)))
+    known = op.Where(op.IsNaN(units), floats(0.0), units)
+    whole = cast(op.Min(op.Round(known), floats(float(TAS_LIMIT))), TensorProto.INT64)
+    return cast(op.ReduceSum(whole, ints(-1), keepdims=0), TensorProto.FLOAT)
+
+
+def _finite(values: Value, *axes: int) -> Value:
+    """Return whether all values are finite along the axes, or the last one."""
+    finite = cast(op.Less(op.Abs(values), floats(float("inf"))), TensorProto.INT32)
+    return cast(op.ReduceMin(finite, ints(*(axes or (-1,))), keepdims=0), TensorProto.BOOL)
 
 
 def output_bound(
     x: Value, cached: Value, query: Value, key_cache: Value, position: Value, stride: int, weight: float
 ) -> Value:
     """Return the input change plus weight * sqrt(1 - cosine of query and earlier key)."""
+    heads, one = shape(query)[1], 1 << COSINE_BITS
     key, grouped = earlier_key(query, key_cache, position, stride)
-    dots = op.ReduceSum(op.Mul(grouped, key), ints(-1), keepdims=0)
-    lengths = op.Sqrt(op.Max(op.Mul(_sum_of_squares(grouped), _sum_of_squares(key)), floats(TINY)))
-    cosine = op.ReduceMean(op.Div(dots, lengths), ints(1, 2), keepdims=0)
-    distance = op.Sqrt(op.Max(op.Sub(floats(1.0), cosine), floats(0.0)))
-    return op.Add(input_delta(x, cached), op.Mul(floats(weight), distance))
+    own, other = (cast(v, TensorProto.DOUBLE) for v in (grouped, key))
+    dots, squares, others = (fixed_sum(op.Mul(*pair), -1) for pair in ((own, other), (own, own), (other, other)))
+    cosines = op.Div(dots, _root(op.Max(op.Mul(squares, others), floats(1.0))))
+    near = cast(op.Round(op.Mul(op.Clip(cosines, floats(-1.0), floats(1.0)), floats(float(one)))), TensorProto.INT64)
+    apart = op.Sub(ints(heads * one), op.ReduceSum(near, ints(1, 2), keepdims=0))
+    distance = _root(op.Mul(cast(apart, TensorProto.FLOAT), floats(distance_factor(heads))))
+    score = op.Add(input_delta(x, cached), op.Mul(floats(weight), distance))
+    finite = op.And(_finite(grouped, 1, 2, 3), _finite(key, 1, 2, 3))
+    return op.Where(finite, score, floats(float("nan")))
+
+
+def _root(values: Value) -> Value:
+    """Return the square root of float32, rounded once. By float64: onnxruntime may approximate that of float32."""
+    return cast(op.Sqrt(cast(values, TensorProto.DOUBLE)), TensorProto.FLOAT)
 
 
 def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Value:
-    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2."""
+    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2. The sums of the first layer are exact in float64."""
     features = op.Concat(x, op.Abs(op.Sub(x, cached)), axis=1)
-    first = op.Transpose(cast(w1, TensorProto.FLOAT), perm=[1, 0])
-    hidden = op.Relu(op.Add(op.MatMul(features, first), b1))
-    return op.Add(op.MatMul(hidden, w2), b2)
+    largest = op.ReduceMax(op.Abs(features), ints(-1), keepdims=1)
+    # ONNX cannot read the bits of a float32, so the powers of two up to the largest magnitude are counted.
+    reached = cast(op.GreaterOrEqual(largest, constant(np.ldexp(1.0, _FIELDS[1:] - 127))), TensorProto.INT64)
+    place = op.ReduceSum(reached, ints(-1), keepdims=1)
+    scale, inverse = (
+        op.Gather(constant(np.ldexp(1.0, sign * (SCALE_FIELD - _FIELDS))), place, axis=0) for sign in (1, -1)
+    )
+    whole = cast(op.Round(op.Mul(features, scale)), TensorProto.DOUBLE)
+    first = cast(op.Transpose(cast(w1, TensorProto.FLOAT), perm=[1, 0]), TensorProto.DOUBLE)
+    sums = cast(op.MatMul(whole, first), TensorProto.FLOAT)
+    hidden = op.Relu(op.Add(op.Mul(sums, inverse), b1))
+    total = fixed_sum(op.Mul(cast(hidden, TensorProto.DOUBLE), cast(w2, TensorProto.DOUBLE)), -1)
+    score = op.Add(op.Mul(total, floats(2.0**-TAS_FRACTION_BITS)), b2)
+    finite = op.And(_finite(features), _finite(hidden))
+    return op.Where(finite, score, floats(float("nan")))
 
 
 def constant_score(step: Value, rows: int, value: float) -> Value:

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from fastcar_compile.artifact.sections.accelerator import BudgetPart, DesignPart, MlpSpecPart
+from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
+from fastcar_compile.codegen.hls.design.recurrences import scale_rows
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError
@@ -14,15 +16,16 @@ from fastcar_compile.errors import CompileError
 
 @dataclass(frozen=True)
 class Design:
-    """One kernel with one MAC array per core; an MLP is two products on it, a linear is one.
+    """One kernel with one MAC array of as many cores as work in lock step; an MLP is two products on it, a linear is one.
 
     Args:
         mlp: the MLP that all layers share; also rows and cores.
-        ports: weight ports, each 128 bits per clock.
+        ports: logical weight ports, each 128 bits per clock; any number.
         gate_up: first product of the MLP; channel 2n is gate n, 2n + 1 is up n. down: the second.
         linears: name of every other call -> its product, in call order; empty: the engine computes MLPs alone.
-        tiles_in_uram: whether the weight tiles and the prefetch buffer are in UltraRAM instead of block RAM.
+        tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
         prefetch_words: 128-bit words per port of the next layer's weights that fit on chip; 0: no buffer.
+        axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
     """
 
     mlp: MlpSpec
@@ -33,16 +36,31 @@ class Design:
     linears: dict[str, Product] = field(default_factory=dict)
     tiles_in_uram: bool = False
     prefetch_words: int = 0
+    axi_words: int = 1
 
     @property
-    def rows_per_core(self) -> int:
-        """Rows that one core computes at the same time."""
+    def passes(self) -> int:
+        """Passes over a tile when every row computes: rows of one core, one after another."""
         return -(-self.mlp.batch // self.mlp.cores)
 
     @property
     def lanes(self) -> int:
         """int8 multiply-accumulates per clock, all cores together."""
-        return self.ports * self.gate_up.lanes * self.rows_per_core * self.mlp.cores
+        return self.ports * self.gate_up.lanes * self.mlp.cores
+
+    @property
+    def axi_weight_ports(self) -> int:
+        """AXI ports that read weights."""
+        return self.ports // self.axi_words
+
+    @property
+    def scale_rows(self) -> int:
+        """Least rows of a tile in the loop over groups (SCALE_ROWS): a total rests until it is written."""
+        return scale_rows(self.gate_up.port_blocks, self.budget.clock_mhz)
+
+    def load(self, rows: int | None = None) -> Load:
+        """Return what the array does when `rows` rows compute (None: every row), mapped by DRS."""
+        return Load.balanced(self.mlp.batch if rows is None else rows, self.mlp.cores, self.scale_rows)
 
     @property
     def products(self) -> list[Product]:
@@ -90,6 +108,11 @@ class Design:
         return max(p.tile * p.sums for p in self.products)
 
     @property
+    def max_sums(self) -> int:
+        """Most int32 sums of one channel."""
+        return max(p.sums for p in self.products)
+
+    @property
     def max_head_words(self) -> int:
         """Most 128-bit words of one tile's scales and biases on one port; linears always have room for biases."""
         linears = [replace(p, bias=True) for p in self.linears.values()]
@@ -117,14 +140,18 @@ class Design:
 
     @property
     def mlp_cycles(self) -> int:
-        """Estimated clocks of an MLP in which some row computes; pipeline depths and memory latency are left out."""
-        rows = self.rows_per_core
-        return rows * float_words(self.mlp.hidden) + self.gate_up.cycles(rows, inner=True) + self.down.cycles(rows)
+        """Estimated clocks of an MLP in which every row computes; memory latency is left out."""
+        return self.mlp_cycles_of(self.load())
+
+    def mlp_cycles_of(self, load: Load) -> int:
+        """Return the estimated clocks of an MLP under a load of at least one row."""
+        products = product_cycles(self.gate_up, load, inner=True) + product_cycles(self.down, load)
+        return load_loop(self.mlp.hidden, load).cycles + products
 
     def cycles(self, name: str) -> int:
         """Return the estimated clocks of one linear call, under the same terms."""
-        product, rows = self.linears[name], self.rows_per_core
-        return rows * float_words(product.inputs) + product.cycles(rows)
+        product, load = self.linears[name], self.load()
+        return load_loop(product.inputs, load).cycles + product_cycles(product, load)
 
     @property
     def step_cycles(self) -> int:
@@ -149,7 +176,7 @@ class Design:
             prefetch_words=self.prefetch_words,
             uram=self.tiles_in_uram,
         )
-        return engine_usage(self.mlp, self.ports, buffers)
+        return engine_usage(self.mlp, self.gate_up, self.axi_words, buffers)
 
     def excess(self) -> list[str]:
         """Return one text per resource that the design needs more of than the budget has."""
@@ -188,7 +215,8 @@ class Design:
             tiles_in_uram=self.tiles_in_uram,
             prefetch_words=self.prefetch_words,
             lanes=self.lanes,
-            rows_per_core=self.rows_per_core,
+            axi_words=self.axi_words,
+            passes=self.passes,
             stream_bytes=self.stream_bytes,
             linear_stream_bytes={name: product.stream_bytes for name, product in self.linears.items()},
             usage_estimate=self.usage.part,
@@ -208,4 +236,5 @@ class Design:
             linears={name: Product(**product.model_dump()) for name, product in part.linears.items()},
             tiles_in_uram=part.tiles_in_uram,
             prefetch_words=part.prefetch_words,
+            axi_words=part.axi_words,
         )

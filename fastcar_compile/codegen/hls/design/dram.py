@@ -1,6 +1,7 @@
 """How much of a memory's peak bandwidth sequential bursts reach: refresh, activations and bank conflicts.
 
-No constant here is fitted to a measured system; the timings are the standards' (dram.toml).
+No constant here is fitted to a measured system; the timings are the standards' (dram.toml). A measurement of the board,
+where its target file has one, caps what the model says.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from math import ceil
 from fastcar_compile.targets import Target
 from fastcar_compile.targets.model import Memory
 
-BURST_BYTES = 4096
-"""Bytes of one read request of a weight port: the longest AXI4 burst, 256 beats of 128 bits, is also the 4 KiB page."""
+STREAM_BYTES = 16
+"""Bytes per clock of one weight stream; a wider port carries several."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class DramTiming:
         stream and meets its bank once in `banks`.
 
         Args:
-            burst_bytes: bytes that one request reads in sequence.
+            burst_bytes: bytes that one stream reads in sequence before another has its turn.
             streams: readers that share the channel.
             channel_bandwidth: bytes per second of one channel.
         """
@@ -58,15 +59,28 @@ def timing_of(memory: Memory) -> DramTiming:
 def memory_rate(target: Target, ports: int) -> float:
     """Return the bytes per second that `ports` sequential weight streams get from the target's weight memories together.
 
-    Streams are spread over the channels; a channel without a stream gives nothing.
+    Streams are spread over the memories and their channels; a channel without a stream gives nothing. A controller that
+    reorders gives each stream an equal part of its queue, so that a run in one row is at least that long.
+
+    Args:
+        ports: weight streams of 128 bits per clock.
     """
-    rate, memories = 0.0, target.weight_memories
-    share = ceil(ports / len(memories))
-    for memory in memories:
-        channel = memory.peak_bandwidth / memory.channels
-        used, streams = min(memory.channels, share), ceil(share / memory.channels)
-        rate += used * channel * timing_of(memory).efficiency(BURST_BYTES, streams, channel)
-    return rate
+    memories = target.weight_memories
+    return sum(_rate_of(memory, ceil(ports / len(memories))) for memory in memories)
+
+
+def _rate_of(memory: Memory, ports: int) -> float:
+    physical = ceil(8 * STREAM_BYTES * ports / memory.width_bits)
+    channel = memory.peak_bandwidth / memory.channels
+    used, streams = min(memory.channels, physical), ceil(physical / memory.channels)
+    run = max(memory.burst_bytes, memory.reorder_bytes // streams)
+    share = timing_of(memory).efficiency(run, streams, channel)
+    return used * channel * min(share, memory.measured.share if memory.measured else 1.0)
+
+
+def measured_cap(target: Target) -> float:
+    """Return the bytes per second that were measured of the weight memories; of one without a measurement, its peak."""
+    return sum(m.peak_bandwidth * (m.measured.share if m.measured else 1.0) for m in target.weight_memories)
 
 
 def peak_bandwidth(target: Target) -> float:

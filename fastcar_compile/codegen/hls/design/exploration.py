@@ -10,6 +10,7 @@ from fastcar_compile.artifact.sections.accelerator import ExplorationPart
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import memory_rate
+from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, check_linears
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
@@ -18,17 +19,22 @@ from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.targets import Target
 
 MAX_CORES = 8
-"""More cores share one weight stream without more bandwidth; each costs its own copy of the buffers."""
+"""Cores of the array. Design choice: more would pay only for batches whose rows mostly compute."""
 
-PORT_CHOICES = (8, 4, 2, 1)
-TILE_WORD_CHOICES = (1024, 512, 256, 128, 64)
-"""Words of one tile on one port: one or two BRAM depths, then smaller."""
+MOST_AXI_WEIGHT_PORTS = 28
+"""AXI ports for weights: of the 32 that the largest board has, rows and controller take four."""
+
+TILE_WORD_CHOICES = (2048, 1024, 512, 256, 128, 64)
+"""Words of one tile on one port: a few BRAM depths, then smaller."""
 
 URAM_TILE_WORD_CHOICES = (2048, 1024)
 """The same where tiles are in UltraRAM: half a block or less. Longer tiles only lengthen the first and the last."""
 
 PREFETCH_WORD_CHOICES = (4096, 2048, 1024, 512, 256, 128)
-"""Words of the prefetch buffer per port: from the depth of one URAM to what is no longer worth a block RAM."""
+"""Words of the prefetch buffer per port: from eight block RAM depths to what is no longer worth a block RAM."""
+
+AS_FAST = 1.001
+"""Designs within a thousandth of the fastest count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,11 @@ def explore(
     linears: Sequence[LinearSpec] = (),
     cores: Sequence[int] | None = None,
 ) -> Exploration:
-    """Compare cores, ports, tile lengths and tile memories.
+    """Compare ports, cores, tile lengths and tile memories.
+
+    First come the weight ports that serve one row best; the array of a larger batch has no fewer, unless not even one
+    core fits beside them. Of the arrays that fit, the fastest is taken when every row computes, and of equally fast ones the one with most cores: it
+    needs the fewest passes when rows replay.
 
     Args:
         mlp: its `cores` are chosen here.
@@ -77,11 +87,18 @@ def explore(
     """
     budget = _beside(budget_of(target), controller_usage_of(attention, mlp))
     numbers = cores or range(1, min(mlp.batch, MAX_CORES) + 1)
-    found = [(step_seconds(d, target), d) for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
-    if not (fitting := [(s, d) for s, d in found if not d.excess()]):
-        raise _too_large(min((d for _s, d in found), key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
-    seconds, design = min(fitting, key=lambda item: (item[0], _share(item[1])))
-    beyond = [(s, d) for s, d in found if d.excess() and s < seconds * 0.999]
+    alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
+    ports = min(((s, _share(d), d.ports) for s, d in alone if not d.excess()), default=(0.0, 0.0, 1))[2]
+    every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
+    if not (most := max((d.ports for d in every if not d.excess()), default=0)):
+        raise _too_large(min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
+    found = [(step_seconds(d, target), d) for d in every if d.ports >= min(ports, most)]
+    fitting = [(s, d) for s, d in found if not d.excess()]
+    least = min(s for s, _d in fitting)
+    seconds, design = min(
+        ((s, d) for s, d in fitting if s <= least * AS_FAST), key=lambda item: (-item[1].mlp.cores, _share(item[1]))
+    )
+    beyond = [(s, d) for s, d in found if d.excess() and s < seconds / AS_FAST]
     faster = min(beyond, key=lambda item: item[0])[1].excess() if beyond else []
     return Exploration(
         design=with_prefetch(design),
@@ -109,9 +126,9 @@ def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (
         )
     memories = [(words, True) for words in URAM_TILE_WORD_CHOICES if budget.uram]
     memories += [(words, False) for words in TILE_WORD_CHOICES]
-    for ports in PORT_CHOICES:
-        if ports + ROW_PORTS <= budget.axi_ports:
-            yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
+    for axi_ports in range(min(budget.axi_ports - ROW_PORTS, MOST_AXI_WEIGHT_PORTS), 0, -1):
+        ports = axi_ports * budget.axi_words
+        yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
 
 
 def _design(
@@ -121,7 +138,8 @@ def _design(
     first = Product(mlp.hidden, parts * mlp.intermediate, ports, bits=bits, bias=mlp.up_bias)
     second = Product(mlp.intermediate, mlp.hidden, ports, bits=bits, bias=mlp.down_bias)
     others = {linear.name: linear.product(ports, bits).cut(words) for linear in linears}
-    return Design(mlp, budget, ports, first.cut(words), second.cut(words), others, uram)
+    made = Design(mlp, budget, ports, first.cut(words), second.cut(words), others, uram)
+    return replace(made, axi_words=budget.axi_words)
 
 
 def _too_large(least: Design) -> CompileError:
@@ -142,12 +160,9 @@ def with_prefetch(design: Design) -> Design:
     The other half is for what a design's own estimate leaves out: the controller's key buffer, and routing. No design
     is chosen for the sake of the buffer.
     """
-    left = Usage(
-        0, 0, 0, (design.budget.bram36 - design.usage.bram36) // 2, (design.budget.uram - design.usage.uram) // 2
-    )
+    left = (design.budget.bram36 - design.usage.bram36) // 2
     for words in PREFETCH_WORD_CHOICES:
-        bram36, uram = prefetch_blocks(design.ports, words, uram=design.tiles_in_uram)
-        if words <= design.port_words and bram36 <= left.bram36 and uram <= left.uram:
+        if words <= design.port_words and prefetch_blocks(design.ports, words) <= left:
             return replace(design, prefetch_words=words)
     return design
 
@@ -155,15 +170,19 @@ def with_prefetch(design: Design) -> Design:
 def step_seconds(design: Design, target: Target) -> float:
     """Return the engine's time in a step in which everything computes: clocks, and waiting for memory beyond them."""
     clock, words = design.budget.clock_mhz * 1e6, design.step_words
-    streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.ports)
+    streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.axi_weight_ports)
     return design.step_cycles / clock + max(0.0, streamed - words / clock)
 
 
 def _bound(design: Design, target: Target) -> str:
-    if memory_rate(target, design.ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
+    if memory_rate(target, design.axi_weight_ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
         return "memory"
-    steps = [product.steps(design.rows_per_core) for product in (design.gate_up, design.down)]
-    return "ports" if all(fetch >= scale for fetch, _multiply, scale, *_others in steps) else "compute"
+    tiles = [tile_loops(product, design.load()) for product in (design.gate_up, design.down)]
+    return (
+        "ports"
+        if all(loops.fetch.trips >= max(stage.trips for stage in loops.stages) for loops in tiles)
+        else "compute"
+    )
 
 
 def _share(design: Design) -> float:

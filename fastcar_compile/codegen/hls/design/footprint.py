@@ -1,9 +1,10 @@
-"""Whether a decoder fits the board's memory."""
+"""Whether a decoder fits the board's memory, all of it and every bank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.targets import Target
@@ -31,7 +32,7 @@ class Footprint:
 
 def shares_memory(target: Target) -> bool:
     """Return whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
-    return target.host_triple.startswith("aarch64")
+    return target.shares_memory
 
 
 def capacity(target: Target) -> int:
@@ -66,4 +67,27 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
         f"MLP cache {footprint.mlp_cache / GB:.2f} GB, {gate}together {footprint.total / GB:.2f} GB; "
         f"the board has room for {room / GB:.2f} GB",
         hint="; or ".join(options),
+    )
+
+
+def require_banks(target: Target, *, ports: int, stream_bytes: int) -> None:
+    """Raise CompileError where the banks behind a weight port cannot hold its part of the weight streams.
+
+    Args:
+        ports: AXI ports that read weights, of the memory's width. stream_bytes: of all streams together, padding included.
+
+    Raises:
+        CompileError: they do not fit; the text names every bank and the options.
+    """
+    banks = bank_map(target, ports)
+    if banks is None or banks.bank_bytes is None:
+        return
+    section = -(-stream_bytes // ports)
+    if section <= banks.bank_bytes:
+        return
+    table = ", ".join(f"port {port} in {tag}" for port, tag in enumerate(banks.weights))
+    raise CompileError(
+        f"the weight streams do not fit the banks of {target.name}: each of {ports} weight ports has "
+        f"{section / GB:.3f} GB, the banks behind it hold {banks.bank_bytes / GB:.3f} GB ({table})",
+        hint="use fewer bits, or a number of weight ports that divides the banks with less left over",
     )

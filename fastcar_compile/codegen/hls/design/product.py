@@ -1,4 +1,4 @@
-"""One matrix product on the engine: how it is cut into tiles, its weight stream, and its clocks."""
+"""One matrix product on the engine: how it is cut into tiles, and its weight stream."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
 
 SECTION_WORDS = 256
 """A port's section of a weight stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
-
-ADD_LATENCY = 8
-"""Clocks of a float32 addition into the same group total. Estimate; Vitis HLS takes 4 to 8 at 200 to 300 MHz."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +81,15 @@ class Product:
         """Bytes of such a stream, all ports."""
         return self.ports * self.section_words * WORD_BYTES
 
-    def scale_cycles(self, rows: int) -> int:
-        """Return the clocks of scaling one tile's sums: one value per clock; groups before that, all ports and a row in four."""
-        groups = 0 if self.bits == 8 else self.sums * max(self.tile * ceil(rows / row_lanes(rows)), ADD_LATENCY)
-        return groups + self.tile * self.ports * rows
+    @property
+    def port_lanes(self) -> int:
+        """Ports whose sums are scaled in one clock (Shapes::PORT_LANES): a group of int4 lasts four words."""
+        return 1 if self.bits == 8 else ceil(self.ports / 4)
 
-    def steps(self, rows: int, *, inner: bool = False) -> tuple[int, int, int, int, int]:
-        """Return the clocks of fetching, multiplying, scaling, finishing and sending one tile.
-
-        Args:
-            rows: of one core. inner: the values stay in the core, as those of an MLP's first product.
-        """
-        finish = self.tile * self.ports * rows
-        send = 0 if inner else finish // FLOATS_PER_WORD
-        return self.head_words + self.tile_words, self.tile_words, self.scale_cycles(rows), finish, send
-
-    def cycles(self, rows: int, *, inner: bool = False) -> int:
-        """Return estimated clocks: two passes that quantise, then the steps, which overlap at the pace of the slowest."""
-        steps = self.steps(rows, inner=inner)
-        return 2 * rows * float_words(self.inputs) + (self.tiles - 1) * max(steps) + sum(steps)
+    @property
+    def port_blocks(self) -> int:
+        """Clocks in which every port has its turn (Shapes::PORT_BLOCKS)."""
+        return ceil(self.ports / self.port_lanes)
 
     @property
     def tile_step(self) -> int:
@@ -134,8 +121,3 @@ def section_words(words: int) -> int:
 def float_words(values: int) -> int:
     """Return the 128-bit words of float32 values; rows are moved and quantised a word per clock."""
     return ceil(values / FLOATS_PER_WORD)
-
-
-def row_lanes(rows: int) -> int:
-    """Return how many rows' groups are scaled in one clock (Shapes::ROW_LANES)."""
-    return ceil(rows / 4)

@@ -147,3 +147,8 @@ class BoardBudget:
     uram: int
     axi_ports: int
     axi_bits: int = 128
+
+    @property
+    def axi_words(self) -> int:
+        """128-bit words of one port's beat that the engine takes: 1, 2 or 4."""
+        return max(words for words in (1, 2, 4) if words == 1 or words * 128 <= self.axi_bits)

@@ -9,24 +9,35 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from fastcar_compile.artifact.sections.accelerator import UsagePart
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, float_words, row_lanes
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, MlpSpec
 
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
 
-FACTOR_ROM = (1, 32, 513)
-"""Copies, bits and depth of the activation's table, one per core."""
+FACTOR_ROM = (32, 513)
+"""Bits and depth of the activation's table; one per core."""
 
 FIFO_WORDS = 512
-"""Words that each weight port's FIFO holds (FASTCAR_FIFO(ports, 512))."""
+"""128-bit words that each weight port's FIFO holds."""
 
 BRAM_SHAPES = ((72, 512), (36, 1024), (18, 2048), (9, 4096))
 LUT_RAM_DEPTH = 64
 """Memories this shallow go to LUTs: 64 bits each."""
 
-LANE_LUT, LANE_FF = 30, 45
-"""One int8 multiply-accumulate lane around its DSP: its share of the adder tree and the pipeline. Estimate."""
+PRODUCTS_PER_SUM = 8
+"""Packed products that one DSP cascade adds before they are split (PRODUCTS_PER_SUM of fastcar_mac.hpp)."""
+
+SPLIT_BITS, PART_BITS, SUM_BITS, PACK_BITS = 30, 24, 32, 9
+"""Adders around the DSP slices, by the widths in fastcar_mac.hpp: the high sum without its borrow, the sum of a word's parts, an
+accumulator, and the borrow of a packed operand. One LUT per bit (UG574: a CARRY8 chain takes eight LUTs for eight bits);
+sums of eight products stay in the DSP's own adders, over the cascade (UG579)."""
+
+STAGES = 2
+"""Flip-flops per such LUT: registers before and behind an adder. Estimate."""
+
+STREAM_LUT, STREAM_FF = 150, 20
+"""A FIFO of sixteen 128-bit words: one SRL16 per bit (UG574), and its counters. Estimate of the counters."""
 
 FLOAT_MULTIPLY_DSP, FLOAT_ADD_DSP = 3, 2
 """DSP48E2 of a float32 operator at the usage that Vitis HLS takes by default (PG060, "full" multiplier and adder)."""
@@ -34,17 +45,20 @@ FLOAT_MULTIPLY_DSP, FLOAT_ADD_DSP = 3, 2
 FLOAT_LUT, FLOAT_FF = 350, 550
 """Fabric around one float32 operator. Estimate."""
 
-CORE_LUT, CORE_FF = 3_000, 3_500
-"""One core besides its lanes and float32 operators: two dividers' control, converters, addresses. Estimate."""
+CORE_LUT, CORE_FF = 800, 1_000
+"""One core besides its sums and float32 operators: converters and the multiplexers of its row. Estimate."""
+
+ARRAY_LUT, ARRAY_FF = 3_000, 3_500
+"""The array besides its cores: the divider, counters and addresses of every loop. Estimate."""
 
 PORT_LUT, PORT_FF, PORT_BRAM = 2_500, 3_500, 4
-"""One 128-bit AXI master. Its buffer holds what is in flight: 16 KiB are four blocks of 72 x 512 bits."""
+"""One AXI master. Its buffer holds what is in flight: 16 KiB are four blocks of 72 x 512 bits. LUT and FF: estimate."""
 
 BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
 """DRS controller, AXI-Lite control and the row processes. Estimate."""
 
-CONTROL_LUT, CONTROL_FF, CONTROL_DSP = 1_500, 1_500, 6
-"""Loop bounds at run time: the products of small integers in every process of one core, and of the top. Estimate."""
+CONTROL_LUT, CONTROL_FF, CONTROL_DSP = 1_500, 1_500, 12
+"""Loop bounds of a linear at run time, once per call: the products of small integers in decode and run_product. Estimate."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Sizes of one core's buffers, those of the largest product.
+    """Sizes of the buffers, those of the largest product.
 
     Args:
         inputs: floats of a row. tile, tile_words, tile_sums, head_words: of a tile on one port.
-        channel_words: of one channel's weights. prefetch_words: of the prefetch buffer on one port, for all cores.
-        uram: whether tiles and prefetch buffer are in UltraRAM.
+        channel_words: of one channel's weights. prefetch_words: of the prefetch buffer on one port.
+        uram: whether tiles are in UltraRAM.
     """
 
     inputs: int
@@ -105,69 +119,112 @@ def lut_ram(bits: int, depth: int) -> int:
     return bits if depth <= LUT_RAM_DEPTH else 0
 
 
-def engine_usage(mlp: MlpSpec, ports: int, buffers: Buffers) -> Usage:
-    """Return the resources of an engine: its lanes, cores, AXI ports and buffers."""
-    rows = ceil(mlp.batch / mlp.cores)
-    word_lanes, axi = WORD_BITS // mlp.weight_bits, ports + ROW_PORTS
-    lanes = mlp.cores * ports * word_lanes * rows
-    tile, memories = (2 * ports, WORD_BITS, buffers.tile_words), _memories(mlp, ports, rows, buffers)
-    memories += [] if buffers.uram else [tile]
-    multiplies, adds = _float_operators(mlp, ports, rows)
-    core_dsp = multiplies * FLOAT_MULTIPLY_DSP + adds * FLOAT_ADD_DSP + CONTROL_DSP
-    core_dsp += 0 if mlp.activation == "relu" else 2  # the table's blend: two products in integers
-    core_lut = CORE_LUT + CONTROL_LUT + sum(n * lut_ram(bits, depth) for n, bits, depth in memories)
-    core_lut += (multiplies + adds) * FLOAT_LUT
-    core_ff = CORE_FF + CONTROL_FF + (multiplies + adds) * FLOAT_FF
-    core_bram = sum(n * bram_blocks(bits, depth) for n, bits, depth in memories)
-    prefetch_bram, prefetch_uram = prefetch_blocks(ports, buffers.prefetch_words, uram=buffers.uram)
-    core_uram = tile[0] * uram_blocks(*tile[1:]) if buffers.uram else 0
+def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> Usage:
+    """Return the resources of an engine: its array, AXI ports and buffers.
+
+    Args:
+        product: any of the design's, for its ports and bits.
+    """
+    ports, axi = product.ports, product.ports // axi_words + ROW_PORTS
+    operators, (sums, packs) = _float_operators(mlp, product), _adders(mlp.cores, ports, product.lanes)
+    memories = _memories(mlp, product, axi_words, buffers)
+    blend = 0 if mlp.activation == "relu" else 2  # the table's: two products in integers
+    # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
+    select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
+    adders = sums + packs + select
+    prefetch = prefetch_blocks(ports, buffers.prefetch_words)
+    tile_uram = 2 * ports * uram_blocks(WORD_BITS, buffers.tile_words) if buffers.uram else 0
     return Usage(
-        lut=lanes * LANE_LUT + mlp.cores * core_lut + axi * PORT_LUT + BASE_LUT + CONTROL_LUT,
-        ff=lanes * LANE_FF + mlp.cores * core_ff + axi * PORT_FF + BASE_FF + CONTROL_FF,
-        dsp=mlp.cores * (word_lanes * multipliers(rows, ports) + core_dsp) + CONTROL_DSP,
-        bram36=mlp.cores * core_bram
+        lut=adders
+        + operators.count * FLOAT_LUT
+        + mlp.cores * CORE_LUT
+        + ARRAY_LUT
+        + CONTROL_LUT
+        + BASE_LUT
+        + axi * PORT_LUT
+        + ports * STREAM_LUT
+        + sum(n * lut_ram(bits, depth) for n, bits, depth in memories),
+        ff=STAGES * adders
+        + operators.count * FLOAT_FF
+        + mlp.cores * CORE_FF
+        + ARRAY_FF
+        + CONTROL_FF
+        + BASE_FF
+        + axi * PORT_FF
+        + ports * STREAM_FF,
+        dsp=product.lanes * multipliers(mlp.cores, ports) + operators.dsp + mlp.cores * blend + CONTROL_DSP,
+        bram36=sum(n * bram_blocks(bits, depth) for n, bits, depth in memories)
         + axi * PORT_BRAM
-        + ports * bram_blocks(WORD_BITS, FIFO_WORDS)
         + BASE_BRAM
-        + prefetch_bram,
-        uram=mlp.cores * core_uram + prefetch_uram,
+        + prefetch,
+        uram=tile_uram,
     )
 
 
-def prefetch_blocks(ports: int, words: int, *, uram: bool) -> tuple[int, int]:
-    """Return (BRAM36, URAM) blocks of a prefetch buffer of `words` words on each port."""
-    if not words:
-        return 0, 0
-    return (0, ports * uram_blocks(WORD_BITS, words)) if uram else (ports * bram_blocks(WORD_BITS, words), 0)
+def prefetch_blocks(ports: int, words: int) -> int:
+    """Return the BRAM36 blocks of a prefetch buffer of `words` words on each port.
+
+    It is a static array, which C++ sets to zero, so it is never in UltraRAM.
+    """
+    return ports * bram_blocks(WORD_BITS, words) if words else 0
 
 
 def multipliers(rows: int, ports: int) -> int:
-    """Return the DSP slices per lane of a word in one core: two products share one (fastcar_mac.hpp; AMD WP486)."""
+    """Return the DSP slices per lane of a word: two products share one (fastcar_mac.hpp; AMD WP486)."""
     return ceil(rows * ports / 2)
 
 
-def _float_operators(mlp: MlpSpec, ports: int, rows: int) -> tuple[int, int]:
-    """Return (multipliers, adders) of float32 in one core, counted in the sources."""
+def _adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
+    """Return the LUTs of the adders around the multipliers: behind them, and before them (packed operands)."""
+    parts = lanes // PRODUCTS_PER_SUM
+    pair = parts * SPLIT_BITS + 2 * (parts - 1) * PART_BITS + 2 * SUM_BITS
+    packed = cores // 2 + (cores % 2) * (ports // 2)
+    return multipliers(cores, ports) * pair, packed * lanes * PACK_BITS
+
+
+@dataclass(frozen=True)
+class _Operators:
+    """float32 operators of a design."""
+
+    multipliers: int
+    adders: int
+
+    @property
+    def count(self) -> int:
+        return self.multipliers + self.adders
+
+    @property
+    def dsp(self) -> int:
+        return self.multipliers * FLOAT_MULTIPLY_DSP + self.adders * FLOAT_ADD_DSP
+
+
+def _float_operators(mlp: MlpSpec, product: Product) -> _Operators:
+    """Return the float32 operators, counted in the sources."""
     table = mlp.activation != "relu"
+    # Per core: x * inverse and the rest of its rounding, four values at a time; scaling; the activation.
     activate = (3 if table else 0) + (1 if mlp.gated else 0)
-    groups = ports * row_lanes(rows)
-    scale = (2, 0) if mlp.weight_bits == 8 else (groups + 1, groups)
-    # x * inverse and the rest of its rounding, four values at a time; the row's scale; a bias.
-    return FLOATS_PER_WORD + 1 + activate + scale[0], FLOATS_PER_WORD + int(table) + 1 + scale[1]
+    groups = 1 if product.bits == 4 else 0
+    multiply = FLOATS_PER_WORD + 2 * product.port_lanes + activate
+    add = FLOATS_PER_WORD + (1 + groups) * product.port_lanes + int(table)
+    return _Operators(mlp.cores * multiply + 1, mlp.cores * add)  # and one for the rows' scales
 
 
-def _memories(mlp: MlpSpec, ports: int, rows: int, buffers: Buffers) -> list[tuple[int, int, int]]:
-    """Return (copies, bits, depth) of one core's buffers but its tiles.
+def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> list[tuple[int, int, int]]:
+    """Return (copies, bits, depth) of every buffer but the prefetch buffer, and tiles in UltraRAM.
 
-    Sums, values and results are there twice, heads three times, rows and group totals once.
+    The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.
     """
+    ports, cores, passes = product.ports, mlp.cores, ceil(mlp.batch / mlp.cores)
+    lanes, places = product.port_lanes, buffers.tile * product.port_blocks
     return [
+        *([] if buffers.uram else [(2 * ports, WORD_BITS, buffers.tile_words)]),
         (3 * ports, WORD_BITS, buffers.head_words),
-        (2 * ports * rows, 32, buffers.tile_sums),
-        (2 * ports * rows, 32, buffers.tile),
-        (2, WORD_BITS, rows * float_words(buffers.tile * ports)),
-        (rows, 8 * WORD_BITS // mlp.weight_bits, buffers.channel_words),
-        (FLOATS_PER_WORD, 32, rows * float_words(buffers.inputs)),
-        *([] if mlp.weight_bits == 8 else [(ports * rows, 32, buffers.tile)]),
-        *([] if mlp.activation == "relu" else [FACTOR_ROM]),
+        (2 * ports * cores, 32, passes * buffers.tile_sums),
+        (2 * lanes * cores, 32, passes * places),
+        *([] if product.bits == 8 else [(lanes * cores, 32, places)]),
+        (2 * cores, WORD_BITS, passes * float_words(buffers.tile * ports)),
+        (cores, 8 * product.lanes, passes * buffers.channel_words),
+        (FLOATS_PER_WORD * cores, 32, passes * float_words(buffers.inputs)),
+        (ports // axi_words, axi_words * WORD_BITS, FIFO_WORDS // axi_words),
+        *([] if mlp.activation == "relu" else [(cores, *FACTOR_ROM)]),
     ]

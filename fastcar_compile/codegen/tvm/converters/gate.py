@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tvm import relax
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
@@ -32,10 +31,9 @@ def _input_delta(call: Call) -> Value:
 def _output_bound(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     change = call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
-    kernel = call.dispatch("cosine_distance", query.shape, keys.shape, call.integer("stride"), keys.dtype)
-    distance = call.kernel(kernel, call.values("query", "key_cache", "position"))
-    weight = relax.const(call.number("weight"), "float32")
-    return call.emit(relax.op.add(change, call.emit(relax.op.multiply(distance, weight))))
+    options = (call.integer("stride"), call.number("weight"), keys.dtype)
+    kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
 
 
 @converts(fastcar.learned_score.default)

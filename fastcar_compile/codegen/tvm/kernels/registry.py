@@ -21,8 +21,8 @@ from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
 from fastcar_compile.codegen.tvm.kernels.attention.window import window_attention
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
-from fastcar_compile.codegen.tvm.kernels.gate.scores import cosine_distance, tas_heads
-from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
+from fastcar_compile.codegen.tvm.kernels.gate.scores import output_bound
+from fastcar_compile.codegen.tvm.kernels.gate.tas import tas, tas_heads
 from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH, float_gemv
@@ -78,8 +78,8 @@ KERNELS: dict[str, Kernel] = {
     "attention": decode_attention,
     "attention_chunk": chunk_attention,
     "cache_write": cache_write,
-    "cosine_distance": cosine_distance,
     "linears": combined_linears,
+    "output_bound": output_bound,
     "ring_write": ring_write,
     "tas": tas,
     "tas_heads": tas_heads,

@@ -66,54 +66,66 @@ def compiler() -> str:
     return path
 
 
-def open_library(hls_dir: Path, build_dir: Path) -> ctypes.CDLL:
+def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile a project (as `emit_hls` writes it) into `build_dir`, or take the library already built; load a copy.
 
     Each call is an accelerator of its own: the engine keeps its prefetch buffer from call to call, and a process loads
     the same file only once. The copy's file is not needed any more.
 
+    Args:
+        defines: macros of the build, such as those of `counters.py`.
+
     Raises:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    path = build_library(hls_dir, build_dir)
+    path = build_library(hls_dir, build_dir, defines=defines)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         return ctypes.CDLL(shutil.copy(path, folder))
 
 
-def build_library(hls_dir: Path, build_dir: Path, sources: Sequence[str] = SOURCES) -> Path:
+def build_library(
+    hls_dir: Path, build_dir: Path, sources: Sequence[str] = SOURCES, defines: Sequence[str] = ()
+) -> Path:
     """Return the library built from these sources of `hls_dir`; it is compiled unless `build_dir` holds it already.
 
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    cxx, headers = compiler(), ap_types_folder()
-    path = build_dir / f"fastcar_csim_{_digest(hls_dir, sources, cxx, headers)}.so"
+    command = [
+        compiler(),
+        *FLAGS,
+        *(f"-D{name}" for name in defines),
+        f"-I{hls_dir}",
+        "-isystem",
+        str(ap_types_folder()),
+    ]
+    path = build_dir / f"fastcar_csim_{_digest(hls_dir, sources, command)}.so"
     if not path.is_file():
         build_dir.mkdir(parents=True, exist_ok=True)
-        _compile(cxx, headers, hls_dir, sources, path)
+        _compile(command, hls_dir, sources, path)
     return path
 
 
-def _digest(hls_dir: Path, names: Sequence[str], cxx: str, headers: Path) -> str:
+def _digest(hls_dir: Path, names: Sequence[str], command: Sequence[str]) -> str:
     missing = [name for name in names if not (hls_dir / name).is_file()]
     if missing:
         raise BackendError(
             f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), hint="compile the model again"
         )
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\0".join([version, str(headers), *FLAGS]).encode())
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+    options = [option for option in command[1:] if option != f"-I{hls_dir}"]
+    digest = hashlib.sha256("\0".join([version, *options]).encode())
     for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in names)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _compile(cxx: str, headers: Path, hls_dir: Path, names: Sequence[str], path: Path) -> None:
+def _compile(command: Sequence[str], hls_dir: Path, names: Sequence[str], path: Path) -> None:
     """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
         sources = [str(hls_dir / name) for name in names]
-        command = [cxx, *FLAGS, f"-I{hls_dir}", "-isystem", str(headers), *sources, "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *sources, "-o", str(output)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise BackendError(
                 f"g++ could not build the C simulation:\n{done.stderr.strip()[:2000]}",

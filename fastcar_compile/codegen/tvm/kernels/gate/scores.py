@@ -1,9 +1,11 @@
-"""Scores of the gates beside `tas`: float32 [B], sums in the order of the elements."""
+"""Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
+
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
@@ -11,57 +13,31 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import (
+    finite_or_nan,
+    fixed_magnitude,
+    limited,
+    limited_square,
+    rounded,
+    units,
+)
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
-from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, TINY
-
-
-@kernel
-def tas_heads(
-    query: HeadShape,
-    cache: HeadShape,
-    stride: int,
-    scale: float,
-    dtype: str = "float32",
-    isa: InstructionSet = PORTABLE,
-) -> PrimFunc:
-    """Return the sum over query heads of factor[head] * scale * <query, key at position - stride>.
-
-    The factor of a head that does not count is 0. Shapes are as for `tas`.
-    """
-    b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
-    group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
-    width = keys_of.size
-
-    @T.prim_func(private=True, s_tir=True)
-    def weighted_temporal_score(
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
-        factor: T.Buffer((hq,), "float32"),
-        y: T.Buffer((b,), "float32"),
-    ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
-        for i in range(b):
-            with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], factor[0:hq])
-                T.writes(y[0:b])
-                sums = T.alloc_buffer((2,), "float32")  # of one head, and of all heads
-                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                sums[1] = T.float32(0)
-                for h in range(hq):
-                    sums[0] = T.float32(0)
-                    for c in range(d):
-                        sums[0] += q[i, h, 0, c] * keys_of.element(row_at(keys, i, h // group, before), c, 0)
-                    sums[1] += sums[0] * factor[h]
-                y[i] = sums[1] * T.float32(scale)
-
-    return weighted_temporal_score
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
+from fastcar_compile.drs.scores import COSINE_BITS, distance_factor
+from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
 
 
 @kernel
 def input_delta(rows: int, width: int) -> PrimFunc:
-    """Return ||x - cached|| / ||x|| of every row in the 1-norm, x and cached float32 [B, H]."""
+    """Return ||x - cached|| / ||x|| of every row in the 1-norm, x and cached float32 [B, H], bit for bit."""
+    lanes = vector_lanes(width)
+
+    @inlined
+    def add_vector(x, cached, i, c, change, sums, largest):
+        change[ramp(0, lanes)] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
+        largest[ramp(0, lanes)] = T.max(largest[ramp(0, lanes)], magnitude_bits(change[ramp(0, lanes)], lanes))
+        sums[ramp(0, lanes)] += fixed_magnitude(change[ramp(0, lanes)], lanes)
+        sums[ramp(lanes, lanes)] += fixed_magnitude(T.fabs(x[i, ramp(c * lanes, lanes)]), lanes)
 
     @T.prim_func(private=True, s_tir=True)
     def relative_change(
@@ -74,30 +50,99 @@ def input_delta(rows: int, width: int) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
                 T.writes(y[0:rows])
-                change = T.alloc_buffer((1,), "float32")
-                norm = T.alloc_buffer((1,), "float32")
-                change[0] = T.float32(0)
-                norm[0] = T.float32(0)
-                for c in range(width):
-                    change[0] += T.abs(x[i, c] - cached[i, c])
-                    norm[0] += T.abs(x[i, c])
-                y[i] = change[0] / T.max(norm[0], T.float32(TINY))
+                change = T.alloc_buffer((lanes,), "float32")
+                largest = T.alloc_buffer((lanes,), "int32")
+                sums = T.alloc_buffer((2 * lanes,), "int64")  # of the changes, and of x
+                for v in T.vectorized(lanes):
+                    largest[v] = 0
+                for v in T.vectorized(2 * lanes):
+                    sums[v] = T.int64(0)
+                for c in range(width // lanes):
+                    add_vector(x, cached, i, c, change, sums, largest)
+                for v in T.unroll(lanes - 1):
+                    sums[0] += sums[v + 1]
+                    sums[lanes] += sums[lanes + v + 1]
+                    largest[0] = T.max(largest[0], largest[v + 1])
+                size: T.let = T.max(T.Cast("float32", sums[lanes]), T.float32(1))
+                y[i] = finite_or_nan(largest[0], T.Cast("float32", sums[0]) / size)
 
     return relative_change
 
 
+def _add_key(keys_of: RowFormat, lanes: int) -> Any:
+    """Return the macro (key, own, square, largest): add <k, k>; own: one vector, square: int64 [lanes]."""
+    one = ramp(0, lanes)
+
+    @inlined
+    def add_key(key, own, square, largest):
+        for v in T.vectorized(lanes):
+            square[v] = T.int64(0)
+        for c in range(keys_of.dim // lanes):
+            for v in T.vectorized(lanes):
+                own[v] = keys_of.element(key, c * lanes, v)
+            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+            square[one] += limited_square(units(own[one], lanes) * cast("float64", own[one], lanes), lanes)
+        for v in T.unroll(lanes - 1):
+            square[0] += square[v + 1]
+
+    return add_key
+
+
+def _add_head(keys_of: RowFormat, lanes: int) -> Any:
+    """Return the macro (query, key, own, wide, sums, largest): sums[0] = <q, k>, sums[lanes] = <q, q> of a head."""
+    one, two = ramp(0, lanes), ramp(lanes, lanes)
+
+    @inlined
+    def add_head(query, key, own, wide, sums, largest):
+        for v in T.vectorized(2 * lanes):
+            sums[v] = T.int64(0)
+        # c: vectors of the head. v: one vector. wide: the query in units of 2^-24.
+        for c in range(keys_of.dim // lanes):
+            for v in T.vectorized(lanes):
+                own[v] = query(c * lanes + v)
+            for v in T.vectorized(lanes):
+                own[lanes + v] = keys_of.element(key, c * lanes, v)
+            wide[one] = units(own[one], lanes)
+            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+            sums[one] += limited(wide[one] * cast("float64", own[two], lanes), lanes)
+            sums[two] += limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
+        for v in T.unroll(lanes - 1):
+            sums[0] += sums[v + 1]
+            sums[lanes] += sums[lanes + v + 1]
+
+    return add_head
+
+
+def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
+    """Return the cosine of int64 sums in units of 2^-30, limited to 1, as int64."""
+    length = T.sqrt(T.max(T.Cast("float32", square) * T.Cast("float32", other), T.float32(1)))
+    cosine = T.max(T.min(T.Cast("float32", dot) / length, T.float32(1)), T.float32(-1))
+    return rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
+
+
 @kernel
-def cosine_distance(
-    query: HeadShape, cache: HeadShape, stride: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
+def output_bound(
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    weight: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Return sqrt(max(0, 1 - the mean over query heads of cos(query, key at position - stride))) of every row."""
+    """Return change + weight * sqrt(1 - mean over query heads of cos(query, key at position - stride)) of every row.
+
+    change float32 [B] is what `input_delta` returns. Bit for bit as the operator; no product is contracted.
+    """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
     width = keys_of.size
+    lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
+    add_key, add_head, factor = _add_key(keys_of, lanes), _add_head(keys_of, lanes), distance_factor(hq)
 
     @T.prim_func(private=True, s_tir=True)
-    def temporal_distance(
+    def temporal_bound(
+        change: T.Buffer((b,), "float32"),
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
         position: T.Buffer((1,), "int64"),
@@ -106,25 +151,30 @@ def cosine_distance(
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
+                T.reads(change[0:b], q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
                 T.writes(y[0:b])
-                # <q, k>, <q, q> and <k, k> of one head, the sum of the cosines, an element of k
-                acc = T.alloc_buffer((5,), "float32")
+                own = T.alloc_buffer((2 * lanes,), "float32")
+                wide = T.alloc_buffer((lanes,), "float64")
+                sums = T.alloc_buffer((2 * lanes,), "int64")
+                square = T.alloc_buffer((lanes,), "int64")
+                largest = T.alloc_buffer((lanes,), "int32")
+                apart = T.alloc_buffer((1,), "int64")  # of all heads, 1 - cosine
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                acc[3] = T.float32(0)
-                for h in range(hq):
-                    acc[0] = T.float32(0)
-                    acc[1] = T.float32(0)
-                    acc[2] = T.float32(0)
-                    for c in range(d):
-                        acc[4] = keys_of.element(row_at(keys, i, h // group, before), c, 0)
-                        acc[0] += q[i, h, 0, c] * acc[4]
-                        acc[1] += q[i, h, 0, c] * q[i, h, 0, c]
-                        acc[2] += acc[4] * acc[4]
-                    acc[3] += acc[0] / T.sqrt(T.max(acc[1] * acc[2], T.float32(TINY)))
-                y[i] = T.sqrt(T.max(T.float32(1) - acc[3] / T.float32(hq), T.float32(0)))
+                apart[0] = T.int64(hq << COSINE_BITS)
+                for v in T.vectorized(lanes):
+                    largest[v] = 0
+                for g in range(hkv):
+                    add_key(row_at(keys, i, g, before), own, square, largest)
+                    for h in range(group):
+                        add_head(row_at(q, i, g * group + h, 0), row_at(keys, i, g, before), own, wide, sums, largest)
+                        apart[0] -= _cosine(sums[0], sums[lanes], square[0])
+                for v in T.unroll(lanes - 1):
+                    largest[0] = T.max(largest[0], largest[v + 1])
+                distance: T.let = T.sqrt(T.Cast("float32", apart[0]) * T.float32(factor))
+                score: T.let = change[i] + fence("float32", T.float32(weight) * distance)
+                y[i] = finite_or_nan(largest[0], score)
 
-    return temporal_distance
+    return temporal_bound
 
 
 @inlined

@@ -1,26 +1,81 @@
-"""The temporal attention score (TAS)."""
+"""The temporal attention score (TAS), over all heads and over chosen ones."""
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
-from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import rounded
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, cast, prefetch, ramp
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, prefetch, ramp
 from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
 
 def _fixed_point(x: Expr, lanes: int) -> Expr:
     """Return float64 in units of the score as int64, within the limits. A NaN or an infinity gives the lower limit."""
     limit = T.float64(TAS_LIMIT)
-    bounded = T.max(T.min(T.nearbyint(x), limit), -limit)
-    return cast("int64", T.Select(T.max(x, -x) < T.infinity("float64"), bounded, broadcast(-limit, lanes)), lanes)
+    bounded = T.max(T.min(x, limit), -limit)
+    return rounded(T.Select(T.max(x, -x) < T.infinity("float64"), bounded, broadcast(-limit, lanes)), lanes)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Shapes of `tas`, and how a head's products are summed."""
+
+    query: HeadShape
+    cache: HeadShape
+    dtype: str
+    isa: InstructionSet
+
+    @property
+    def keys_of(self) -> RowFormat:
+        """The rows of the cache."""
+        return RowFormat(self.query[3], self.dtype, self.isa)
+
+    @property
+    def lanes(self) -> int:
+        """Products of one vector."""
+        return next(v for v in (8, 4, 2, 1) if self.query[3] % v == 0)
+
+    def prefetch_keys(self) -> Any:
+        """Return the macro (keys, i, before). Keys of heads are in as many pages: the waits for them overlap."""
+        lines = -(-self.keys_of.bytes // LINE) + 1  # a row need not begin with a line
+        heads, step = self.cache[1], self.keys_of.elements_of(LINE)
+
+        @inlined
+        def prefetch_keys(keys, i, before):
+            for h in range(heads):
+                for u in T.unroll(lines):
+                    T.evaluate(prefetch(keys[i, h, before, u * step]))
+
+        return prefetch_keys
+
+    def add_head(self) -> Any:
+        """Return the macro (query, key, acc, product): add the products of a head; query: an element by its number."""
+        lanes, keys_of, one = self.lanes, self.keys_of, float(1 << TAS_FRACTION_BITS)
+
+        @inlined
+        def add_head(query, key, acc, product):
+            # c: vectors of the head. v: one vector.
+            for c in range(keys_of.dim // lanes):
+                for v in T.vectorized(lanes):
+                    product[v] = (
+                        T.Cast("float64", query(c * lanes + v))
+                        * T.Cast("float64", keys_of.element(key, c * lanes, v))
+                        * T.float64(one)
+                    )
+                acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
+
+        return add_head
 
 
 @kernel
@@ -39,30 +94,9 @@ def tas(
     """
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
-    width = keys_of.size
-    lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
-    lines = -(-keys_of.bytes // LINE) + 1  # a row need not begin with a line
-    factor, one = score_factor(scale, hq), float(1 << TAS_FRACTION_BITS)
-
-    @inlined
-    def prefetch_keys(keys, i, before):
-        # The keys of the heads are in as many pages. The waits for them overlap.
-        for h in range(hkv):
-            for u in T.unroll(lines):
-                T.evaluate(prefetch(keys[i, h, before, u * keys_of.elements_of(LINE)]))
-
-    @inlined
-    def add_head(q, key, i, h, acc, product):
-        # c: vectors of the head. v: one vector.
-        for c in range(d // lanes):
-            for v in T.vectorized(lanes):
-                product[v] = (
-                    T.Cast("float64", q[i, h, 0, c * lanes + v])
-                    * T.Cast("float64", keys_of.element(key, c * lanes, v))
-                    * T.float64(one)
-                )
-            acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
+    heads = _Heads(query, cache, dtype, isa)
+    group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, hq)
+    prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
 
     @T.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -83,9 +117,61 @@ def tas(
                     acc[v] = T.int64(0)
                 prefetch_keys(keys, i, before)
                 for h in range(hq):
-                    add_head(q, row_at(keys, i, h // group, before), i, h, acc, product)
+                    add_head(row_at(q, i, h, 0), row_at(keys, i, h // group, before), acc, product)
                 for v in T.unroll(lanes - 1):
                     acc[0] += acc[v + 1]
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
     return temporal_score
+
+
+@kernel
+def tas_heads(
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    scale: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return the sum over query heads of scale * <weight[head] * query, key at position - stride>: float32 [B].
+
+    The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    heads = _Heads(query, cache, dtype, isa)
+    group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, 1)
+    prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
+
+    @T.prim_func(private=True, s_tir=True)
+    def weighted_temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        weight: T.Buffer((hq,), "float32"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        for i in range(b):
+            with T.sblock("row"):
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], weight[0:hq])
+                T.writes(y[0:b])
+                acc = T.alloc_buffer((lanes,), "int64")
+                product = T.alloc_buffer((lanes,), "float64")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                for v in T.vectorized(lanes):
+                    acc[v] = T.int64(0)
+                prefetch_keys(keys, i, before)
+                for h in range(hq):
+                    add_head(_weighted(q, weight, i, h), row_at(keys, i, h // group, before), acc, product)
+                for v in T.unroll(lanes - 1):
+                    acc[0] += acc[v + 1]
+                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+
+    return weighted_temporal_score
+
+
+def _weighted(q: Any, weight: Any, i: Expr, h: Expr) -> Row:
+    """Return the elements of a query head times its weight, in float32."""
+    return lambda c: q[i, h, 0, c] * weight[h]

@@ -1,0 +1,134 @@
+"""The loops of the engine's processes: how often each iterates, and how long its pipeline is.
+
+The closed form (`product_cycles`) and the cycle model use the same loops. All intervals are one clock; `recurrences.py` says
+why. Depths are estimates: the sum of the stages on the longest path, by the operators' names in published reports of
+Vitis HLS for UltraScale+ at 250 to 300 MHz.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
+from fastcar_compile.codegen.hls.design.recurrences import ADD_CLOCKS
+
+READ, WRITE, COMPARE, INTEGER = 2, 1, 2, 1
+"""Stages: of a block RAM's read and write, a float comparison, and an integer addition."""
+
+MULTIPLY, TO_FLOAT, TO_INTEGER = 3, 5, 4
+"""Stages of fmul (`fmul_32ns_32ns_32_4_max_dsp_1`: latency 3), sitofp (`..._6_...`) and fptosi."""
+
+CASCADE = 11
+"""Stages of eight multiply-adds in a row: three of a DSP48E2 and one per further slice (UG579)."""
+
+DIVIDE = 16
+"""Stages of fdiv (`fdiv_32ns_32ns_32_16_no_dsp_1`)."""
+
+FETCH_DEPTH = 1 + WRITE
+MAC_DEPTH = READ + CASCADE + 4 * INTEGER + WRITE
+SCALE_DEPTH = READ + TO_FLOAT + 2 * MULTIPLY + 2 * ADD_CLOCKS + WRITE
+ROUND_DEPTH = TO_INTEGER + TO_FLOAT + ADD_CLOCKS + COMPARE + INTEGER
+ACTIVATION_DEPTH = 2 * COMPARE + MULTIPLY + ROUND_DEPTH + READ + CASCADE // 2 + TO_FLOAT + 2 * MULTIPLY
+FINISH_DEPTH = READ + ACTIVATION_DEPTH + MULTIPLY + WRITE
+SEND_DEPTH = READ + WRITE
+AMAX_DEPTH = READ + 3 * INTEGER
+QUANTIZE_DEPTH = READ + MULTIPLY + 2 * COMPARE + ROUND_DEPTH + WRITE
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop with an interval of one clock.
+
+    Args:
+        process: function in the sources. label: of the loop there.
+        trips: iterations. depth: clocks from the start of an iteration to its end.
+    """
+
+    process: str
+    label: str
+    trips: int
+    depth: int
+
+    @property
+    def cycles(self) -> int:
+        """Clocks from the first iteration's start to the last one's end; 0 without an iteration."""
+        return self.trips + self.depth if self.trips else 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the array has to do in a call.
+
+    Args:
+        rows: that compute. passes: of the busiest core. cores: that work in lock step.
+        scale_rows: least rows of a tile in the loop over groups (`recurrences.scale_rows`).
+    """
+
+    rows: int
+    passes: int
+    cores: int
+    scale_rows: int
+
+    @classmethod
+    def balanced(cls, rows: int, cores: int, scale_rows: int) -> Load:
+        """Return the load of rows that DRS maps."""
+        return cls(rows, ceil(rows / cores), cores, scale_rows)
+
+
+@dataclass(frozen=True)
+class TileLoops:
+    """The five processes of one tile; each is a stage of the DATAFLOW loop over tiles."""
+
+    fetch: Loop
+    multiply: Loop
+    scale: Loop
+    finish: Loop
+    send: Loop
+
+    @property
+    def stages(self) -> tuple[Loop, ...]:
+        """In the order of the sources."""
+        return self.fetch, self.multiply, self.scale, self.finish, self.send
+
+
+def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoops:
+    """Return the loops of one tile of a product.
+
+    Args:
+        inner: its values stay in the cores, as those of an MLP's first product.
+    """
+    channels = product.tile * product.ports
+    turns = product.tile if product.sums == 1 else max(product.tile, load.scale_rows)
+    scaled = load.passes * product.sums * turns * product.port_blocks
+    sent = 0 if inner else load.rows * channels // FLOATS_PER_WORD
+    return TileLoops(
+        Loop("fetch_tile", "words", product.head_words + product.tile_words, FETCH_DEPTH),
+        Loop("mac_tile", "words", load.passes * product.tile_words, MAC_DEPTH),
+        Loop("scale_tile", "groups", scaled, SCALE_DEPTH),
+        Loop("finish_tile", "channels", load.passes * channels, FINISH_DEPTH),
+        Loop("send_tile", "words", sent, SEND_DEPTH * load.rows),
+    )
+
+
+def load_loop(inputs: int, load: Load) -> Loop:
+    """Return the loop that moves the rows of x into the cores, a word per clock."""
+    return Loop("load_rows", "words", load.rows * float_words(inputs), SEND_DEPTH * load.rows)
+
+
+def quantize_loops(product: Product, load: Load) -> tuple[Loop, ...]:
+    """Return the loops that quantise the rows before a product, pass by pass."""
+    padded = product.channel_words * product.lanes // FLOATS_PER_WORD
+    once = (
+        Loop("quantize_rows", "sizes", float_words(product.inputs), AMAX_DEPTH),
+        Loop("quantize_rows", "scales", load.cores, DIVIDE + WRITE),
+        Loop("quantize_rows", "values", padded, QUANTIZE_DEPTH),
+    )
+    return once * load.passes
+
+
+def product_cycles(product: Product, load: Load, *, inner: bool = False) -> int:
+    """Return the clocks of one product: quantisation, then the tiles, which overlap at the pace of the slowest stage."""
+    stages = [loop.cycles for loop in tile_loops(product, load, inner=inner).stages]
+    edges = sum(loop.cycles for loop in quantize_loops(product, load))
+    return edges + (product.tiles - 1) * max(stages) + sum(stages)

@@ -1,0 +1,146 @@
+"""Scores of `input_delta`, `bound` and `learned` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
+
+The constants are those of every backend. The functions add Python or int64 integers, so they share no arithmetic with
+the backends that they check.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
+from fastcar_compile.drs.table import FLOATS_PER_WORD
+
+Array = NDArray[Any]
+
+MAX_TERMS = 65536
+"""Terms of one sum: as many values of at most TAS_LIMIT fit int64."""
+
+COSINE_BITS = 30
+"""Cosines of query heads are averaged as integers of 2^-30."""
+
+FEATURE_BITS = 22
+"""The features of a row are integers of at most 2^22 in magnitude, with one exponent for all of them."""
+
+WEIGHT_BITS = 31
+"""The magnitudes of a unit's weights sum to at most 2^31, in units of the unit's lowest bit. So its sum has 53 bits."""
+
+LEAST_EXPONENT = 22
+"""Least exponent field of a row of features. No power of two that scales features or sums is subnormal then."""
+
+SCALE_FIELD = 126 + FEATURE_BITS
+"""A feature is multiplied by 2^(SCALE_FIELD - exponent field) before it is rounded."""
+
+MANTISSA_BITS = 23
+"""Of a float32."""
+
+BFLOATS_PER_WORD = 8
+"""bfloat16 values in a memory word of 128 bits."""
+
+
+def distance_factor(heads: int) -> float:
+    """Return what the integer sum over query heads of 1 - cosine is multiplied with: 1 / heads / 2^30, as float32."""
+    return struct.unpack("<f", struct.pack("<f", 1 / heads / (1 << COSINE_BITS)))[0]
+
+
+def fixed_products(a: Array, b: Array) -> Array:
+    """Return a * b of float32 in units of 2^-24, rounded half to even and limited, int64; -2^46 where not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = a.astype(np.float64) * b.astype(np.float64) * (1 << TAS_FRACTION_BITS)
+        limited = np.clip(np.rint(products), -TAS_LIMIT, TAS_LIMIT)
+    return np.where(np.isfinite(products), limited, -TAS_LIMIT).astype(np.int64)
+
+
+def input_delta(x: Array, cached: Array) -> Array:
+    """Return the relative change of float32 [B, H], float32 [B]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = np.abs(x - cached)
+    one = np.ones((), np.float32)
+    sums = [fixed_products(np.abs(v), one).sum(-1).astype(np.float32) for v in (change, x)]
+    return np.where(np.isfinite(change).all(-1), sums[0] / np.maximum(sums[1], one), np.float32(np.nan))
+
+
+def output_bound(x: Array, cached: Array, query: Array, key: Array, weight: float) -> Array:
+    """Return the input change plus weight * sqrt(1 - mean cosine), float32 [B].
+
+    Args:
+        x, cached: float32 [B, H]. query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], of one frame earlier.
+    """
+    rows, heads, dim = query.shape
+    own = query.reshape(rows, key.shape[1], -1, dim)
+    other = key[:, :, None]
+    dots, squares, others = (fixed_products(*pair).sum(-1) for pair in ((own, other), (own, own), (other, other)))
+    lengths = np.sqrt(np.maximum(squares.astype(np.float32) * others.astype(np.float32), np.float32(1)))
+    cosines = np.clip(dots.astype(np.float32) / lengths, np.float32(-1), np.float32(1))
+    near = np.rint(cosines * np.float32(1 << COSINE_BITS)).astype(np.int64)
+    apart = (heads * (1 << COSINE_BITS) - near.sum((1, 2))).astype(np.float32)
+    distance = np.sqrt(apart * np.float32(distance_factor(heads)))
+    finite = np.isfinite(query).all((1, 2)) & np.isfinite(key).all((1, 2))
+    return np.where(finite, input_delta(x, cached) + np.float32(weight) * distance, np.float32(np.nan))
+
+
+def unit_exponents(w1: Array) -> Array:
+    """Return the exponent of the lowest bit that a unit's weights have, int64 [units], for float32 [units, 2 H].
+
+    A unit of zeros has 0.
+    """
+    mantissas, exponents = np.frexp(w1)
+    whole = np.abs(mantissas.astype(np.float64) * (1 << 24)).astype(np.int64)
+    lowest = np.log2((whole & -whole).clip(min=1)).astype(np.int64)
+    places = np.where(whole != 0, exponents - 24 + lowest, np.iinfo(np.int64).max).min(-1)
+    return np.where((w1 != 0).any(-1), places, 0)
+
+
+def pack_network(w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
+    """Return a layer's network as memory words float32 [units * (1 + 2 * ceil(H / 8)), 4] (fastcar_gate_core.hpp).
+
+    A unit is one word of b1, w2, the exponent of its lowest bit and b2, then its weights as bfloat16, eight to a word:
+    those of x, then those of the change, each padded with zeros.
+
+    Args:
+        w1: float32 [units, 2 H] with the values of bfloat16. b1, w2: float32 [units]. b2: float32 [1].
+    """
+    units, width = w1.shape[0], w1.shape[1] // 2
+    halves = np.pad(w1.reshape(units, 2, width), [(0, 0), (0, 0), (0, -width % BFLOATS_PER_WORD)])
+    upper = (np.ascontiguousarray(halves, np.float32).view(np.uint32) >> 16).astype(np.uint16).reshape(units, -1)
+    places = unit_exponents(w1).astype(np.int32)
+    head = np.stack([b1.view(np.int32), w2.view(np.int32), places, b2.view(np.int32).repeat(units)], 1)
+    words = np.concatenate([head.view(np.uint32), upper.view(np.uint32)], 1)
+    return words.view(np.float32).reshape(-1, FLOATS_PER_WORD)
+
+
+def pack_row(values: Array) -> Array:
+    """Return float32 [B, H] as memory words [B * ceil(H / 4), 4]; each row begins a word, spare lanes are zero."""
+    padded = np.pad(values, [(0, 0), (0, -values.shape[1] % FLOATS_PER_WORD)])
+    return np.ascontiguousarray(padded, np.float32).reshape(-1, FLOATS_PER_WORD)
+
+
+def learned_score(x: Array, cached: Array, w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
+    """Return the network's output, float32 [B]; w1 float32 [units, 2 H] with the values of bfloat16."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        features = np.concatenate([x, np.abs(x - cached)], -1)
+    return np.array([_network(row, w1, b1, w2, b2[0]) for row in features], np.float32)
+
+
+def _network(features: Array, w1: Array, b1: Array, w2: Array, b2: np.float32) -> np.float32:
+    """Return the score of one row of features [2 H]."""
+    largest = np.abs(features).max()
+    if not np.isfinite(largest):
+        return np.float32(np.nan)
+    field = max(int(largest.view(np.uint32)) >> MANTISSA_BITS, LEAST_EXPONENT)
+    whole = np.rint(np.ldexp(features.astype(np.float64), SCALE_FIELD - field)).astype(np.int64)
+    hidden = []
+    for weights, place, bias in zip(w1, unit_exponents(w1).tolist(), b1, strict=True):
+        units = np.ldexp(weights.astype(np.float64), -place).astype(np.int64)
+        total = sum(int(a) * int(b) for a, b in zip(units, whole, strict=True))
+        with np.errstate(over="ignore"):
+            scaled = np.float32(math.ldexp(float(np.float32(total)), place)) * np.float32(2.0 ** (field - SCALE_FIELD))
+            hidden.append(max(scaled + bias, np.float32(0)))
+    if not np.isfinite(hidden).all():
+        return np.float32(np.nan)
+    return np.float32(fixed_products(w2, np.array(hidden, np.float32)).sum()) * np.float32(2.0**-TAS_FRACTION_BITS) + b2

@@ -1,0 +1,90 @@
+"""The bandwidth probe among the HLS files: interface, test bench, link. test_board_program.py has its host program."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hls.library import DESIGNS
+
+from fastcar_compile.codegen.hls.interface import engine_interface, probe_interface
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from fastcar_compile.targets import load_target
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The project of the example design on zcu102."""
+    emit_hls(DESIGNS["example"], tmp_path, board=load_target("zcu102"))
+    return tmp_path
+
+
+def make(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=project, capture_output=True, text=True, check=False)
+
+
+def test_its_weight_ports_are_those_of_the_engine(project: Path) -> None:
+    engine, probe = engine_interface(DESIGNS["example"]), probe_interface(DESIGNS["example"])
+    weights = [port for port in engine.ports if port.name.startswith("weights_")]
+    assert list(probe.ports[: len(weights)]) == weights
+    assert [port.name for port in probe.ports[len(weights) :]] == ["result", "words", "ports"]
+    text = (project / "fastcar_probe.cpp").read_text()
+    assert all(line in text for line in probe.pragmas())
+    own = [line for line in probe.pragmas() if "port=weights_" in line]
+    assert [line for line in engine.pragmas() if "port=weights_" in line] == own
+
+
+def test_it_is_linked_alone_to_the_memory_of_the_engine(project: Path) -> None:
+    lines = (project / "probe_link.cfg").read_text().splitlines()
+    assert lines[:3] == ["[connectivity]", "nk=fastcar_probe:1:fastcar_probe_1", "sp=fastcar_probe_1.weights_0:HP0"]
+    engine = (project / "link.cfg").read_text().splitlines()
+    connected = [line.replace("fastcar_probe", "fastcar_engine") for line in lines if ".weights_" in line]
+    assert [line for line in engine if ".weights_" in line] == connected
+    assert not [line for line in engine if "probe" in line]
+    config = (project / "fastcar_probe_hls_config.cfg").read_text()
+    assert "syn.top=fastcar_probe\n" in config
+    assert "tb.file=probe_testbench.cpp\n" in config
+
+
+def test_make_would_build_it(project: Path, require_tool: Callable[[str], str]) -> None:
+    require_tool("make")
+    done = make(project, "-n", "probe", "PLATFORM=p")
+    assert [line for line in done.stdout.splitlines() if line.startswith("v++")] == [
+        "v++ -c --mode hls --config fastcar_probe_hls_config.cfg --work_dir build/fastcar_probe",
+        "v++ -l -t hw --platform p --config probe_link.cfg --temp_dir build/_probe -o build/fastcar_probe.xclbin "
+        "build/fastcar_probe/fastcar_probe.xo",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("", ""),
+        ("probe_step(sum, weights[i])", "probe_step(sum, weights[0])"),
+        ("((sum << 1) | (sum >> 31)) + lanes", "sum + lanes"),
+        ("lane < BITS / 32", "lane < BITS / 64"),
+        ("? words : 0", "? words : words"),
+    ],
+    ids=["right", "one word", "order", "half a word", "every port"],
+)
+def test_bench(
+    project: Path,
+    require_tool: Callable[[str], str],
+    require_module: Callable[[str], None],
+    right: str,
+    wrong: str,
+) -> None:
+    """C simulation passes, and finds a kernel that reads something else."""
+    require_tool("make")
+    require_module("hls4ml")
+    header = project / "fastcar_probe.hpp"
+    text = header.read_text()
+    assert right == "" or text.count(right) == 1
+    header.write_text(text.replace(right, wrong) if right else text)
+    built = make(project, "build/probe_testbench", f"AP_TYPES={ap_types_folder()}")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([project / "build" / "probe_testbench"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:12]) == ((1, "FAIL: probe,") if right else (0, "PASS: probe,"))

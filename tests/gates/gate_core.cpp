@@ -1,0 +1,54 @@
+// Scores of rows by fastcar_gate_core.hpp, for ctypes. Words lie behind each other, row after row.
+#include "fastcar_gate_core.hpp"
+
+using namespace fastcar;
+
+static const int WORDS = 4096;
+static const int HEADS = 64;
+static const int UNITS = 64;
+
+static const word_t* words_of(const float* values) { return reinterpret_cast<const word_t*>(values); }
+
+extern "C" void change_scores(const float* x, const float* cached, uint32_t rows, uint32_t words, float* scores) {
+    for (uint32_t row = 0; row < rows; ++row) {
+        scores[row] = gate::change_score(gate::change_of_row<WORDS>(words_of(x), words_of(cached), row * words, words));
+    }
+}
+
+extern "C" void bound_scores(const float* x, const float* cached, const float* query, const float* key, const uint32_t* shape,
+                             float weight, float factor, float* scores) {
+    static word_t buffer[WORDS];
+    static gate::HeadSums sums[HEADS];
+    const uint32_t rows = shape[0], words = shape[1], heads = shape[2], head_words = shape[3], group = shape[4];
+    const uint32_t key_words = heads / group * head_words;
+    for (uint32_t row = 0; row < rows; ++row) {
+        for (uint32_t i = 0; i < key_words; ++i) {
+            buffer[i] = words_of(key)[row * key_words + i];
+        }
+        const gate::Change change = gate::change_of_row<WORDS>(words_of(x), words_of(cached), row * words, words);
+        const uint32_t largest = gate::heads_of_row<HEADS, WORDS>(words_of(query), row * heads * head_words,
+                                                                  heads * head_words, head_words, group, buffer, sums);
+        const int64_t apart = gate::distance_of_heads<HEADS>(sums, heads);
+        scores[row] = gate::bound_score(change, apart, largest, weight, factor);
+    }
+}
+
+extern "C" void learned_scores(const float* x, const float* cached, const float* network, const uint32_t* shape,
+                               float* scores) {
+    static uint32_t features[2 * WORDS][FLOAT_LANES];
+    static gate::UnitTail tails[UNITS];
+    const uint32_t rows = shape[0], words = shape[1], units = shape[2], padded = (words + 1) / 2 * 2;
+    for (uint32_t row = 0; row < rows; ++row) {
+        const uint32_t largest =
+            gate::features_of_row<WORDS>(words_of(x), words_of(cached), row * words, words, padded, features);
+        gate::round_features<WORDS>(features, 2 * padded, gate::field_of(largest));
+        const uint32_t b2 = gate::sums_of_units<WORDS, UNITS>(words_of(network), units, features, 2 * padded, tails);
+        scores[row] = gate::network_score<UNITS>(tails, units, largest, b2);
+    }
+}
+
+extern "C" void square_roots(const float* values, uint32_t count, float* roots) {
+    for (uint32_t i = 0; i < count; ++i) {
+        roots[i] = gate::square_root(values[i]);
+    }
+}

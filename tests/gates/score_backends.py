@@ -1,0 +1,229 @@
+"""The gates' scores on every backend: built once for a shape, then called with numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+import tvm
+from numpy.typing import NDArray
+from onnx_export.test_ops import export
+from tvm.tirx import PrimFunc
+
+import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.gate import scores as kernels
+from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.gate.tas import tas_heads
+from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.drs import scores
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, score_factor
+
+fastcar = torch.ops.fastcar
+Array = NDArray[Any]
+Score = Callable[[dict[str, Array]], Array]
+"""The arrays of a gate by name -> float32 [B]."""
+
+STRIDE, POSITION, WEIGHT, SCALE = 4, 11, 0.1, 0.3
+CHOSEN, WEIGHTS = (1, 0), (2.0, -0.7)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows, H, query and key heads, D and units."""
+
+    rows: int = 3
+    width: int = 64
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 8
+    units: int = 5
+
+    @property
+    def query(self) -> tuple[int, int, int, int]:
+        """Of the operator."""
+        return self.rows, self.heads, 1, self.dim
+
+    @property
+    def cache(self) -> tuple[int, int, int, int]:
+        """Of the operator."""
+        return self.rows, self.kv_heads, POSITION + 1, self.dim
+
+
+ARGUMENTS = {
+    "input_delta": ("x", "cached"),
+    "output_bound": ("x", "cached", "query", "keys", "position"),
+    "learned_score": ("x", "cached", "w1", "b1", "w2", "b2"),
+    "tas_heads": ("query", "keys", "position"),
+}
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "input_delta": (),
+    "output_bound": (STRIDE, WEIGHT),
+    "learned_score": (),
+    "tas_heads": (STRIDE, SCALE, list(CHOSEN), list(WEIGHTS)),
+}
+
+
+def tensor(name: str, array: Array) -> torch.Tensor:
+    """An argument; the weights as bfloat16."""
+    own = torch.from_numpy(np.array(array))
+    return own.bfloat16() if name == "w1" else own
+
+
+def eager(name: str) -> Score:
+    """The operator."""
+    operator = getattr(fastcar, name)
+    return lambda arrays: operator(*(tensor(n, arrays[n]) for n in ARGUMENTS[name]), *OPTIONS[name]).numpy()
+
+
+def _library(kernel: PrimFunc, isa: InstructionSet) -> Callable[..., Any]:
+    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    return tvm.compile(module, target=host_target(isa))["main"]
+
+
+def compiled(name: str, shape: Shape, isa: InstructionSet | None = None) -> Score:
+    """The TVM kernels."""
+    isa = isa or host_instruction_set()
+    heads = (shape.query, shape.cache, STRIDE)
+    change = _library(kernels.input_delta(shape.rows, shape.width), isa)
+    if name == "output_bound":
+        main = _library(kernels.output_bound(*heads, WEIGHT, "float32", isa), isa)
+    elif name == "tas_heads":
+        main = _library(tas_heads(*heads, SCALE, "float32", isa), isa)
+    elif name == "learned_score":
+        main = _library(learned_score(shape.rows, shape.width, shape.units), isa)
+    else:
+        main = change
+
+    def run(library: Callable[..., Any], arguments: list[Any]) -> Array:
+        y = tvm.runtime.tensor(np.zeros(shape.rows, np.float32))
+        library(*arguments, y)
+        return y.numpy()
+
+    def score(arrays: dict[str, Array]) -> Array:
+        given = [tvm.runtime.from_dlpack(tensor(n, arrays[n]).clone()) for n in ARGUMENTS[name]]
+        if name == "output_bound":
+            given = [tvm.runtime.tensor(run(change, given[:2])), *given[2:]]
+        if name == "tas_heads":
+            factors = np.zeros(shape.heads, np.float32)
+            factors[list(CHOSEN)] = WEIGHTS
+            given = [*given, tvm.runtime.tensor(factors)]
+        return run(main, given)
+
+    return score
+
+
+def exported(name: str, shape: Shape, path: Path) -> Score:
+    """The ONNX definition in onnxruntime. Weights go in as float32, because numpy has no bfloat16."""
+    example = {n: torch.zeros(s) for n, s in argument_shapes(shape).items()} | {"position": torch.tensor([POSITION])}
+    names = ARGUMENTS[name]
+
+    def score_of(*given: torch.Tensor) -> torch.Tensor:
+        own = [t.bfloat16() if n == "w1" else t for n, t in zip(names, given, strict=True)]
+        return getattr(fastcar, name)(*own, *OPTIONS[name])
+
+    export(score_of, tuple(example[n] for n in names), (), path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    inputs = [i.name for i in session.get_inputs()]
+    return lambda arrays: np.asarray(session.run(None, {i: arrays[n] for i, n in zip(inputs, names, strict=True)})[0])
+
+
+def argument_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Of every float argument."""
+    row, units = (shape.rows, shape.width), (shape.units,)
+    network = {"w1": (*units, 2 * shape.width), "b1": units, "w2": units, "b2": (1,)}
+    return {"x": row, "cached": row, "query": shape.query, "keys": shape.cache, **network}
+
+
+def earlier_key(arrays: dict[str, Array]) -> Array:
+    """float32 [B, Hkv, D]."""
+    return arrays["keys"][:, :, POSITION - STRIDE]
+
+
+def reference(name: str) -> Score:
+    """The definition in numpy and Python integers."""
+    return {"input_delta": _delta, "output_bound": _bound, "learned_score": _learned, "tas_heads": _heads}[name]
+
+
+def _delta(arrays: dict[str, Array]) -> Array:
+    return scores.input_delta(arrays["x"], arrays["cached"])
+
+
+def _bound(arrays: dict[str, Array]) -> Array:
+    query = arrays["query"][:, :, 0]
+    return scores.output_bound(arrays["x"], arrays["cached"], query, earlier_key(arrays), WEIGHT)
+
+
+def _learned(arrays: dict[str, Array]) -> Array:
+    return scores.learned_score(*(arrays[n] for n in ARGUMENTS["learned_score"]))
+
+
+def _heads(arrays: dict[str, Array]) -> Array:
+    query = arrays["query"][:, :, 0]
+    factors = np.zeros((query.shape[1], 1), np.float32)
+    factors[list(CHOSEN), 0] = WEIGHTS
+    key = earlier_key(arrays).repeat(query.shape[1] // arrays["keys"].shape[1], 1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = scores.fixed_products(query * factors, key).sum((1, 2))
+    assert score_factor(1, 1) == 2.0**-TAS_FRACTION_BITS
+    return sums.astype(np.float32) * np.float32(score_factor(SCALE, 1))
+
+
+def simulated(name: str, library: ctypes.CDLL) -> Score:
+    """The functions of fastcar_gate_core.hpp, in C simulation."""
+    return lambda arrays: {"input_delta": _change_core, "output_bound": _bound_core, "learned_score": _learned_core}[
+        name
+    ](library, arrays)
+
+
+def _aligned(words: Array) -> Array:
+    """Words on a boundary of 16 bytes."""
+    room = np.zeros(words.size + 4, np.float32)
+    start = -room.ctypes.data // 4 % 4
+    room[start : start + words.size] = words.reshape(-1)
+    return room[start : start + words.size]
+
+
+def call(function: Any, *arguments: Any) -> None:
+    """Call with arrays as pointers; floats and integers by value."""
+    given = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
+    function.restype = None
+    function(*given)
+
+
+def _rows(arrays: dict[str, Array]) -> tuple[Array, Array, int, Array]:
+    x, cached = (_aligned(scores.pack_row(arrays[n])) for n in ("x", "cached"))
+    rows = len(arrays["x"])
+    return x, cached, x.size // 4 // rows, np.zeros(rows, np.float32)
+
+
+def _change_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
+    x, cached, words, y = _rows(arrays)
+    call(library.change_scores, x, cached, ctypes.c_uint32(len(y)), ctypes.c_uint32(words), y)
+    return y
+
+
+def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
+    x, cached, words, y = _rows(arrays)
+    query, key = arrays["query"][:, :, 0], earlier_key(arrays)
+    heads, dim = query.shape[1:]
+    shape = np.array([len(y), words, heads, -(-dim // 4), heads // key.shape[1]], np.uint32)
+    factor = ctypes.c_float(scores.distance_factor(heads))
+    packed = (_aligned(pack_heads(query)), _aligned(pack_heads(key)))
+    call(library.bound_scores, x, cached, *packed, shape, ctypes.c_float(WEIGHT), factor, y)
+    return y
+
+
+def _learned_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
+    x, cached, words, y = _rows(arrays)
+    network = _aligned(scores.pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2"))))
+    shape = np.array([len(y), words, len(arrays["b1"])], np.uint32)
+    call(library.learned_scores, x, cached, network, shape, y)
+    return y

@@ -1,0 +1,255 @@
+"""Scores bit for bit: eager, TVM, onnxruntime, numpy and the HLS functions, ill-conditioned values included."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module, check_tool
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
+from fastcar_compile.drs import scores
+from fastcar_compile.gates.weight_tensors import exact_weights
+from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.training.relaxed import Sample
+from fastcar_compile.training.scorers import LearnedScorer
+
+from .score_backends import (
+    ARGUMENTS,
+    POSITION,
+    WEIGHT,
+    Array,
+    Score,
+    Shape,
+    argument_shapes,
+    call,
+    compiled,
+    eager,
+    exported,
+    fastcar,
+    reference,
+    simulated,
+)
+
+SHAPES = {"even": Shape(), "odd": Shape(rows=2, width=37, heads=3, kv_heads=1, dim=6, units=3)}
+GATES = sorted(ARGUMENTS)
+many = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+KINDS = ("normal", "wide", "tiny", "huge", "outlier", "close", "equal", "ties", "bits", "zero")
+NOT_FINITE = np.array([np.nan, np.inf, -np.inf], np.float32)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The functions of fastcar_gate_core.hpp."""
+    check_tool("g++")
+    check_module("hls4ml")
+    folder = tmp_path_factory.mktemp("gate_core")
+    for path in files("hls_templates").iterdir():
+        if path.name.endswith(".hpp"):
+            (folder / path.name).write_text(path.read_text())
+    (folder / "gate_core.cpp").write_text((Path(__file__).parent / "gate_core.cpp").read_text())
+    return ctypes.CDLL(str(build_library(folder, folder / "build", ("gate_core.cpp",))))
+
+
+@pytest.fixture(scope="module")
+def built(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Score]]:
+    """(gate, shape) -> backend -> score."""
+    folder = tmp_path_factory.mktemp("scores")
+    return {
+        (gate, name): {
+            "eager": eager(gate),
+            "tvm": compiled(gate, shape),
+            "onnxruntime": exported(gate, shape, folder / f"{gate}-{name}.onnx"),
+            **({"hls": simulated(gate, library)} if gate != "tas_heads" else {}),
+        }
+        for gate in GATES
+        for name, shape in SHAPES.items()
+    }
+
+
+def values(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.float32]:
+    """Values of one kind; `bits` are any float32 that is finite."""
+    normal = random.normal(size=shape)
+    if kind == "wide":
+        normal *= 10.0 ** random.uniform(-30, 30, shape)
+    elif kind in ("tiny", "huge"):
+        normal *= 1e-40 if kind == "tiny" else 1e37
+    elif kind == "outlier":
+        normal *= np.where(random.random(shape) < 0.05, 1e4, 1e-2)
+    elif kind == "ties":
+        normal = (random.integers(-9, 9, shape) + 0.5) * 2.0 ** random.choice([-24.0, -12.0, 0.0], shape)
+    elif kind == "bits":
+        bits = random.integers(0, 2**32, shape, np.uint32).view(np.float32)
+        return np.where(np.isfinite(bits), bits, np.float32(1))
+    elif kind == "zero":
+        normal *= 0
+    return np.clip(normal, -3e38, 3e38).astype(np.float32)
+
+
+def drawn(shape: Shape, kind: str, weights: str, seed: int) -> dict[str, Array]:
+    """Arguments of every gate, the network as `GateWeights` makes it."""
+    random = np.random.default_rng(seed)
+    arrays = {name: values(kind, s, random) for name, s in argument_shapes(shape).items()}
+    network = {name: values(weights, argument_shapes(shape)[name], random) for name in ("w1", "b1", "w2", "b2")}
+    arrays |= network | {"w1": exact_weights(torch.from_numpy(network["w1"].clip(-1e15, 1e15))).float().numpy()}
+    if kind in ("close", "equal"):
+        near = (1 + 1e-6 * (kind == "close") * random.normal(size=arrays["x"].shape)).astype(np.float32)
+        arrays["cached"] = arrays["x"] * near
+        arrays["keys"][:] = arrays["query"].mean(1, keepdims=True)
+    return arrays | {"position": np.array([POSITION])}
+
+
+@many
+@given(st.sampled_from(sorted(SHAPES)), st.sampled_from(KINDS), st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
+@example("even", "normal", "normal", 0)
+@example("odd", "bits", "bits", 1)
+@example("even", "huge", "huge", 2)
+def test_every_backend_has_the_same_bits(
+    built: dict[tuple[str, str], dict[str, Score]], name: str, kind: str, weights: str, seed: int
+) -> None:
+    arrays = drawn(SHAPES[name], kind, weights, seed)
+    for gate in GATES:
+        expected = reference(gate)(arrays)
+        for backend, score in built[gate, name].items():
+            np.testing.assert_array_equal(score(arrays), expected, err_msg=f"{gate} {backend}", strict=True)
+
+
+@pytest.mark.parametrize("at", ["x", "cached", "query", "keys"])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_a_row_that_is_not_finite_never_replays(
+    built: dict[tuple[str, str], dict[str, Score]], at: str, value: np.float32
+) -> None:
+    """Row 1: NaN, which passes no threshold. Gate `tas_heads` has its lower limit."""
+    arrays = drawn(SHAPES["even"], "normal", "normal", 5)
+    arrays[at][1] = np.where(np.arange(arrays[at][1].size).reshape(arrays[at][1].shape) % 3 == 1, value, arrays[at][1])
+    for (gate, name), backends in built.items():
+        reads = at in ARGUMENTS[gate]
+        if name != "even":
+            continue
+        for backend, score in [*backends.items(), ("numpy", reference(gate))]:
+            found, where = score(arrays), f"{gate} {backend}"
+            assert np.isfinite(found[[0, 2]]).all(), where
+            if gate == "tas_heads":
+                assert not reads or found[1] < -1e5, where
+            else:
+                assert np.isnan(found[1]) == reads, where
+
+
+def test_a_hidden_unit_that_overflows_never_replays(built: dict[tuple[str, str], dict[str, Score]]) -> None:
+    arrays = drawn(SHAPES["even"], "normal", "normal", 5)
+    arrays["x"][1] = 1e37
+    arrays["w1"][:] = 2.0**50
+    arrays["w2"][:] = -1
+    for backend, score in built["learned_score", "even"].items():
+        assert np.isnan(score(arrays)).tolist() == [False, True, False], backend
+
+
+@pytest.mark.parametrize("isa", runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags()), ids=lambda isa: isa.name)
+def test_every_instruction_set_has_the_same_bits(isa: object) -> None:
+    for gate in GATES:
+        score = compiled(gate, SHAPES["even"], isa)  # type: ignore[arg-type]
+        for kind in KINDS:
+            arrays = drawn(SHAPES["even"], kind, kind, 7)
+            np.testing.assert_array_equal(score(arrays), reference(gate)(arrays), err_msg=f"{gate} {kind}")
+
+
+def test_the_order_of_addition_does_not_matter() -> None:
+    """Elements of x and of the network's features in another order."""
+    arrays = drawn(Shape(rows=4, width=512), "outlier", "wide", 3)
+    order = np.random.default_rng(0).permutation(512)
+    moved = arrays | {name: arrays[name][:, order] for name in ("x", "cached")}
+    moved["w1"] = np.concatenate([arrays["w1"][:, :512][:, order], arrays["w1"][:, 512:][:, order]], 1)
+    for gate in ("input_delta", "learned_score"):
+        np.testing.assert_array_equal(eager(gate)(moved), eager(gate)(arrays))
+
+
+def exact(gate: str, arrays: dict[str, Array]) -> Array:
+    """The formula in float64."""
+    x, cached = arrays["x"].astype(np.float64), arrays["cached"].astype(np.float64)
+    if gate == "learned_score":
+        w1, b1, w2, b2 = (arrays[n].astype(np.float64) for n in ("w1", "b1", "w2", "b2"))
+        return np.maximum(np.concatenate([x, abs(x - cached)], 1) @ w1.T + b1, 0) @ w2 + b2
+    delta = abs(x - cached).sum(1) / abs(x).sum(1)
+    if gate == "input_delta":
+        return delta
+    query, key = arrays["query"][:, :, 0].astype(np.float64), arrays["keys"][:, :, POSITION - 4].astype(np.float64)
+    key = key.repeat(query.shape[1] // key.shape[1], 1)
+    lengths = np.linalg.norm(query, axis=-1) * np.linalg.norm(key, axis=-1)
+    return delta + WEIGHT * np.sqrt(1 - ((query * key).sum(-1) / lengths).mean(-1))
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0, 50.0])
+@pytest.mark.parametrize(("gate", "bound"), [("input_delta", 4e-6), ("output_bound", 4e-6), ("learned_score", 1e-4)])
+def test_scores_are_close_to_the_formula(gate: str, bound: float, size: float) -> None:
+    """Of a decoder's sizes, activations from a hundredth to fifty: far below what a threshold can feel."""
+    shape = Shape(rows=32, width=4096, heads=8, kv_heads=2, dim=128, units=16)
+    random = np.random.default_rng(4)
+    arrays = {n: random.normal(size=s).astype(np.float32) for n, s in argument_shapes(shape).items()}
+    arrays["x"] *= np.float32(size)
+    arrays["cached"] = arrays["x"] * (1 + 0.3 * random.normal(size=arrays["x"].shape)).astype(np.float32)
+    arrays["w1"] = exact_weights(torch.from_numpy(arrays["w1"] / (64 * size))).float().numpy()
+    difference = np.abs(eager(gate)(arrays | {"position": np.array([POSITION])}) - exact(gate, arrays))
+    assert difference.max() < bound
+
+
+def test_the_bound_of_the_change() -> None:
+    """(1 + score) * 2^-25 over the mean of |x|, and three roundings."""
+    random = np.random.default_rng(6)
+    x = (random.normal(size=(64, 256)) * 10.0 ** random.uniform(-5, 2, (64, 1))).astype(np.float32)
+    cached = (x + random.normal(size=x.shape) * abs(x).mean(1, keepdims=True)).astype(np.float32)
+    score = exact("input_delta", {"x": x, "cached": cached})
+    bound = (1 + score) * 2.0**-25 / abs(x).mean(1) + 4 * 2.0**-24 * score
+    assert (abs(scores.input_delta(x, cached) - score) < bound).all()
+
+
+def test_weights_are_exact_after_rounding() -> None:
+    """At most 2^31 of the lowest bit in a unit, weights that matter are as given, and twice is once."""
+    random = np.random.default_rng(8)
+    for kind in KINDS:
+        given = torch.from_numpy(values(kind, (8, 512), random).clip(-1e15, 1e15)).bfloat16()
+        found = exact_weights(given.float())
+        assert torch.equal(exact_weights(found), found)
+        sizes = found.double().abs().sum(1)
+        places = scores.unit_exponents(found.float().numpy())
+        assert (sizes <= torch.from_numpy(np.ldexp(2.0**31, places))).all()
+        assert ((found.double() - given.double()).abs() <= sizes[:, None] * 2.0**-30 + 2.0**-99).all()
+
+
+def test_square_roots_are_those_of_ieee(library: ctypes.CDLL) -> None:
+    random = np.random.default_rng(9)
+    bits = random.integers(0x00800000, 0x7F800000, 200_000, np.uint32)
+    ends = np.array([0, 0x00800000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x40000000, 0x7F7FFFFF], np.uint32)
+    given = np.concatenate([ends, bits]).view(np.float32)
+    found = np.zeros_like(given)
+    call(library.square_roots, given, ctypes.c_uint32(given.size), found)
+    np.testing.assert_array_equal(found, np.sqrt(given))
+
+
+def test_training_decides_alike_outside_of_the_rounding() -> None:
+    """The trainer's float32 score of `learned`: within 1e-5 of the exact one, so decisions agree beyond that."""
+    torch.manual_seed(2)
+    x, y, query = torch.randn(4, 3, 16, 256), torch.randn(4, 3, 16, 256), torch.randn(4, 3, 16, 2, 8)
+    scorer = LearnedScorer(Sample(query, query, x, y), 16, torch.Generator().manual_seed(0))
+    given = scorer.weights()
+    w1 = exact_weights(given["w1"])
+    half = (w1.float() * scorer._scale).chunk(2, 1)
+    scorer.by_input.data, scorer.by_change.data = half[0].contiguous(), half[1].contiguous()
+    now, before = x[:, 1:].flatten(0, 2), x[:, :-1].flatten(0, 2)
+    with torch.no_grad():
+        trained = scorer.score(scorer.prepare(query, query, now), now, before)
+    found = fastcar.learned_score(now, before, w1, given["b1"], given["w2"], given["b2"])
+    reach = 1e-5
+    assert (trained - found).abs().max() < reach
+    clear = found.abs() > reach
+    assert clear.float().mean() > 0.99
+    assert torch.equal((trained <= 0)[clear], (found <= 0)[clear])

@@ -1,0 +1,88 @@
+"""Every recurrence of every loop, for every design that exploration may choose, and what the sources declare of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
+from fastcar_compile.codegen.hls.design.recurrences import recurrences, total_latency
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.targets import available_targets, load_target
+from hls import lint
+from hls.library import design
+from hls.test_lint import ENGINE_FILES
+
+BOARDS = [name for name in available_targets() if name != "cpu"]
+SHAPES = {
+    "7b": (4096, 11008, (("qkv", 4096, 12288), ("o", 4096, 4096), ("head", 4096, 32000))),
+    "tinyllama": (2048, 5632, (("qkv", 2048, 2560), ("o", 2048, 2048), ("head", 2048, 32000))),
+    "example": (128, 352, (("qkv", 128, 384), ("o", 128, 128), ("head", 128, 17))),
+}
+MADE = design(300, 11008, 2, 2, quant="w4a8")
+"""Groups in both products; in the second, tiles of few rows."""
+
+
+@pytest.mark.parametrize("board", BOARDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_loop_of_every_design_keeps_its_interval(board: str, shape: str) -> None:
+    hidden, intermediate, linears = SHAPES[shape]
+    target, seen = load_target(board), 0
+    for quant in ("w8a8", "w4a8"):
+        for batch, cores in ((1, 1), (2, 2), (32, 8)):
+            spec = MlpSpec(hidden, intermediate, batch=batch, layers=1, cores=cores, quant=quant)
+            for made in designs(spec, budget_of(target), [LinearSpec(*linear) for linear in linears]):
+                assert [r for r in recurrences(made) if not r.keeps_pace] == [], made
+                seen += 1
+    assert seen >= 48
+
+
+def emitted(folder: Path) -> dict[str, str]:
+    """The sources of `MADE`."""
+    return {path.name: path.read_text() for path in emit_hls(MADE, folder)}
+
+
+def findings(sources: dict[str, str]) -> list[str]:
+    """What the sources declare, against the list."""
+    return lint.find_slow_recurrences(
+        [sources[name] for name in ENGINE_FILES],
+        sources["fastcar_config.hpp"],
+        [(r.loop, r.variable, r.distance, r.latency) for r in recurrences(MADE)],
+    )
+
+
+def test_the_sources_declare_the_distances_of_the_list(tmp_path: Path) -> None:
+    assert MADE.down.tile * MADE.down.port_blocks == total_latency(250.0)
+    assert findings(emitted(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "problem"),
+    [
+        (
+            "fastcar_config.hpp",
+            "SCALE_ROWS = 2",
+            "SCALE_ROWS = 1",
+            "total of scale_tile.groups: 4 iterations, 8 clocks",
+        ),
+        ("fastcar_tile.hpp", "(total, S::SCALE_DISTANCE)", "(total, 1)", "1 iterations, 8 clocks"),
+        ("fastcar_tile.hpp", "(partial, 1)", "(partial, 2)", "partial of mac_tile.words: 2 iterations, at least 1"),
+        ("fastcar_tile.hpp", "(partial, 1)", "(product, 1)", "product of mac_tile.words is not listed"),
+        ("fastcar_engine_core.hpp", "FASTCAR_RECURRENCE(amax, 1)", "", "amax of quantize_rows.sizes is not declared"),
+    ],
+)
+def test_a_distance_that_is_too_short_is_found(tmp_path: Path, name: str, right: str, wrong: str, problem: str) -> None:
+    sources = emitted(tmp_path)
+    assert sources[name].count(right) == 1
+    found = findings(sources | {name: sources[name].replace(right, wrong)})
+    assert any(problem in text for text in found), found
+
+
+def test_a_faster_clock_needs_a_longer_distance() -> None:
+    """Above what is known of the adder, its longest form counts."""
+    fast = replace(MADE, budget=replace(MADE.budget, clock_mhz=450.0))
+    assert fast.scale_rows > MADE.scale_rows
+    assert all(r.keeps_pace for r in recurrences(fast))

@@ -1,0 +1,98 @@
+"""Counted work of the engine: DRS against static mapping, where only the mapping function differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastcar_compile.codegen.hls.packing import pack_mlp
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim.counters import COUNTERS, STATIC_MAPPING, Work, read_counters
+from hls.library import Array, assert_same_bits, design, random_layer
+from hls.simulation import Simulation
+
+BATCH, CORES, REPLAY, FORWARDS = 32, 8, 0.8, 400
+MADE = design(20, 24, BATCH, CORES, quant="w4a8")
+
+
+class Mapping:
+    """One build of the engine, and the library that counts its work."""
+
+    def __init__(self, folder: Path, *defines: str) -> None:
+        self.library = open_library(folder, folder / "build", (COUNTERS, *defines))
+        self.engine = Simulation(self.library, MADE)
+
+    def work(self, registers: list[int], x: Array, stream: Array) -> tuple[Array, Work]:
+        """Outputs of the last MLP, and the work of all of them."""
+        read_counters(self.library)
+        for register in registers:
+            y = self.engine.mlp(x, register, np.zeros_like(x), stream)
+        return y, read_counters(self.library)
+
+
+@pytest.fixture(scope="module")
+def mappings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping, Mapping]:
+    """DRS, then static mapping."""
+    folder = tmp_path_factory.mktemp("work")
+    emit_hls(MADE, folder)
+    return Mapping(folder), Mapping(folder, STATIC_MAPPING)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[Array, Array]:
+    """Rows and a weight stream."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(BATCH, 20)).astype(np.float32), pack_mlp(random_layer(MADE.mlp, rng), MADE)
+
+
+def independent(rng: np.random.Generator) -> list[int]:
+    """Index Registers of rows that decide each on its own."""
+    return [sum(1 << row for row in range(BATCH) if rng.random() >= REPLAY) for _ in range(FORWARDS)]
+
+
+def correlated(rng: np.random.Generator) -> list[int]:
+    """Index Registers of rows that all decide alike."""
+    return [0 if rng.random() < REPLAY else (1 << BATCH) - 1 for _ in range(FORWARDS)]
+
+
+def tile_words() -> int:
+    """Iterations of the MAC array in one pass over an MLP."""
+    return sum(p.tiles * p.tile_words for p in (MADE.gate_up, MADE.down))
+
+
+def test_drs_saves_passes_of_independent_rows(
+    csim_tools: None, mappings: tuple[Mapping, Mapping], inputs: tuple[Array, Array]
+) -> None:
+    """At replay 0.8, 32 rows on 8 cores; both give the same bits from the same weights."""
+    registers = independent(np.random.default_rng(8))
+    (y, drs), (other, static) = (mapping.work(registers, *inputs) for mapping in mappings)
+    assert_same_bits(y, other)
+    assert static.mac >= 1.6 * drs.mac
+    passes = sum(-(-register.bit_count() // CORES) for register in registers)
+    assert drs.mac == passes * tile_words()
+    busiest = sum(max((register >> core & 0x01010101).bit_count() for core in range(CORES)) for register in registers)
+    assert static.mac == busiest * tile_words()
+    assert static.weight_beats == drs.weight_beats == MADE.ports * MADE.port_words * sum(r != 0 for r in registers)
+
+
+def test_rows_that_decide_alike_gain_nothing(
+    csim_tools: None, mappings: tuple[Mapping, Mapping], inputs: tuple[Array, Array]
+) -> None:
+    registers = correlated(np.random.default_rng(8))
+    (_, drs), (_, static) = (mapping.work(registers, *inputs) for mapping in mappings)
+    assert drs == static
+    computed = sum(register != 0 for register in registers)
+    assert drs.mac == computed * BATCH // CORES * tile_words()
+    words = MADE.max_row_words
+    assert drs.row_beats == computed * BATCH * 2 * words
+    assert drs.copy_beats == (FORWARDS - computed) * BATCH * words
+
+
+def test_a_library_without_counters_says_so(csim_tools: None, tmp_path: Path) -> None:
+    emit_hls(MADE, tmp_path)
+    with pytest.raises(BackendError, match=f"build it with {COUNTERS}"):
+        read_counters(open_library(tmp_path, tmp_path / "build"))
