@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, quantize_loops, tile_loops
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.estimate.call import CallPart, EngineCall, NamedProduct
@@ -83,7 +83,8 @@ class ClosedForm(EngineModel):
 
     def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
-        parts, gap = list[CallPart](), float(self.memory.latency + load_loop(self._inputs(call), call.load).cycles)
+        parts, gap = list[CallPart](), _load_clocks(call, self.memory)
+        left = _write_clocks(call, self.memory)
         for number, named in enumerate(call.products):
             gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
             ready = call.held if number == 0 else 0
@@ -91,11 +92,25 @@ class ClosedForm(EngineModel):
             moved = named.product.port_words * call.ports * WORD_BYTES
             parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
             parts.append(CallPart(named.name, unit, clocks / self.clock_hz, moved))
-            gap = 0.0
+            left, gap = left - gap - clocks, 0.0
+        if left > 0:
+            parts.append(CallPart("rows out", "edge", left / self.clock_hz))
         return tuple(parts)
 
-    def _inputs(self, call: EngineCall) -> int:
-        return call.products[0].product.inputs
+
+def _load_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
+    inputs, rows = call.products[0].product.inputs, call.load.rows
+    return float(
+        max(memory.latency + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency))
+    )
+
+
+def _write_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks that the process works that writes y: copied rows first, then those of every tile."""
+    last = call.products[-1]
+    copies = call.copied * (call.results + memory.latency)
+    return float(copies + last.product.tiles * tile_loops(last.product, call.load).send.trips)
 
 
 def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held: int, gap: float) -> tuple[float, str]:

@@ -87,10 +87,12 @@ def ask(
 def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
     """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
     reasons, footprint = workload.what_if(), workload.footprint()
+    if target.estimate_only is not None:
+        reasons = (*reasons, f"{target.name}: {target.estimate_only}")
     if reasons and not what_if:
         raise InputError(
             f"the compiler does not emit this: {'; '.join(reasons)}",
-            hint="choose offload mlp or linears, or ask with what_if=True (--what-if)",
+            hint="choose offload mlp or linears and a board that is built for, or ask with what_if=True (--what-if)",
         )
     if not what_if:
         require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)

@@ -235,7 +235,8 @@ class _Simulator:
                 times.append(process.left / process.rate)
         for name, fifo in self.fifos.items():
             times.append(fifo.horizon(self._capacity_of_writer(name)))
-        if any(p.run is not None and p.run.memory for p in self._live):
+        users = (p for p in self._live if p.run is not None and p.run.memory is not None)
+        if any(p.rate > 0 or (p.wait is not None and p.wait.on is None) for p in users):
             times += [memory.horizon(self.now) for memory in self.memories.values()]
         return max(min(times, default=inf), 0.0)
 

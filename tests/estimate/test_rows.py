@@ -21,8 +21,9 @@ def test_places_are_those_of_the_mapping_registers(register: int, rows: int, cor
     mapped = map_rows(register & (1 << rows) - 1, rows, cores)
     places = places_of(computing, cores, Mapping.DRS)
     assert {row: core for core, own in enumerate(places) for row in own} == {
-        row: mapped[row] for row in np.flatnonzero(computing).tolist()
+        row: mapped[row].core for row in np.flatnonzero(computing).tolist()
     }
+    assert all(mapped[row].pass_number == n for own in places for n, row in enumerate(own))
     for mapping in Mapping:
         places = places_of(computing, cores, mapping)
         assert core_rows(computing, cores, mapping).tolist() == [len(own) for own in places]

@@ -170,12 +170,12 @@ def with_prefetch(design: Design) -> Design:
 def step_seconds(design: Design, target: Target) -> float:
     """Return the engine's time in a step in which everything computes: clocks, and waiting for memory beyond them."""
     clock, words = design.budget.clock_mhz * 1e6, design.step_words
-    streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.axi_weight_ports)
+    streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.ports)
     return design.step_cycles / clock + max(0.0, streamed - words / clock)
 
 
 def _bound(design: Design, target: Target) -> str:
-    if memory_rate(target, design.axi_weight_ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
+    if memory_rate(target, design.ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
         return "memory"
     tiles = [tile_loops(product, design.load()) for product in (design.gate_up, design.down)]
     return (
