@@ -23,6 +23,8 @@
 #define FASTCAR_UNROLL
 #endif
 
+// Stands in the body of an unrolled loop that is not below a pipelined one, for Vitis HLS.
+#define FASTCAR_UNROLLED FASTCAR_PRAGMA(HLS UNROLL)
 #define FASTCAR_DATAFLOW FASTCAR_PRAGMA(HLS DATAFLOW)
 #define FASTCAR_INLINE FASTCAR_PRAGMA(HLS INLINE)
 #define FASTCAR_NO_INLINE FASTCAR_PRAGMA(HLS INLINE off)

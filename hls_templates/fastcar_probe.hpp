@@ -17,8 +17,8 @@ template <int BITS>
 uint32_t probe_step(uint32_t sum, const ap_uint<BITS>& word) {
     FASTCAR_INLINE
     uint32_t lanes = 0;
+    FASTCAR_UNROLL
     for (int lane = 0; lane < BITS / 32; ++lane) {
-        FASTCAR_UNROLL
         lanes ^= word.range(32 * lane + 31, 32 * lane).to_uint();
     }
     return ((sum << 1) | (sum >> 31)) + lanes;
@@ -45,9 +45,9 @@ void write_probe(hls::stream<uint32_t> in[PORTS], uint32_t* result) {
     FASTCAR_NO_INLINE
     uint32_t sums[PORTS];
     FASTCAR_PARTITION(sums, 0)
-collect_sums:
+    FASTCAR_UNROLL
     for (int p = 0; p < PORTS; ++p) {
-        FASTCAR_UNROLL
+        FASTCAR_UNROLLED
         sums[p] = in[p].read();
     }
 write_result:

@@ -56,8 +56,8 @@ def _row(target: Target) -> list[str]:
     fabric = target.fabric
     counts = ["-"] * 4 if fabric is None else [f"{n}" for n in (fabric.lut, fabric.dsp, fabric.bram36, fabric.uram)]
     clock = "-" if fabric is None else f"{fabric.clock_mhz:g}"
-    name = target.name if target.estimate_only is None else f"{target.name} (estimate only)"
-    return [name, target.part or "-", target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock]
+    part = target.part or "-" if target.estimate_only is None else "estimate only"
+    return [target.name, part, target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock]
 
 
 def _show_one(target: Target) -> None:

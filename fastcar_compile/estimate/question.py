@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
-from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_fit
+from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_banks, require_fit
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.controller import controller_clocks
 from fastcar_compile.estimate.engine import EngineModel
@@ -76,6 +76,8 @@ def ask(
     if design is None:
         found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
         design = found.design
+    if not what_if:
+        require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
     attended = np.full(len(trace), workload.attended)
@@ -88,11 +90,12 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
     """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
     reasons, footprint = workload.what_if(), workload.footprint()
     if target.estimate_only is not None:
-        reasons = (*reasons, f"{target.name}: {target.estimate_only}")
+        reasons = (*reasons, f"an artifact for {target.name}: {target.estimate_only}")
     if reasons and not what_if:
         raise InputError(
             f"the compiler does not emit this: {'; '.join(reasons)}",
-            hint="choose offload mlp or linears and a board that is built for, or ask with what_if=True (--what-if)",
+            hint="choose offload mlp or linears and a board that artifacts are built for, "
+            "or ask with what_if=True (--what-if)",
         )
     if not what_if:
         require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)

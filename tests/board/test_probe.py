@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.interface import engine_interface, probe_interface
+from fastcar_compile.codegen.hls.interface import TYPE_BYTES, engine_interface, probe_interface
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 from fastcar_compile.targets import load_target
@@ -59,6 +59,27 @@ def test_make_would_build_it(project: Path, require_tool: Callable[[str], str]) 
     ]
 
 
+def run_bench(project: Path) -> subprocess.CompletedProcess[str]:
+    """The test bench, built and run."""
+    built = make(project, "build/probe_testbench", f"AP_TYPES={ap_types_folder()}")
+    assert built.returncode == 0, built.stderr
+    program = project / "build" / "probe_testbench"
+    return subprocess.run([program], capture_output=True, text=True, check=False)
+
+
+def test_bench_of_wide_ports(
+    tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
+) -> None:
+    """An AXI port of 256 bits is one port of the probe, whatever number of weight ports it carries."""
+    require_tool("make")
+    require_module("hls4ml")
+    made = DESIGNS["three_ports_in_pairs"]
+    emit_hls(made, tmp_path)
+    assert TYPE_BYTES[probe_interface(made).ports[0].ctype] == 32
+    done = run_bench(tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"PASS: probe, {made.axi_weight_ports} port(s), 0 mismatch(es)\n")
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -84,7 +105,5 @@ def test_bench(
     text = header.read_text()
     assert right == "" or text.count(right) == 1
     header.write_text(text.replace(right, wrong) if right else text)
-    built = make(project, "build/probe_testbench", f"AP_TYPES={ap_types_folder()}")
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([project / "build" / "probe_testbench"], capture_output=True, text=True, check=False)
+    done = run_bench(project)
     assert (done.returncode, done.stdout[:12]) == ((1, "FAIL: probe,") if right else (0, "PASS: probe,"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import Result
 def test_table(fastcar: Callable[..., Result]) -> None:
     result = fastcar("targets")
     assert result.exit_code == 0
-    assert "zcu104-sodimm (estimate only)" in result.stdout
+    assert re.search(r"zcu104-sodimm +estimate only ", result.stdout)
     for word in ("zcu102", "xczu9eg-ffvb1156-2-e", "274080", "cortex-a53", "cpu", "u280"):
         assert word in result.stdout
 

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate, timing_of
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.footprint import require_banks
+from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.targets import load_target
 
 DDR4 = timing_of(load_target("kv260").memories[0])
@@ -31,18 +34,18 @@ def test_short_bursts_are_bound_by_the_activate_window() -> None:
 
 
 def test_more_ports_than_channels_share_them() -> None:
-    """Two streams of 128 bits are one port of a pseudo channel."""
+    """Four streams of 128 bits are one port of a pseudo channel."""
     u280 = load_target("u280")
-    one = memory_rate(u280, 2)
+    one = memory_rate(u280, 4)
     assert memory_rate(u280, 1) == one
-    assert memory_rate(u280, 8) == pytest.approx(4 * one)
-    assert memory_rate(u280, 64) == pytest.approx(measured_cap(u280))
+    assert memory_rate(u280, 16) == pytest.approx(4 * one)
+    assert memory_rate(u280, 128) == pytest.approx(measured_cap(u280))
     assert memory_rate(load_target("zcu104-sodimm"), 8) == pytest.approx(
         2 * memory_rate(load_target("zcu104"), 4), rel=0.02
     )
 
 
-@pytest.mark.parametrize(("name", "ports"), [("zcu102", 4), ("kv260", 4), ("zcu104", 4), ("u280", 60)])
+@pytest.mark.parametrize(("name", "ports"), [("zcu102", 4), ("kv260", 4), ("zcu104", 4), ("u280", 120)])
 def test_the_model_stays_below_what_was_measured_and_near_it(name: str, ports: int) -> None:
     target = load_target(name)
     streams = target.weight_memories[0].channels
@@ -65,3 +68,15 @@ def test_a_board_without_a_measurement_has_its_model_alone() -> None:
     free = target.model_copy(update={"memories": (memory,)})
     assert measured_cap(free) == memory.peak_bandwidth
     assert measured_cap(target) < memory_rate(free, 4) < memory.peak_bandwidth
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+@pytest.mark.parametrize(("board", "share"), [("u280", 0.6), ("zcu102", 0.95), ("kv260", 0.95)])
+def test_a_7b_engine_streams_its_share_of_what_was_measured(board: str, share: float, quant: str) -> None:
+    """Ports times clock, and what the memory gives them; and every bank holds its part."""
+    target, work = load_target(board), Workload(load_shape("vila-u-7b"), quant, 512)
+    design = explore(work.mlp_spec(), target, work.attention(), work.linear_specs()).design
+    ports = design.ports * 16 * design.budget.clock_mhz * 1e6
+    rate = min(ports, memory_rate(target, design.ports))
+    assert share * measured_cap(target) <= rate <= measured_cap(target)
+    require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)

@@ -73,6 +73,24 @@ def test_a_sink_window_bounds_attention() -> None:
     assert window.tokens_per_second == predict("vila-u-7b", "w4a8", "zcu102", context=260).tokens_per_second
 
 
+def test_a_target_for_estimates_only_is_a_what_if() -> None:
+    work, board = Workload(load_shape("tinyllama-1.1b"), "w4a8", 512), load_target("zcu104-sodimm")
+    with pytest.raises(InputError, match="does not emit this: an artifact for zcu104-sodimm: no base platform of AMD"):
+        estimate(work, board)
+    assert estimate(work, board, what_if=True).what_if[0].startswith("an artifact for zcu104-sodimm")
+
+
+def test_banks_that_do_not_hold_their_streams_are_refused() -> None:
+    """Five channels: three weight ports have one each, and two are left over."""
+    card = load_target("u280")
+    hbm = card.memories[0].model_copy(update={"channels": 5, "ports": 5, "capacity_bytes": 2**31})
+    small = card.model_copy(update={"memories": (hbm.model_copy(update={"connections": hbm.connections[:5]}),)})
+    work = Workload(load_shape("vila-u-7b").model_copy(update={"layers": 8}), "w8a8", 512)
+    assert work.footprint().weights < hbm.capacity_bytes
+    with pytest.raises(CompileError, match=r"each of 3 weight ports has 0.\d+ GB, the banks behind it hold 0.429 GB"):
+        estimate(work, small)
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(CompileError) as error:
         predict("vila-u-7b", "w8a8", "zcu102", context=2048)
@@ -193,13 +211,6 @@ def test_no_output_credits_the_prefetch_buffer() -> None:
     assert set(result.comparison) == {"dense", "static_mapping"}
     streamed = [s["bytes"] for s in result.time_line if s["name"] in ("gate_up", "down")]
     assert sum(streamed) == len(streamed) / 2 * design.ports * 16 * design.port_words > 0
-
-
-def test_an_estimate_only_target_is_what_if() -> None:
-    board = load_target("zcu104-sodimm")
-    with pytest.raises(InputError, match="the compiler does not emit this: zcu104-sodimm: no base platform"):
-        estimate(Workload(TINY, "w8a8", 8), board)
-    assert estimate(Workload(TINY, "w8a8", 8), board, what_if=True).what_if[0].startswith("zcu104-sodimm: ")
 
 
 def test_every_call_pays_its_launch() -> None:

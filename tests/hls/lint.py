@@ -207,9 +207,9 @@ def _bound_problems(body: str, at: int, own: list[str]) -> list[str]:
 def _region_problems(body: str, at: int, parameters: dict[str, list[str]]) -> list[str]:
     start = body.rindex("{", 0, at)
     region = block_at(body, start)
-    before = re.sub(r"#pragma[^\n]*|FASTCAR_NO_INLINE", "", body[start + 1 : at])
+    before = re.sub(r"#[^\n]*|FASTCAR_NO_INLINE", "", body[start + 1 : at])
     found = [] if not before.strip() else ["the pragma does not come first"]
-    statements = re.sub(r"#pragma[^\n]*", "", region)
+    statements = re.sub(r"^\s*#[^\n]*", "", region, flags=re.MULTILINE)
     found += [f"control flow: {word}" for word in re.findall(r"\b(?:if|for|switch|return)\b", statements)]
     arrays = re.findall(r"^\s*[\w:]+ (\w+)(?:\[[^;\n]*\])+;$", region, re.MULTILINE)
     uses: dict[str, list[str]] = {array: [] for array in arrays}

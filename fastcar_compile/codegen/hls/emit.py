@@ -74,7 +74,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
     kernels = kernel_interfaces(design, table)
-    require_banks(board, ports=weight_ports(kernels), stream_bytes=sum(size for size, _ in streams.values()))
+    require_banks(board, ports=weight_ports(kernels), stream_bytes=design.weight_bytes)
     emit_hls(design, writer.root / HLS, table, board=board)
     writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
     writer.write_bytes(DRS_TABLE, table.to_bytes())

@@ -83,6 +83,11 @@ class Design:
         return self.ports * self.section_words * WORD_BYTES
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weight streams of the decoder."""
+        return self.mlp.layers * self.stream_bytes + sum(p.stream_bytes for p in self.linears.values())
+
+    @property
     def prefetch_bytes(self) -> int:
         """Bytes of the prefetch buffer, all ports."""
         return self.ports * self.prefetch_words * WORD_BYTES

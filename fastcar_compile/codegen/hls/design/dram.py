@@ -14,8 +14,8 @@ from math import ceil
 from fastcar_compile.targets import Target
 from fastcar_compile.targets.model import Memory
 
-STREAM_BYTES = 16
-"""Bytes per clock of one weight stream; a wider port carries several."""
+STREAM_BITS = 128
+"""Bits per clock of one weight stream."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def memory_rate(target: Target, ports: int) -> float:
     reorders gives each stream an equal part of its queue, so that a run in one row is at least that long.
 
     Args:
-        ports: weight streams of 128 bits per clock.
+        ports: weight streams of 128 bits per clock; a wider AXI port carries several.
     """
     memories = target.weight_memories
     return sum(_rate_of(memory, ceil(ports / len(memories))) for memory in memories)
 
 
 def _rate_of(memory: Memory, ports: int) -> float:
-    physical = ceil(8 * STREAM_BYTES * ports / memory.width_bits)
+    physical = ceil(STREAM_BITS * ports / memory.width_bits)
     channel = memory.peak_bandwidth / memory.channels
     used, streams = min(memory.channels, physical), ceil(physical / memory.channels)
     run = max(memory.burst_bytes, memory.reorder_bytes // streams)

@@ -21,9 +21,6 @@ from fastcar_compile.targets import Target
 MAX_CORES = 8
 """Cores of the array. Design choice: more would pay only for batches whose rows mostly compute."""
 
-MOST_AXI_WEIGHT_PORTS = 28
-"""AXI ports for weights: of the 32 that the largest board has, rows and controller take four."""
-
 TILE_WORD_CHOICES = (2048, 1024, 512, 256, 128, 64)
 """Words of one tile on one port: a few BRAM depths, then smaller."""
 
@@ -126,7 +123,7 @@ def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (
         )
     memories = [(words, True) for words in URAM_TILE_WORD_CHOICES if budget.uram]
     memories += [(words, False) for words in TILE_WORD_CHOICES]
-    for axi_ports in range(min(budget.axi_ports - ROW_PORTS, MOST_AXI_WEIGHT_PORTS), 0, -1):
+    for axi_ports in range(budget.axi_ports - ROW_PORTS, 0, -1):
         ports = axi_ports * budget.axi_words
         yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
 
