@@ -72,9 +72,9 @@ def engine_network(call: EngineCall, memory: Memory) -> Network:
     return Network(processes, fifos, blocks, {MEMORY: memory})
 
 
-def _run(loop: Loop, name: str | None = None, **ends: tuple[str, ...]) -> list[Run]:
+def _run(loop: Loop, name: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> list[Run]:
     """Return a loop of the table; none where it does not iterate."""
-    return [Run(name or loop.label, loop.trips, 1, loop.depth + 1, **ends)] if loop.trips else []
+    return [Run(name, loop.trips, 1, loop.depth + 1, reads, writes)] if loop.trips else []
 
 
 def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
