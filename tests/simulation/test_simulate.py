@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
+from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate.question import ask
@@ -69,13 +70,15 @@ def test_recorded_decisions(artifact: Path) -> None:
 
 
 def test_drs_halves_what_the_static_mapping_stacks_on_one_core() -> None:
-    """Rows 0 and 8 of 16 compute; of eight cores, both are core 0's."""
+    """Rows 0 and 4 of 16 compute; of four cores, both are core 0's."""
     work = Workload(load_shape("tinyllama-1.1b").model_copy(update={"layers": 2}), "w8a8", 8, ROWS)
     decisions = np.ones((1, 2, ROWS), bool)
-    decisions[..., [0, 8]] = False
-    question = ask(work, load_target("zcu102"), decisions=decisions)
+    decisions[..., [0, 4]] = False
+    board = load_target("zcu102")
+    four = explore(work.mlp_spec(), board, work.attention(), work.linear_specs(), cores=[4]).design
+    question = ask(work, board, decisions=decisions, design=four)
     drs, static = (simulate_question(question, mapping=mapping) for mapping in Mapping)
-    assert (drs.cores, drs.passes, static.passes) == (8, 1, 2)
+    assert (drs.cores, drs.passes, static.passes) == (4, 1, 2)
     assert static.processes["mac_tile"].busy > drs.processes["mac_tile"].busy
     assert static.seconds_per_step > 1.1 * drs.seconds_per_step
 
