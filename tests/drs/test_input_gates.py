@@ -34,11 +34,11 @@ SHAPE = AttentionShape(1, 1, WIDTH)
 KINDS = (GateKind.INPUT_DELTA, GateKind.LEARNED)
 
 
-def table_of(kind: GateKind, threshold: float = 0.5, **options: bool) -> DrsTable:
+def table_of(kind: GateKind, threshold: float = 0.5) -> DrsTable:
     """A table whose layers replay where the score is at most `threshold`."""
     units = max(UNITS) if kind is GateKind.LEARNED else 0
-    limits = {"attention": SHAPE, "scales": [1.0] * LAYERS, "gate": kind, "units": units}
-    return build_table(LAYERS, ROWS, 2, FRAME, [-threshold] * LAYERS, **limits, **options)
+    sizes = (LAYERS, ROWS, 2, FRAME, [-threshold] * LAYERS)
+    return build_table(*sizes, attention=SHAPE, scales=[1.0] * LAYERS, gate=kind, units=units)
 
 
 def network(layer: int) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.scores import pack_network
-from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, build_table
+from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, Limits, build_table
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
@@ -114,7 +114,12 @@ def controller_part(table: DrsTable) -> ControllerPart:
         couple_cfg=table.couple_cfg,
         max_chain=table.max_chain,
         prefetch_bytes=max(table.prefetch),
-        limits=LimitsPart(**asdict(limits) | {"gate": table.gate.name.lower()}),
+        limits=_limits_part(limits, table),
         usage_estimate=controller_usage(limits).part,
         cycles_estimate=controller_cycles(table),
     )
+
+
+def _limits_part(limits: Limits, table: DrsTable) -> LimitsPart:
+    sizes = {name: size for name, size in asdict(limits).items() if name != "gate"}
+    return LimitsPart(**sizes, gate=table.gate.name.lower())
