@@ -54,7 +54,7 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by the bound on the change of its output."""
+    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by `bound`."""
     changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "batch": 4, "num_hidden_layers": 1}
     changes |= {"target": "u280"}
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))

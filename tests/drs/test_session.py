@@ -88,7 +88,7 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert summary.gated_layers == tuple(i for i, t in enumerate(case.thresholds) if t is not None)
     words = table_words(LAYERS, case.batch)
     sizes = {"cores": 2, "rows": case.batch, "passes": 2, "table_words": words, "query_words": 16, "key_words": 8}
-    assert summary.limits.model_dump() == sizes
+    assert summary.limits.model_dump() == sizes | {"gate": "tas", "units": 1}
     assert (summary.couple_cfg, summary.max_chain) == (case.couple_cfg, case.max_chain)
     assert summary.usage_estimate.dsp == 4 * 2 + 3 + 1
 
