@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from conftest import check_module, check_tool, missing
 from decoders import llama
+from filelock import FileLock
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design
@@ -37,7 +38,7 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """A small Llama, batch 2, w8a8, MLPs on the accelerator, int8 caches; layer 0 replays in part, layer 1 never."""
-    return compiled(tmp_path_factory, threshold=(0.0, None), kv="int8")
+    return built_once(tmp_path_factory, "board", lambda output: compiled(output, threshold=(0.0, None), kv="int8"))
 
 
 @pytest.fixture(scope="session")
@@ -45,17 +46,29 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
     float16 caches."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    return compiled(tmp_path_factory, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
+    options = ((0.0,), "w4a8", "linears", sparse, "float16")
+    return built_once(tmp_path_factory, "engine", lambda output: compiled(output, *options, num_hidden_layers=1))
 
 
 @pytest.fixture(scope="session")
 def delta_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 4, w8a8: the host decides by the change of its input."""
-    return compiled(tmp_path_factory, threshold=(1.0,), gate="input_delta", batch=4, num_hidden_layers=1)
+    changes: dict[str, Any] = {"threshold": (1.0,), "gate": "input_delta", "batch": 4, "num_hidden_layers": 1}
+    return built_once(tmp_path_factory, "delta", lambda output: compiled(output, **changes))
+
+
+def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], fc.Artifact]) -> fc.Artifact:
+    """Build an artifact in one of the test processes, and open it in all."""
+    root = folders.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with FileLock(root / f"{name}.lock"):
+        if not (root / name).is_dir():  # it gets its name when it is complete
+            build(root / name)
+    return fc.load(root / name)
 
 
 def compiled(
-    folders: pytest.TempPathFactory,
+    output: Path,
     threshold: tuple[float | None, ...],
     quant: str = "w8a8",
     offload: str = "mlp",
@@ -80,7 +93,7 @@ def compiled(
         offload=offload,
         sparse_attention=sparse_attention,
         kv=kv,
-        output=folders.mktemp("board") / "artifact",
+        output=output,
     )
 
 

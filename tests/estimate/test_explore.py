@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.dram import measured_cap
+from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.exploration import Exploration, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import CompileError, TargetError
@@ -67,11 +68,14 @@ def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     alone = explore(replace(spec, batch=1), target, heads).design
     candidates = [d for n in range(1, 9) for d in module.designs(replace(spec, cores=n), budget)]
     candidates = [d for d in candidates if d.ports >= alone.ports]
-    times = [module.step_seconds(d, target) for d in candidates if not d.excess()]
+    fitting = [d for d in candidates if not d.excess()]
+    once = min(module.pass_seconds(d, target) for d in fitting)
+    kept = [d for d in fitting if module.pass_seconds(d, target) <= once * module.NEARLY]
     assert found.design.ports >= alone.ports
-    assert found.seconds_per_step <= min(times) * module.AS_FAST
+    assert replace(found.design, prefetch_words=0) in kept
+    assert found.seconds_per_step <= min(module.step_seconds(d, target) for d in kept) * module.AS_FAST
     assert found.tried == len(candidates) > 20
-    assert found.rejected == len(candidates) - len(times) > 0
+    assert found.rejected == len(candidates) - len(fitting) > 0
 
 
 @pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
@@ -80,7 +84,21 @@ def test_a_large_batch_keeps_the_weight_ports_of_one_row(quant: str) -> None:
     target = load_target("zcu102")
     alone, wide = (explored("vila-u-7b", quant, batch, target, "linears").design for batch in (1, 32))
     assert wide.ports == alone.ports == 4
-    assert (wide.mlp.cores, wide.passes) == (8, 4)
+    assert wide.mlp.cores >= 8
+
+
+def test_four_fifths_of_replay_cost_a_third_of_one_port() -> None:
+    """32 rows in w4a8: rows that decide independently mostly fit one pass, over all four ports."""
+    target = load_target("zcu102")
+    made, clock = explored("vila-u-7b", "w4a8", 32, target).design, 250e6
+    streamed = made.port_words * made.ports * 16 / memory_rate(target, made.ports)
+    chance = {rows: math.comb(32, rows) * 0.2**rows * 0.8 ** (32 - rows) for rows in range(1, 33)}
+
+    def seconds(rows: int) -> float:
+        return made.mlp_cycles_of(made.load(rows)) / clock + max(0.0, streamed - made.port_words / clock)
+
+    replayed = sum(share * seconds(rows) for rows, share in chance.items())
+    assert replayed <= 0.35 * made.port_words * made.ports / clock
 
 
 def test_a_board_with_wide_ports_gets_more_than_a_power_of_two() -> None:

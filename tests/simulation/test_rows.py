@@ -21,7 +21,7 @@ def test_places_are_those_of_the_mapping_registers(register: int, rows: int, cor
     mapped = map_rows(register & (1 << rows) - 1, rows, cores)
     places = places_of(computing, cores, Mapping.DRS)
     assert {row: core for core, own in enumerate(places) for row in own} == {
-        row: mapped[row] for row in np.flatnonzero(computing).tolist()
+        row: mapped[row].core for row in np.flatnonzero(computing).tolist()
     }
     for mapping in Mapping:
         places = places_of(computing, cores, mapping)

@@ -155,13 +155,22 @@ class Design:
 
     def cycles(self, name: str) -> int:
         """Return the estimated clocks of one linear call, under the same terms."""
-        product, load = self.linears[name], self.load()
+        return self.linear_cycles_of(name, self.load())
+
+    def linear_cycles_of(self, name: str, load: Load) -> int:
+        """Return the estimated clocks of one linear call under a load of at least one row."""
+        product = self.linears[name]
         return load_loop(product.inputs, load).cycles + product_cycles(product, load)
 
     @property
     def step_cycles(self) -> int:
-        """Estimated clocks of a forward in which every MLP computes."""
-        return self.mlp.layers * self.mlp_cycles + sum(self.cycles(name) for name in self.linears)
+        """Estimated clocks of a forward in which every MLP computes every row."""
+        return self.step_cycles_of(self.load())
+
+    def step_cycles_of(self, load: Load) -> int:
+        """Return the estimated clocks of a forward all of whose calls have this load."""
+        linears = sum(self.linear_cycles_of(name, load) for name in self.linears)
+        return self.mlp.layers * self.mlp_cycles_of(load) + linears
 
     @property
     def step_words(self) -> int:

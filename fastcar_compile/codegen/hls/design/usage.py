@@ -1,6 +1,7 @@
 """Resources of the engine. All of them are estimates of this project, not synthesis results.
 
-A BRAM36 is counted by its simple dual port shapes (UG573): 512 x 72, 1024 x 36, 2048 x 18, 4096 x 9; an URAM as 4096 x 72.
+Block RAM is counted in halves of a BRAM36, by their simple dual port shapes (UG573): 512 x 36, 1024 x 18, 2048 x 9; an URAM as
+4096 x 72.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FACTOR_ROM = (32, 513)
 FIFO_WORDS = 512
 """128-bit words that each weight port's FIFO holds."""
 
-BRAM_SHAPES = ((72, 512), (36, 1024), (18, 2048), (9, 4096))
+HALF_SHAPES = ((36, 512), (18, 1024), (9, 2048))
 LUT_RAM_DEPTH = 64
 """Memories this shallow go to LUTs: 64 bits each."""
 
@@ -102,11 +103,16 @@ class Buffers:
     uram: bool
 
 
-def bram_blocks(bits: int, depth: int) -> int:
-    """Return the BRAM36 blocks of a memory of `depth` words of `bits` bits; 0 when it goes to LUTs."""
+def bram_halves(bits: int, depth: int) -> int:
+    """Return the halves of BRAM36 of a memory of `depth` words of `bits` bits; 0 when it goes to LUTs."""
     if depth <= LUT_RAM_DEPTH:
         return 0
-    return min(ceil(bits / width) * ceil(depth / height) for width, height in BRAM_SHAPES)
+    return min(ceil(bits / width) * ceil(depth / height) for width, height in HALF_SHAPES)
+
+
+def bram_blocks(bits: int, depth: int, copies: int = 1) -> int:
+    """Return the BRAM36 of so many such memories."""
+    return ceil(copies * bram_halves(bits, depth) / 2)
 
 
 def uram_blocks(bits: int, depth: int) -> int:
@@ -166,7 +172,7 @@ def prefetch_blocks(ports: int, words: int) -> int:
 
     It is a static array, which C++ sets to zero, so it is never in UltraRAM.
     """
-    return ports * bram_blocks(WORD_BITS, words) if words else 0
+    return bram_blocks(WORD_BITS, words, ports) if words else 0
 
 
 def multipliers(rows: int, ports: int) -> int:
