@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
     from fastcar_compile.runtime.session import Session as Session
+    from fastcar_compile.simulation.simulate import simulate as simulate
     from fastcar_compile.targets import Target as Target
     from fastcar_compile.targets import available_targets as available_targets
     from fastcar_compile.targets import load_target as load_target
@@ -54,6 +55,7 @@ _MODULES = {
         "UserError",
     ),
     "runtime.session": ("Session",),
+    "simulation.simulate": ("simulate",),
     "targets": ("Target", "available_targets", "load_target"),
     "training.train": ("TrainedGate", "train_gate"),
     "training.tune": ("TunedDecoder", "tune_decoder"),
@@ -83,6 +85,7 @@ __all__ = [
     "compile",
     "load",
     "load_target",
+    "simulate",
     "train_gate",
     "tune_decoder",
 ]

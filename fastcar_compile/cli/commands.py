@@ -21,6 +21,7 @@ from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.opt import opt_command
 from fastcar_compile.cli.run import run_command
+from fastcar_compile.cli.simulate import simulate_command
 from fastcar_compile.cli.targets import targets_command
 from fastcar_compile.cli.train_gate import train_gate_command
 from fastcar_compile.cli.tune_decoder import tune_decoder_command
@@ -38,6 +39,7 @@ COMMANDS = {
     "run": run_command,
     "verify": verify_command,
     "estimate": estimate_command,
+    "simulate": simulate_command,
     "targets": targets_command,
 }
 

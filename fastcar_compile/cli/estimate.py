@@ -16,7 +16,8 @@ from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
-    from fastcar_compile.estimate.system import Estimate, Workload
+    from fastcar_compile.estimate.system import Estimate
+    from fastcar_compile.estimate.workload import Workload
     from fastcar_compile.targets import Target
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
@@ -61,13 +62,13 @@ def estimate_command(
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    work, board, design = _of_shape(str(shape), target) if artifact is None else _of_artifact(artifact, target)
+    work, board, design = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
-    chosen = _with_options(work, wishes | {"kv": kv, "sink_window": window})
+    chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
     if gate is not None or gate_units is not None:
         chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
-    if (chosen.quant, chosen.batch) != (work.quant, work.batch):
+    if (chosen.quant, chosen.batch, chosen.offload) != (work.quant, work.batch, work.offload):
         design = None
     with stages(as_json, "estimate") as show:
         show("simulating one token")
@@ -84,46 +85,27 @@ def estimate_command(
     return ExitCode.OK
 
 
-def _of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design | None]:
+def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design | None]:
+    """Return what a decoder shape asks of a board; there is no design yet."""
     from fastcar_compile.estimate.shapes import load_shape
-    from fastcar_compile.estimate.system import Workload
+    from fastcar_compile.estimate.workload import Workload
     from fastcar_compile.targets import load_target
 
     return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), None
 
 
-def _of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
+def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
+    """Return what an artifact asks of its own board, or of another one, and the design that was emitted for it."""
     import fastcar_compile as fc
-    from fastcar_compile.codegen.hls.design import design as hls
-    from fastcar_compile.estimate.gate import GateModel
-    from fastcar_compile.estimate.shapes import shape_of_sections
-    from fastcar_compile.estimate.system import Workload
-    from fastcar_compile.formats import kv_type
-    from fastcar_compile.formats.quant import ACCELERATED
+    from fastcar_compile.estimate.artifact import design_of, workload_of
     from fastcar_compile.targets import load_target
 
     manifest = fc.load(str(path)).manifest
-    options, accelerator, layers = manifest.options, manifest.accelerator, manifest.layers.layers
     board = manifest.target if target is None else load_target(target)
-    design = None
-    if accelerator is not None and board == manifest.target:
-        design = hls.Design.of(accelerator.design)
-    ring = manifest.decoder.config.ring
-    work = Workload(
-        shape_of_sections(manifest.decoder.config, layers),
-        options.quant if options.quant in ACCELERATED else SHAPE_QUANT,
-        max(1, options.max_seq_len // 2),
-        batch=options.batch_size,
-        offload=options.offload,
-        kv=kv_type(options.kv).dtype,
-        sink_window=None if ring is None else (ring.sinks, ring.window),
-        kv_rows=None if ring is None else ring.capacity,
-        gate=GateModel.of_sections(options.replay, layers),
-    )
-    return work, board, design
+    return workload_of(manifest), board, design_of(manifest, board)
 
 
-def _with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
+def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     """Return the workload with what the command line asks for; None: as the workload has it.
 
     Raises:
@@ -168,8 +150,7 @@ def _speed_fields(result: Estimate) -> dict[str, str]:
         "workload": f"{result.shape} {result.quant}, {count_text(result.batch, 'row')}, context {result.context}, "
         f"{result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
         "over dense": f"{result.speedup_over_dense:.2f}x ({versus['dense']:.2f} tokens/s)",
-        "without": f"DRS {versus['static_mapping']:.2f}, prefetch {versus['no_prefetch']:.2f}, "
-        f"both {versus['static_no_prefetch']:.2f} tokens/s",
+        "static mapping": f"{versus['static_mapping']:.2f} tokens/s",
         "bound by": f"{result.bound_by} ({shares})",
         "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}",
         "energy": f"{result.energy_per_token_j:.3f} J per token, {result.power_w:.1f} W",

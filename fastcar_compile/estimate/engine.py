@@ -1,103 +1,131 @@
-"""Time of the emitted compute engine: cycles from its loop structure, bytes from its weight stream.
+"""Time of one start of the emitted engine, in closed form.
 
-The structure is that of hls_templates/fastcar_engine_processes.hpp: rows are loaded and quantised, then tiles are
-fetched, multiplied, scaled, finished and sent in a pipeline.
+Loops come from the loop table (codegen/hls/design/loops.py). The cycle model (fastcar_compile.simulation) runs the same
+loops against each other; a test holds the two within 5 % of each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.dram import memory_rate
-from fastcar_compile.codegen.hls.design.loops import Load, tile_loops
+from fastcar_compile.codegen.hls.design.loops import Load, load_loop, quantize_loops, tile_loops
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
-from fastcar_compile.codegen.hls.design.spec import WEIGHT_BITS
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
+from fastcar_compile.estimate.call import CallPart, EngineCall, NamedProduct
+from fastcar_compile.estimate.memory import Memory, memory_of
 from fastcar_compile.estimate.shapes import LinearShape
 from fastcar_compile.targets import Target
 
 
-@dataclass(frozen=True)
-class Engine:
-    """The engine of one design on one board.
+class RowLoad(NamedTuple):
+    """Rows that compute in a layer, and passes of the core that has most of them."""
 
-    Args:
-        memory_rate: bytes per second that the weight memories deliver to the engine's ports.
-        fifo_bytes: weights that the ports' FIFOs take before the first product starts.
-        prefetch_bytes: weights of the next layer that the prefetch buffer holds.
-        scale_rows: least rows of a tile in the loop over groups. axi_words: weight ports that an AXI port carries.
-    """
-
-    clock_hz: float
-    ports: int
-    cores: int
     rows: int
-    tile_words: int
-    memory_rate: float
-    fifo_bytes: int
-    prefetch_bytes: int
-    scale_rows: int
-    axi_words: int = 1
+    passes: int
 
-    @classmethod
-    def of(cls, design: Design, target: Target) -> Engine:
-        """Return the engine of an emitted design."""
-        return cls(
-            clock_hz=design.budget.clock_mhz * 1e6,
-            ports=design.ports,
-            cores=design.mlp.cores,
-            rows=design.mlp.batch,
-            tile_words=design.max_tile_words,
-            memory_rate=memory_rate(target, design.ports),
-            fifo_bytes=design.ports * FIFO_WORDS * WORD_BYTES,
-            prefetch_bytes=design.prefetch_bytes,
-            scale_rows=design.scale_rows,
-            axi_words=design.axi_words,
-        )
+
+class EngineModel(ABC):
+    """The engine of a design on a board, and how long its calls take."""
+
+    def __init__(self, design: Design, target: Target) -> None:
+        self.design, self.target = design, target
+        self.memory = memory_of(design, target)
+        self._known: dict[EngineCall, tuple[CallPart, ...]] = {}
 
     @property
-    def port_rate(self) -> float:
-        """Bytes per second that the weight ports can take: 16 bytes per clock each."""
-        return self.ports * WORD_BYTES * self.clock_hz
+    def clock_hz(self) -> float:
+        """Clocks per second."""
+        return self.design.budget.clock_mhz * 1e6
 
     @property
+    def cores(self) -> int:
+        """Cores of the array."""
+        return self.design.mlp.cores
+
+    @cached_property
     def stream_rate(self) -> float:
         """Bytes per second of an undisturbed weight stream."""
-        return min(self.port_rate, self.memory_rate)
+        return min(float(self.design.ports), self.memory.rate) * WORD_BYTES * self.clock_hz
 
-    def load(self, replayed: tuple[bool, ...], *, drs: bool) -> int:
-        """Return the rows of the core that has most to compute: round-robin over them (DRS), or fixed row mod C."""
-        computing = [row for row, replays in enumerate(replayed) if not replays]
-        if drs:
-            return ceil(len(computing) / self.cores)
-        return max((sum(row % self.cores == core for row in computing) for core in range(self.cores)), default=0)
+    def call_of(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
+        """Return one start: of a linear, or of the two of an MLP."""
+        design, last = self.design, len(linears) - 1
+        products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
+        work = Load(load.rows, load.passes, design.mlp.cores, design.scale_rows)
+        copied = design.mlp.batch - load.rows if last else 0
+        return EngineCall(products, work, design.ports, copied=copied)
 
-    def stream_seconds(self, linear: LinearShape, quant: str, load: int) -> tuple[float, str]:
-        """Return the time of the tile pipeline and what bounds it: "memory", "ports" or "compute"."""
-        return _stream_seconds(self, linear, quant, load)
+    def parts_of(self, call: EngineCall) -> tuple[CallPart, ...]:
+        """Return the spans of a call; a call that is known is not timed again."""
+        if call not in self._known:
+            self._known[call] = self.parts(call)
+        return self._known[call]
 
-    def edge_seconds(self, inputs: int, outputs: int, load: int, *, between: int = 0) -> float:
-        """Return the time outside of it: load a row, find its maximum, quantise it, store it; four values a clock.
+    @abstractmethod
+    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+        """Return the spans of a call."""
 
-        Args:
-            between: values that are quantised between two products of one call (the MLP's activations).
-        """
-        words = 3 * float_words(inputs) + 2 * float_words(between) + float_words(outputs)
-        return load * words / self.clock_hz
+    def _product(self, linear: LinearShape) -> Product:
+        """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
+        own = {(p.inputs, p.channels): p for p in self.design.products}
+        return own.get((linear.inputs, linear.outputs)) or self.design.fit(
+            LinearSpec(linear.name, linear.inputs, linear.outputs)
+        )
 
 
-@lru_cache(maxsize=1024)
-def _stream_seconds(engine: Engine, linear: LinearShape, quant: str, load: int) -> tuple[float, str]:
-    product = Product(linear.inputs, linear.outputs, engine.ports, bits=WEIGHT_BITS[quant]).cut(engine.tile_words)
-    work = Load(min(load * engine.cores, engine.rows), load, engine.cores, engine.scale_rows)
-    steps = tuple(loop.cycles for loop in tile_loops(product, work).stages)
-    fetch = steps[0]
-    fill = sum(steps) - max(steps)
-    cycles = product.tiles * max(steps) + fill
-    waiting = linear.weight_bytes(quant) / engine.memory_rate
-    if waiting >= cycles / engine.clock_hz:
-        return waiting + fill / engine.clock_hz, "memory"
-    return cycles / engine.clock_hz, "ports" if max(steps) == fetch else "compute"
+class ClosedForm(EngineModel):
+    """Stages of tiles that overlap at the pace of the slowest, or a weight stream that is slower than that."""
+
+    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+        """Return the spans of a call."""
+        parts, gap = list[CallPart](), _load_clocks(call, self.memory)
+        left = _write_clocks(call, self.memory)
+        for number, named in enumerate(call.products):
+            gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
+            ready = call.held if number == 0 else 0
+            clocks, unit = _product_clocks(call, named, self.memory, ready, gap)
+            moved = named.product.port_words * call.ports * WORD_BYTES
+            parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
+            parts.append(CallPart(named.name, unit, clocks / self.clock_hz, moved))
+            left, gap = left - gap - clocks, 0.0
+        if left > 0:
+            parts.append(CallPart("rows out", "edge", left / self.clock_hz))
+        return tuple(parts)
+
+
+def _load_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
+    inputs, rows = call.products[0].product.inputs, call.load.rows
+    return float(
+        max(memory.latency + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency))
+    )
+
+
+def _write_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks that the process works that writes y: copied rows first, then those of every tile."""
+    last = call.products[-1]
+    copies = call.copied * (call.results + memory.latency)
+    return float(copies + last.product.tiles * tile_loops(last.product, call.load).send.trips)
+
+
+def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held: int, gap: float) -> tuple[float, str]:
+    """Return the clocks of a product's tiles, and what bounds them.
+
+    Args:
+        held: words that the prefetch buffer has. gap: clocks before the first tile, in which the FIFOs fill.
+    """
+    product = named.product
+    rate = min(1 - memory.refreshing, memory.rate / call.ports)
+    stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
+    pace, tail = max(stages), float(sum(stages[1:]))
+    ahead = min(gap * rate, FIFO_WORDS + memory.window) + held
+    streamed = max(0.0, product.port_words - ahead) / rate + tail
+    flowing = float((product.tiles - 1) * pace + sum(stages))
+    if streamed > flowing:
+        return streamed, "memory"
+    return flowing, "ports" if pace == stages[0] else "compute"

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.engine import EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
@@ -21,7 +22,7 @@ ROPE_BYTES = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """A span of the time line. `unit` is what it waits for: memory, ports, compute, edge, drs, host or attention."""
+    """A span of the time line. `unit` is what it waits for."""
 
     name: str
     layer: int
@@ -33,11 +34,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Board:
-    """What runs the step. `kv_bytes`: bytes of one position of one layer's key and value caches, all rows.
-    `controller_seconds`: TAS unit and DRS controller for one layer; 0: no layer has a gate that they decide.
-    `gate`: where the host decides, and in every layer; None: it does not."""
+    """What runs the step.
 
-    engine: Engine
+    Args:
+        kv_bytes: of one position of one layer's key and value caches, all rows.
+        controller_seconds: of one call of the TAS unit and DRS controller.
+        unit_decides: whether that unit decides in every layer. Else it maps the rows of layers that compute.
+        gate: where the host decides, and in every layer; None: it does not.
+    """
+
+    engine: EngineModel
     host: HostModel
     shape: DecoderShape
     quant: str
@@ -45,19 +51,21 @@ class Board:
     fabric_linears: bool
     fabric_attention: bool
     kv_bytes: int
-    controller_seconds: float = 0.0
+    controller_seconds: float
+    unit_decides: bool
     gate: GateModel | None = None
 
 
 @dataclass
 class Step:
-    """The time line of one step and its sums."""
+    """The time line of one step and its sums. `calls`: when the engine started with what."""
 
     segments: list[Segment] = field(default_factory=list)
     seconds: float = 0.0
     bytes: float = 0.0
     weight_bytes: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: list[tuple[float, EngineCall]] = field(default_factory=list)
 
     def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
         """Append a segment."""
@@ -69,15 +77,17 @@ class Step:
         self.busy[unit] += seconds
 
 
-def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefetch: bool) -> Step:
+def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:
     """Return the time line of one forward.
 
+    The host waits for every call of a kernel. Filling the prefetch buffer is one of those: it takes the memory as long
+    as it spares the next layer, so it is left out.
+
     Args:
-        loads: per layer the rows that the busiest core computes in the MLP (`Engine.load`); 0: every row replays.
+        loads: per layer the rows that compute in the MLP; none: every row replays.
         attended: positions that attention reads.
-        prefetch: whether, after a replay, idle time of the engine fills the prefetch buffer.
     """
-    run = _Simulation(board, prefetch)
+    run = _Simulation(board)
     for layer, load in enumerate(loads):
         run.layer(layer, load, attended)
     run.head()
@@ -85,31 +95,29 @@ def simulate_step(board: Board, loads: Sequence[int], attended: float, *, prefet
 
 
 class _Simulation:
-    def __init__(self, board: Board, prefetch: bool) -> None:
-        self.board, self.prefetch, self.step = board, prefetch, Step()
-        self._engine_free = 0.0
-        self._prefetched = 0.0
-        self._prefetching = False
+    def __init__(self, board: Board) -> None:
+        self.board, self.step = board, Step()
 
-    def layer(self, layer: int, load: int, attended: float) -> None:
+    def layer(self, layer: int, load: RowLoad, attended: float) -> None:
         board, shape = self.board, self.board.shape
         qkv, o = shape.attention_linears
         self._norm(layer)
         self._linear(qkv, layer)
         width = (shape.heads + shape.kv_heads) * shape.head_dim
         self._rows("rope", layer, ROPE_BYTES * width)
-        if board.controller_seconds:
-            self.step.add("start DRS", layer, "host", board.host.call_seconds)
-            self.step.add("TAS, DRS", layer, "drs", board.controller_seconds)
+        if board.unit_decides:
+            self._control(layer)
         self._attention(layer, attended)
         self._linear(o, layer)
         norm_done = self._gate(layer)
-        if load == 0:
+        if load.rows == 0:
             self._copy(layer)
             return
         if not norm_done:
             self._norm(layer)
-        self._mlp(layer, load)
+        if not board.unit_decides:
+            self._control(layer)
+        self._call("mlp", layer, self.board.shape.mlp_linears, load)
 
     def head(self) -> None:
         shape = self.board.shape
@@ -139,56 +147,31 @@ class _Simulation:
     def _linear(self, linear: LinearShape, layer: int) -> None:
         board = self.board
         if board.fabric_linears:
-            load = board.engine.load((False,) * board.batch, drs=True)
-            self._call(
-                linear.name, layer, [linear], load, board.engine.edge_seconds(linear.inputs, linear.outputs, load)
-            )
+            self._call(linear.name, layer, [linear], RowLoad(board.batch, -(-board.batch // board.engine.cores)))
             return
         size = linear.weight_bytes(board.quant)
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
 
-    def _mlp(self, layer: int, load: int) -> None:
-        first, down = self.board.shape.mlp_linears
-        edge = self.board.engine.edge_seconds(first.inputs, down.outputs, load, between=down.inputs)
-        self._count_idle_time()
-        held, self._prefetched, self._prefetching = self._prefetched, 0.0, False
-        self._call("mlp", layer, [first, down], load, edge, held)
+    def _control(self, layer: int) -> None:
+        """Add a call of the TAS unit and DRS controller."""
+        self.step.add("start DRS", layer, "launch", self.board.host.call_seconds)
+        self.step.add("TAS, DRS", layer, "drs", self.board.controller_seconds)
 
     def _copy(self, layer: int) -> None:
-        """Add a replay. From here on, idle time of the engine fills the prefetch buffer for the next layer's MLP."""
-        self._count_idle_time()
-        self._prefetched, self._prefetching = 0.0, self.prefetch
+        """Add a replay: the rows are copied where they are."""
         moved = 2 * 4 * self.board.shape.hidden * self.board.batch
         self.step.add("replay", layer, "host", self.board.host.seconds(bytes_read=moved), moved)
 
-    def _count_idle_time(self) -> None:
-        engine = self.board.engine
-        if self._prefetching:
-            idle = self.step.seconds - self._engine_free
-            self._prefetched = min(self._prefetched + idle * engine.stream_rate, engine.prefetch_bytes)
-        self._engine_free = self.step.seconds
-
-    def _call(
-        self, name: str, layer: int, linears: list[LinearShape], load: int, edge: float, held: float = 0.0
-    ) -> None:
-        """Add one start of the engine: its registers, its rows, its weights.
-
-        While rows are loaded and quantised, the FIFOs fill; `held` bytes are in the prefetch buffer already.
-        """
-        board, engine = self.board, self.board.engine
-        self.step.add(f"start {name}", layer, "host", board.host.call_seconds)
-        self._count_idle_time()
-        self.step.add(f"{name} rows", layer, "edge", edge)
-        ready = held + min(edge * engine.stream_rate, engine.fifo_bytes)
-        for linear in linears:
-            seconds, bound = engine.stream_seconds(linear, board.quant, load)
-            size = linear.weight_bytes(board.quant)
-            saved = min(ready, size) / engine.stream_rate
-            self.step.weight_bytes += size
-            self.step.add(linear.name, layer, bound, seconds - saved, size)
-            ready = 0.0
-        self._engine_free = self.step.seconds
+    def _call(self, name: str, layer: int, linears: Sequence[LinearShape], load: RowLoad) -> None:
+        """Add one start of the engine: its registers, its rows, its weights."""
+        board = self.board
+        self.step.add(f"start {name}", layer, "launch", board.host.call_seconds)
+        call = board.engine.call_of(linears, load)
+        self.step.calls.append((self.step.seconds, call))
+        for part in board.engine.parts_of(call):
+            self.step.weight_bytes += part.bytes
+            self.step.add(part.name, layer, part.unit, part.seconds, part.bytes)
 
     def _attention(self, layer: int, attended: float) -> None:
         board, shape = self.board, self.board.shape

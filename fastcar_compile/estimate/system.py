@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design.controller import controller_cycles
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
-from fastcar_compile.codegen.hls.design.exploration import explore, resources_of
-from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_banks, require_fit
-from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.host import host_of
-from fastcar_compile.estimate.step import Board, Step, simulate_step
+from fastcar_compile.codegen.hls.design.exploration import resources_of
+from fastcar_compile.codegen.hls.design.footprint import capacity
+from fastcar_compile.estimate.engine import ClosedForm
+from fastcar_compile.estimate.question import Question, ask
+from fastcar_compile.estimate.rows import Decisions, Mapping
+from fastcar_compile.estimate.run import Run
 from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.targets import Target
-
-Decisions = NDArray[np.bool_]
-
-SYNTHETIC_FORWARDS = 200
-"""Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +28,9 @@ class Estimate:
         attended: positions that attention reads, at most `context`.
         bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
-        bound_by: memory, ports, compute, host or attention: what takes the largest share of the step.
+        bound_by: memory, ports, compute, launch, host or attention: what takes the largest share of the step.
         shares: unit -> share of the step.
-        comparison: tokens per second of the same workload dense, with static mapping, and without prefetch.
+        comparison: tokens per second of the same workload dense, and with static mapping.
         gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
         exploration: what was compared to find the design; empty for a given design.
         time_line: the segments of one step whose replays are nearest to the mean.
@@ -97,128 +90,14 @@ def estimate(
         TargetError: the target lacks what the model needs.
         CompileError: the decoder does not fit the board.
     """
-    workload.check()
-    reasons = _require_emitted(workload, target, what_if=what_if)
-    found = None
-    if design is None:
-        found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
-        design = found.design
-    if not what_if:
-        require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
-    gated = workload.replay > 0 if decisions is None else bool(decisions.any())
-    board = _board(workload, target, design, gated)
-    trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
-    attended = np.full(len(trace), workload.attended)
-    if decisions is not None:
-        attended = np.minimum(attended, np.arange(1, len(trace) + 1))
-    fetches = gated and not workload.gate.on_host  # only the controller issues PREFETCH_NEXT, for gates that it decides
-    run = _Run.of(board, trace, attended, prefetch=fetches)
+    question = ask(workload, target, decisions=decisions, design=design, what_if=what_if)
+    board, trace, attended = question.board(ClosedForm), question.decisions, question.attended
+    run = Run.of(board, trace, attended)
     variants = {
-        "dense": _Run.of(board, np.zeros_like(trace), attended, prefetch=False),
-        "static_mapping": _Run.of(board, trace, attended, drs=False, prefetch=fetches),
-        "no_prefetch": _Run.of(board, trace, attended, prefetch=False),
-        "static_no_prefetch": _Run.of(board, trace, attended, drs=False, prefetch=False),
+        "dense": Run.of(board, np.zeros_like(trace), attended),
+        "static_mapping": Run.of(board, trace, attended, Mapping.STATIC),
     }
-    seconds = {name: variant.seconds for name, variant in variants.items()}
-    result = replace(_result(workload, target, design, trace, run, seconds), what_if=reasons)
-    return replace(result, exploration=found.part.model_dump(mode="json")) if found else result
-
-
-def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
-    """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
-    reasons, footprint = workload.what_if(), workload.footprint()
-    if target.estimate_only is not None:
-        reasons = (*reasons, f"an artifact for {target.name}: {target.estimate_only}")
-    if reasons and not what_if:
-        raise InputError(
-            f"the compiler does not emit this: {'; '.join(reasons)}",
-            hint="choose offload mlp or linears and a board that artifacts are built for, "
-            "or ask with what_if=True (--what-if)",
-        )
-    if not what_if:
-        require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
-    if footprint.total > (room := capacity(target)):
-        return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
-    return reasons
-
-
-def _board(workload: Workload, target: Target, design: Design, gated: bool) -> Board:
-    """Return the board. `gated`: whether the TAS unit and DRS controller, or the host, decide; a dense decoder has
-    none."""
-    engine, on_host = Engine.of(design, target), workload.gate.on_host
-    unit_seconds = controller_cycles(workload.control_table(engine.cores)) / engine.clock_hz
-    return Board(
-        engine,
-        host_of(target),
-        workload.shape,
-        workload.quant,
-        workload.batch,
-        fabric_linears=workload.offload in ("linears", "all"),
-        fabric_attention=workload.offload == "all",
-        controller_seconds=unit_seconds if gated and not on_host else 0.0,
-        gate=workload.gate if gated and on_host else None,
-        kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
-    )
-
-
-def synthetic_decisions(workload: Workload) -> Decisions:
-    """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
-    generator = np.random.default_rng(0)
-    shape = (SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch)
-    ranks = generator.random(shape).argsort(0).argsort(0)
-    return ranks < round(workload.replay * SYNTHETIC_FORWARDS)
-
-
-def _checked(decisions: Decisions, workload: Workload) -> Decisions:
-    expected = (workload.shape.layers, workload.batch)
-    if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
-        raise InputError(
-            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
-            f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
-            hint="give session.stats.decisions of a session of this decoder with record=True",
-        )
-    return decisions
-
-
-@dataclass(frozen=True)
-class _Run:
-    """All forwards of a trace: means per step, and the step nearest to the mean."""
-
-    seconds: float
-    bytes: float
-    weight_bytes: float
-    busy: dict[str, float]
-    typical: Step
-
-    @classmethod
-    def of(
-        cls,
-        board: Board,
-        trace: Decisions,
-        attended: NDArray[np.integer],
-        *,
-        prefetch: bool,
-        drs: bool = True,
-    ) -> _Run:
-        """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
-        loads = np.array([[board.engine.load(tuple(rows), drs=drs) for rows in layers] for layers in trace.tolist()])
-        kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
-        means = np.bincount(kind_of.reshape(-1), attended) / counts
-        steps = [simulate_step(board, k.tolist(), m, prefetch=prefetch) for k, m in zip(kinds, means, strict=True)]
-        share = counts / counts.sum()
-
-        def mean(values: list[float]) -> float:
-            return float(np.dot(share, values))
-
-        seconds = mean([s.seconds for s in steps])
-        units = sorted({unit for s in steps for unit in s.busy})
-        return cls(
-            seconds,
-            mean([s.bytes for s in steps]),
-            mean([s.weight_bytes for s in steps]),
-            {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
-            min(steps, key=lambda s: abs(s.seconds - seconds)),
-        )
+    return _result(question, run, {name: variant.seconds for name, variant in variants.items()})
 
 
 def _macs(work: Workload, trace: Decisions) -> float:
@@ -229,9 +108,8 @@ def _macs(work: Workload, trace: Decisions) -> float:
     return mlp + others * work.batch
 
 
-def _result(
-    work: Workload, target: Target, design: Design, trace: Decisions, run: _Run, seconds: dict[str, float]
-) -> Estimate:
+def _result(question: Question, run: Run, seconds: dict[str, float]) -> Estimate:
+    work, target, design, trace = question.workload, question.target, question.design, question.decisions
     power, peak = target.power, peak_bandwidth(target)
     macs = _macs(work, trace)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
@@ -239,7 +117,7 @@ def _result(
     footprint = work.footprint()
     streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
     return Estimate(
-        what_if=(),
+        what_if=question.what_if,
         target=target.name,
         shape=work.shape.name,
         quant=work.quant,
@@ -265,4 +143,5 @@ def _result(
         resources=resources_of(design, work.attention(), target),
         design=design.part.model_dump(mode="json"),
         time_line=[asdict(segment) for segment in run.typical.segments],
+        exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )

@@ -62,10 +62,7 @@ class Workload:
 
     def what_if(self) -> tuple[str, ...]:
         """Return what this workload asks for that the compiler does not emit; empty: all of it is emitted."""
-        reasons = []
-        if self.offload == "all":
-            reasons.append("attention in the fabric: no attention kernel is emitted")
-        return tuple(reasons)
+        return ("attention in the fabric: no attention kernel is emitted",) if self.offload == "all" else ()
 
     @property
     def attended(self) -> int:

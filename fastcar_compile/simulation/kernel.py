@@ -53,6 +53,7 @@ class _Simulator:
         self.full = dict.fromkeys(network.blocks, 0)
         self.memories = {name: MemoryState(name, memory) for name, memory in network.memories.items()}
         self.processes = {name: ProcessState(name, actions, spans) for name, actions in network.processes.items()}
+        self._live = list(self.processes.values())
         self.network, self.watch = network, watch
         self.roots: dict[str, float] = {}
         self._later: list[Showing] = []
@@ -62,7 +63,7 @@ class _Simulator:
         """Run until every process is done."""
         self._settle()
         for _event in range(MOST_EVENTS):
-            if all(p.done for p in self.processes.values()):
+            if not self._live:
                 break
             self._set_rates()
             step = self._horizon()
@@ -73,7 +74,8 @@ class _Simulator:
         else:
             raise InternalError(f"a network did not end in {MOST_EVENTS} events")
         results = {
-            name: ProcessResult(p.busy, dict(p.stalls), p.end, tuple(p.spans)) for name, p in self.processes.items()
+            name: ProcessResult(p.busy, dict(p.stalls), dict(p.starts), p.end, tuple(p.spans))
+            for name, p in self.processes.items()
         }
         words = {name: memory.moved for name, memory in self.memories.items()}
         return Result(max((p.end for p in self.processes.values()), default=0.0), results, self.roots, words)
@@ -90,9 +92,10 @@ class _Simulator:
         moved = True
         while moved:
             moved = False
-            for process in self.processes.values():
-                while not process.done and self._step(process):
+            for process in self._live:
+                while not process.done and not process.sleeps(self.now) and self._step(process):
                     moved = True
+        self._live = [process for process in self._live if not process.done]
 
     def _step(self, process: ProcessState) -> bool:
         """Let a process go on; return whether it did."""
@@ -141,6 +144,7 @@ class _Simulator:
         if run.memory is not None:
             self.memories[run.memory].moved += run.words
         process.run, process.left, process.rate = run, float(run.trips - 1), 0.0
+        process.starts.setdefault(run.loop, self.now)
         self._tell(process, whole=True)
         return None
 
@@ -154,7 +158,7 @@ class _Simulator:
 
     def _set_rates(self) -> None:
         """Find the highest rates that every FIFO and memory allows."""
-        flowing = [p for p in self.processes.values() if p.run is not None]
+        flowing = [p for p in self._live if p.run is not None]
         rates = {p.name: 1 / p.run.ii for p in flowing if p.run is not None}
         causes: dict[str, Wait] = {}
         for _round in range(len(flowing) + 2):
@@ -224,14 +228,15 @@ class _Simulator:
     def _horizon(self) -> float:
         """Return the clocks until something changes."""
         times = [self._later[0].time - self.now] if self._later else []
-        for process in self.processes.values():
+        for process in self._live:
             if process.until is not None:
                 times.append(process.until - self.now)
             elif process.run is not None and process.rate > 0:
                 times.append(process.left / process.rate)
         for name, fifo in self.fifos.items():
             times.append(fifo.horizon(self._capacity_of_writer(name)))
-        if any(p.run is not None and p.run.memory for p in self.processes.values()):
+        users = (p for p in self._live if p.run is not None and p.run.memory is not None)
+        if any(p.rate > 0 or (p.wait is not None and p.wait.on is None) for p in users):
             times += [memory.horizon(self.now) for memory in self.memories.values()]
         return max(min(times, default=inf), 0.0)
 
@@ -242,7 +247,7 @@ class _Simulator:
     def _advance(self, step: float) -> None:
         if self.watch is not None:
             self._count_root(self.watch, step)
-        for process in self.processes.values():
+        for process in self._live:
             process.advance(self.now, step)
             if process.run is not None and process.run.memory is not None:
                 self.memories[process.run.memory].moved += process.rate * process.run.words * step

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from fastcar_compile.estimate.memory import Memory
+
 
 @dataclass(frozen=True)
 class Run:
@@ -90,28 +92,6 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """A memory controller, or several that are used alike.
-
-    Args:
-        rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
-            first word. window: words that one user may have under way (outstanding requests times burst).
-        refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
-    """
-
-    rate: float
-    latency: int
-    window: int
-    refresh_interval: float = 0.0
-    refresh: float = 0.0
-
-    @property
-    def free_rate(self) -> float:
-        """Words per clock between two refreshes."""
-        return self.rate / (1 - self.refresh / self.refresh_interval) if self.refresh else self.rate
-
-
-@dataclass(frozen=True)
 class Network:
     """Everything that runs between two barriers: one call of a kernel."""
 
@@ -132,10 +112,12 @@ class Span:
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """What one process did: clocks of work and, by cause, of waiting; `end`: when it was done."""
+    """What one process did: clocks of work and, by cause, of waiting; `end`: when it was done; `starts`: the first
+    start of every loop by name."""
 
     busy: float
     stalls: dict[str, float]
+    starts: dict[str, float]
     end: float
     spans: tuple[Span, ...]
 

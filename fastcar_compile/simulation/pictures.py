@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.estimate.plot import pyplot
-from fastcar_compile.simulation.rows import Decisions, Mapping, passes_of, places_of
+from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of, places_of
 
 DPI = 110
 MAPPING_TITLES = {Mapping.STATIC: "static mapping", Mapping.DRS: "DRS"}

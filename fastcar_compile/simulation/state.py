@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from fastcar_compile.simulation.network import Action, Claim, Fifo, Free, Memory, Pause, Post, Run, Span, Take
+from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.simulation.network import Action, Claim, Fifo, Free, Pause, Post, Run, Span, Take
 
 if TYPE_CHECKING:
     from fastcar_compile.simulation.kernel import _Simulator
@@ -115,8 +116,10 @@ class ProcessState:
         self.until: float | None = None
         self.draining = False
         self.wait: Wait | None = None
-        self.busy = self.end = 0.0
+        self.asleep: tuple[dict[str, int], str] | None = None
+        self.busy = self.end = self._since = 0.0
         self.stalls: dict[str, float] = {}
+        self.starts: dict[str, float] = {}
         self.spans: list[Span] = []
 
     @property
@@ -160,8 +163,10 @@ class ProcessState:
                 self.until = simulator.now + action.clocks
                 return None
             case Claim(name) if simulator.free[name] == 0:
+                self.asleep, self._since = (simulator.free, name), simulator.now
                 return Wait("blocks full", name, blocks[name].reader)
             case Take(name) if simulator.full[name] == 0:
+                self.asleep, self._since = (simulator.full, name), simulator.now
                 return Wait("blocks empty", name, blocks[name].writer)
             case Claim(name):
                 simulator.free[name] -= 1
@@ -174,9 +179,24 @@ class ProcessState:
         self.next_action(simulator.now)
         return None
 
+    def sleeps(self, now: float) -> bool:
+        """Return whether it waits for a block that is not there; count the time that it waited for one that is."""
+        if self.asleep is None:
+            return False
+        counts, name = self.asleep
+        if counts[name] == 0:
+            return True
+        state, slept = self.state[0], now - self._since
+        if slept > 0:
+            self.stalls[state] = self.stalls.get(state, 0.0) + slept
+            if self._keep:
+                self._extend(self._since, now, state)
+        self.asleep = None
+        return False
+
     def advance(self, now: float, step: float) -> None:
         """Count some clocks as work or as waiting."""
-        if self.done:
+        if self.asleep is not None:
             return
         state, share = self.state
         self.busy += share * step

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastcar_compile.artifact.sections.accelerator import DesignPart
+from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError, InputError, TargetError
 from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.gate import GateModel
+from fastcar_compile.estimate.host import host_of
+from fastcar_compile.estimate.rows import Mapping, passes_of
 from fastcar_compile.estimate.workload import Offload
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.targets import load_target
@@ -35,14 +37,14 @@ def predict(shape: str, quant: str, board: str, context: int = 512, **options: A
         ("llama3-8b", "kv260", 4.8),  # arXiv 2507.03308
     ],
 )
-def test_published_boards_within_eleven_per_cent(shape: str, board: str, published: float) -> None:
+def test_published_boards_within_ten_per_cent(shape: str, board: str, published: float) -> None:
     """They compute attention in the fabric, which this compiler does not emit: the laws of the model are tested.
 
-    They run without an operating system, and no kernel is started through XRT, which the model charges.
+    They run without an operating system, and no kernel is started through XRT: launches are taken out.
     """
     work = Workload(load_shape(shape), "w4a8", 512, offload="all")
     asked = estimate(work, load_target(board), what_if=True)
-    assert asked.tokens_per_second == pytest.approx(published, rel=0.11)
+    assert asked.tokens_per_second / (1 - asked.shares["launch"]) == pytest.approx(published, rel=0.10)
     assert predict(shape, "w4a8", board).tokens_per_second < asked.tokens_per_second
 
 
@@ -123,7 +125,6 @@ def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: An
     assert 0 < result.bandwidth_utilisation < 1
     assert 0 <= result.weight_stream_utilisation < 1
     assert result.comparison["static_mapping"] <= result.tokens_per_second * (1 + 1e-9)
-    assert result.comparison["no_prefetch"] <= result.tokens_per_second * (1 + 1e-9)
     assert result.comparison["dense"] <= result.tokens_per_second * (1 + 1e-9)
     power = ZCU102.power
     joules = power.static_w * result.seconds_per_step + 1e-12 * (
@@ -159,14 +160,14 @@ def test_one_computing_row_keeps_the_whole_weight_stream() -> None:
 
 
 def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
-    engine = Engine(250e6, 4, 2, 4, 512, 16e9, 0, 0, 2)
-    rows = (False, True, False, True)  # rows 0 and 2 compute; both belong to core 0
-    assert engine.load(rows, drs=False) == 2
-    assert engine.load(rows, drs=True) == 1
-    decisions = np.tile(np.array([rows]), (4, 3, 1))
-    work = Workload(TINY, "w8a8", 8, batch=4)
-    result = estimate(work, ZCU102, decisions=decisions, what_if=True)
-    assert result.tokens_per_second >= result.comparison["static_mapping"]
+    """Rows 0 and 8 compute; both belong to core 0 of eight."""
+    decisions = np.ones((4, 3, 16), bool)
+    decisions[..., [0, 8]] = False
+    assert passes_of(decisions, 8, Mapping.STATIC).max() == 2
+    assert passes_of(decisions, 8, Mapping.DRS).max() == 1
+    result = estimate(Workload(TINY, "w8a8", 8, batch=16), ZCU102, decisions=decisions)
+    assert result.design["spec"]["cores"] == 8
+    assert result.tokens_per_second > 1.1 * result.comparison["static_mapping"]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +203,22 @@ def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
         assert (offload in emitted) == (replace(work, offload=offload).what_if() == ())
 
 
-@pytest.mark.parametrize(("gate", "gains"), [("tas", True), ("learned", False), ("input_delta", False)])
-def test_prefetch_is_credited_where_the_controller_issues_it(gate: str, gains: bool) -> None:
-    """The table of a gate that the host decides has no gate, so that PREFETCH_NEXT is never dispatched."""
-    versus = estimate(Workload(TINY, "w8a8", 64, replay=0.8, gate=GateModel.named(gate)), ZCU102).comparison
-    with_prefetch = estimate(Workload(TINY, "w8a8", 64, replay=0.8, gate=GateModel.named(gate)), ZCU102)
-    assert (with_prefetch.tokens_per_second > versus["no_prefetch"] * (1 + 1e-9)) == gains
+def test_no_output_credits_the_prefetch_buffer() -> None:
+    """The host waits for the call that fills it, which takes the memory as long as it spares the next layer."""
+    result = estimate(Workload(TINY, "w8a8", 64, replay=0.8), ZCU102)
+    design = Design.of(DesignPart(**result.design))
+    assert design.prefetch_words > 0
+    assert set(result.comparison) == {"dense", "static_mapping"}
+    streamed = [s["bytes"] for s in result.time_line if s["name"] in ("gate_up", "down")]
+    assert sum(streamed) == len(streamed) / 2 * design.ports * 16 * design.port_words > 0
+
+
+def test_every_call_pays_its_launch() -> None:
+    """Per layer q/k/v, controller, o and MLP; the head once."""
+    result = estimate(Workload(TINY, "w8a8", 8), ZCU102)
+    launches = [s["seconds"] for s in result.time_line if s["unit"] == "launch"]
+    assert len(launches) == 4 * TINY.layers + 1
+    assert set(launches) == {host_of(ZCU102).call_seconds}
 
 
 def test_refused_decisions_and_targets() -> None:

@@ -273,7 +273,7 @@ def including(names: list[str], folder: Path) -> list[Path]:
 
 
 def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
-    assert len(HEADERS) == 18
+    assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
     done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}")
     assert done.returncode == 0, done.stderr
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.errors import InternalError
+from fastcar_compile.estimate.memory import Memory
 from fastcar_compile.simulation.kernel import simulate_network
 from fastcar_compile.simulation.network import (
     Action,
@@ -16,7 +17,6 @@ from fastcar_compile.simulation.network import (
     Claim,
     Fifo,
     Free,
-    Memory,
     Network,
     Pause,
     Post,

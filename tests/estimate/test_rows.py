@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fastcar_compile.drs.simulator import map_rows
 from fastcar_compile.errors import InputError
+from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, draw_decisions, passes_of, places_of
 from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
-from fastcar_compile.simulation.rows import Draw, Mapping, core_rows, draw_decisions, passes_of, places_of
 
 
 @given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
@@ -23,6 +23,7 @@ def test_places_are_those_of_the_mapping_registers(register: int, rows: int, cor
     assert {row: core for core, own in enumerate(places) for row in own} == {
         row: mapped[row].core for row in np.flatnonzero(computing).tolist()
     }
+    assert all(mapped[row].pass_number == n for own in places for n, row in enumerate(own))
     for mapping in Mapping:
         places = places_of(computing, cores, mapping)
         assert core_rows(computing, cores, mapping).tolist() == [len(own) for own in places]

@@ -1,0 +1,38 @@
+"""The question that an artifact's manifest asks."""
+
+from __future__ import annotations
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.estimate.gate import GateModel
+from fastcar_compile.estimate.shapes import shape_of_sections
+from fastcar_compile.estimate.workload import Workload
+from fastcar_compile.formats import kv_type
+from fastcar_compile.formats.quant import ACCELERATED
+from fastcar_compile.targets import Target
+
+DEFAULT_QUANT = "w8a8"
+"""Of an artifact without an engine, which a board is asked about all the same."""
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
+    options, ring = manifest.options, manifest.decoder.config.ring
+    return Workload(
+        shape_of_sections(manifest.decoder.config, manifest.layers.layers),
+        options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
+        max(1, options.max_seq_len // 2),
+        batch=options.batch_size,
+        offload=options.offload,
+        kv=kv_type(options.kv).dtype,
+        sink_window=None if ring is None else (ring.sinks, ring.window),
+        kv_rows=None if ring is None else ring.capacity,
+        gate=GateModel.of_sections(options.replay, manifest.layers.layers),
+    )
+
+
+def design_of(manifest: Manifest, board: Target) -> Design | None:
+    """Return the design that was emitted for this board; None: there is none."""
+    if manifest.accelerator is None or board != manifest.target:
+        return None
+    return Design.of(manifest.accelerator.design)

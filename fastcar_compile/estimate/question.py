@@ -1,0 +1,139 @@
+"""What a model is asked: a workload on a board, its design, and the decisions of its forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
+from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_banks, require_fit
+from fastcar_compile.errors import InputError
+from fastcar_compile.estimate.controller import controller_clocks
+from fastcar_compile.estimate.engine import EngineModel
+from fastcar_compile.estimate.host import host_of
+from fastcar_compile.estimate.rows import Decisions, draw_decisions
+from fastcar_compile.estimate.step import Board
+from fastcar_compile.estimate.workload import Workload
+from fastcar_compile.targets import Target
+
+SYNTHETIC_FORWARDS = 200
+"""Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A workload whose figures are checked.
+
+    Args:
+        what_if: what the compiler does not emit of it. found: why this design; None: it was given.
+        decisions: bool [forwards, layers, rows], True where a row replays. attended: positions per forward.
+        gated: whether something decides.
+    """
+
+    workload: Workload
+    target: Target
+    design: Design
+    what_if: tuple[str, ...]
+    found: Exploration | None
+    decisions: Decisions
+    attended: NDArray[np.integer]
+    gated: bool
+
+    def board(self, model: type[EngineModel]) -> Board:
+        """Return the board with a model of its engine."""
+        return _board_of(self.workload, self.target, model(self.design, self.target), self.gated)
+
+
+def ask(
+    workload: Workload,
+    target: Target,
+    *,
+    decisions: Decisions | None = None,
+    design: Design | None = None,
+    what_if: bool = False,
+    recorded: bool = True,
+) -> Question:
+    """Check a workload and find its design.
+
+    Args:
+        decisions: bool [forwards, layers, rows], True where a row replays; None: drawn for `workload.replay`.
+        design: an emitted design; None: the best that fits the board.
+        what_if: accept also what the compiler does not emit.
+        recorded: whether the decisions are those of a session from its first forward on (`session.stats.decisions`):
+            forward t then attends to t + 1 positions, at most `context`.
+
+    Raises:
+        InputError: a figure or the decisions do not fit the workload, or it is not emitted.
+        TargetError: the target lacks what the model needs.
+        CompileError: the decoder does not fit the board.
+    """
+    workload.check()
+    reasons = _require_emitted(workload, target, what_if=what_if)
+    found = None
+    if design is None:
+        found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
+        design = found.design
+    if not what_if:
+        require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
+    gated = workload.replay > 0 if decisions is None else bool(decisions.any())
+    trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
+    attended = np.full(len(trace), workload.attended)
+    if decisions is not None and recorded:
+        attended = np.minimum(attended, np.arange(1, len(trace) + 1))
+    return Question(workload, target, design, reasons, found, trace, attended, gated)
+
+
+def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
+    """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
+    reasons, footprint = workload.what_if(), workload.footprint()
+    if target.estimate_only is not None:
+        reasons = (*reasons, f"an artifact for {target.name}: {target.estimate_only}")
+    if reasons and not what_if:
+        raise InputError(
+            f"the compiler does not emit this: {'; '.join(reasons)}",
+            hint="choose offload mlp or linears and a board that artifacts are built for, "
+            "or ask with what_if=True (--what-if)",
+        )
+    if not what_if:
+        require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
+    if footprint.total > (room := capacity(target)):
+        return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
+    return reasons
+
+
+def _board_of(workload: Workload, target: Target, engine: EngineModel, gated: bool) -> Board:
+    """Return the board. `gated`: whether something decides, the unit or the host; a dense decoder has no gate."""
+    on_host = workload.gate.on_host
+    unit, table = gated and not on_host, workload.control_table(engine.cores)
+    return Board(
+        engine,
+        host_of(target),
+        workload.shape,
+        workload.quant,
+        workload.batch,
+        fabric_linears=workload.offload in ("linears", "all"),
+        fabric_attention=workload.offload == "all",
+        controller_seconds=controller_clocks(table, engine.memory.latency, decides=unit) / engine.clock_hz,
+        unit_decides=unit,
+        gate=workload.gate if gated and on_host else None,
+        kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
+    )
+
+
+def synthetic_decisions(workload: Workload) -> Decisions:
+    """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
+    return draw_decisions((SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch), workload.replay)
+
+
+def _checked(decisions: Decisions, workload: Workload) -> Decisions:
+    expected = (workload.shape.layers, workload.batch)
+    if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
+        raise InputError(
+            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
+            f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
+            hint="give session.stats.decisions of a session of this decoder with record=True",
+        )
+    return decisions

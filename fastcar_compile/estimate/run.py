@@ -1,0 +1,54 @@
+"""All forwards of a trace on a board."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.estimate.engine import RowLoad
+from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
+from fastcar_compile.estimate.step import Board, Step, simulate_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """All forwards of a trace: means per step, and the step nearest to the mean."""
+
+    seconds: float
+    bytes: float
+    weight_bytes: float
+    busy: dict[str, float]
+    typical: Step
+
+    @classmethod
+    def of(
+        cls,
+        board: Board,
+        trace: Decisions,
+        attended: NDArray[np.integer],
+        mapping: Mapping = Mapping.DRS,
+    ) -> Run:
+        """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
+        loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
+        kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
+        means = np.bincount(kind_of.reshape(-1), attended) / counts
+        steps = [
+            simulate_step(board, [RowLoad(*layer) for layer in kind], mean_attended)
+            for kind, mean_attended in zip(kinds.tolist(), means, strict=True)
+        ]
+        share = counts / counts.sum()
+
+        def mean(values: list[float]) -> float:
+            return float(np.dot(share, values))
+
+        seconds = mean([s.seconds for s in steps])
+        units = sorted({unit for s in steps for unit in s.busy})
+        return cls(
+            seconds,
+            mean([s.bytes for s in steps]),
+            mean([s.weight_bytes for s in steps]),
+            {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
+            min(steps, key=lambda s: abs(s.seconds - seconds)),
+        )

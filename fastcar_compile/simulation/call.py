@@ -1,0 +1,149 @@
+"""One start of the engine as a network: the processes of fastcar_engine_processes.hpp and what lies between them.
+
+Trips and depths come from the loop table (codegen/hls/design/loops.py), which the closed form of `estimate` uses too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_loops, tile_loops
+from fastcar_compile.codegen.hls.design.product import float_words
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
+from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.simulation.network import (
+    Action,
+    Blocks,
+    Claim,
+    Fifo,
+    Free,
+    Network,
+    Post,
+    Run,
+    Take,
+)
+
+ARRAY = "mac_tile"
+"""The process whose waiting is followed to its root: the multipliers."""
+
+MEMORY = "memory"
+SMALL_FIFO = 16
+"""Words of the FIFOs besides those of the weight ports (FASTCAR_FIFO in fastcar_engine.cpp.j2)."""
+
+HEAD_COPIES, COPIES = 3, 2
+"""Copies of the blocks between the processes of a tile: heads skip the multiplication (FASTCAR_BLOCKS)."""
+
+STREAM_DEPTH = 2
+"""Clocks in which a word passes through a loop that only moves it. Estimate."""
+
+TILE_BLOCKS = (
+    ("head", HEAD_COPIES, "fetch_tile", "scale_tile"),
+    ("tile", COPIES, "fetch_tile", "mac_tile"),
+    ("acc", COPIES, "mac_tile", "scale_tile"),
+    ("value", COPIES, "scale_tile", "finish_tile"),
+    ("results", COPIES, "finish_tile", "send_tile"),
+)
+
+
+def engine_network(call: EngineCall, memory: Memory) -> Network:
+    """Return the network of a call."""
+    processes = {
+        "read_rows": _read_rows(call, memory),
+        "read_weights": _read_weights(call, memory),
+        "share_weights": _share_weights(call),
+        "compute": _compute(call),
+        "fetch_tile": _fetch(call),
+        "mac_tile": _stage(call, 1, ("tile",), ("acc",)),
+        "scale_tile": _stage(call, 2, ("head", "acc"), ("value",)),
+        "finish_tile": _stage(call, 3, ("value",), ("results",)),
+        "send_tile": _send(call),
+        "write_rows": _write_rows(call, memory),
+    }
+    fifos = {
+        "ports": Fifo(FIFO_WORDS, "read_weights", "share_weights"),
+        "weights": Fifo(SMALL_FIFO, "share_weights", "fetch_tile"),
+        "rows_in": Fifo(SMALL_FIFO, "read_rows", "compute"),
+        "rows_out": Fifo(SMALL_FIFO, "send_tile", "write_rows"),
+    }
+    blocks = {name: Blocks(copies, writer, reader) for name, copies, writer, reader in TILE_BLOCKS}
+    blocks["start of a product"] = Blocks(1, "compute", "fetch_tile")
+    blocks["end of a product"] = Blocks(1, "send_tile", "compute")
+    return Network(processes, fifos, blocks, {MEMORY: memory})
+
+
+def _run(loop: Loop, name: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> list[Run]:
+    """Return a loop of the table; none where it does not iterate."""
+    return [Run(name, loop.trips, 1, loop.depth + 1, reads, writes)] if loop.trips else []
+
+
+def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
+    words = float_words(call.products[0].product.inputs)
+    return [Run("x", words, 1, memory.latency, writes=("rows_in",), memory=MEMORY)] * call.load.rows
+
+
+def _read_weights(call: EngineCall, memory: Memory) -> list[Action]:
+    left = call.words - call.held
+    return [Run("weights", left, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)] if left else []
+
+
+def _share_weights(call: EngineCall) -> list[Action]:
+    left = call.words - call.held
+    held = [Run("held words", call.held, 1, STREAM_DEPTH, writes=("weights",))] if call.held else []
+    return [*held, *([Run("words", left, 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))] if left else [])]
+
+
+def _compute(call: EngineCall) -> Iterator[Action]:
+    yield from _run(load_loop(call.products[0].product.inputs, call.load), "load rows", reads=("rows_in",))
+    for named in call.products:
+        for loop in quantize_loops(named.product, call.load):
+            yield from _run(loop, "quantise")
+        yield Claim("start of a product")
+        yield Post("start of a product")
+        yield Take("end of a product")
+        yield Free("end of a product")
+
+
+def _fetch(call: EngineCall) -> Iterator[Action]:
+    for named in call.products:
+        loop = tile_loops(named.product, call.load, inner=named.inner).fetch
+        yield Take("start of a product")
+        yield Free("start of a product")
+        for _tile in range(named.product.tiles):
+            yield Claim("head")
+            yield Claim("tile")
+            yield from _run(loop, named.name, reads=("weights",))
+            yield Post("head")
+            yield Post("tile")
+
+
+def _stage(call: EngineCall, number: int, taken: tuple[str, ...], filled: tuple[str, ...]) -> Iterator[Action]:
+    """Yield the actions of a process between fetching and sending."""
+    for named in call.products:
+        loop = tile_loops(named.product, call.load, inner=named.inner).stages[number]
+        for _tile in range(named.product.tiles):
+            yield from (Take(name) for name in taken)
+            yield from (Claim(name) for name in filled)
+            yield from _run(loop, named.name)
+            yield from (Free(name) for name in taken)
+            yield from (Post(name) for name in filled)
+
+
+def _send(call: EngineCall) -> Iterator[Action]:
+    for named in call.products:
+        loop = tile_loops(named.product, call.load, inner=named.inner).send
+        yield Claim("end of a product")
+        for _tile in range(named.product.tiles):
+            yield Take("results")
+            yield from _run(loop, named.name, writes=("rows_out",))
+            yield Free("results")
+        yield Post("end of a product")
+
+
+def _write_rows(call: EngineCall, memory: Memory) -> Iterator[Action]:
+    last = call.products[-1]
+    yield from [Run("copies", call.results, 1, memory.latency, memory=MEMORY, words=2)] * call.copied
+    loop = tile_loops(last.product, call.load).send
+    for _tile in range(last.product.tiles):
+        if loop.trips:
+            yield Run("results", loop.trips, 1, STREAM_DEPTH, reads=("rows_out",), memory=MEMORY)

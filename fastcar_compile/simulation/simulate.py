@@ -1,0 +1,202 @@
+"""One decode step of a board by the cycle model: what `fastcar simulate` and `fc.simulate` answer."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastcar_compile.artifact.reader import read_manifest
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES
+from fastcar_compile.drs.reader import read_table
+from fastcar_compile.drs.simulator import simulate_step as dispatch_step
+from fastcar_compile.drs.table import DrsTable, Opcode
+from fastcar_compile.errors import InternalError
+from fastcar_compile.estimate.artifact import design_of, workload_of
+from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.engine import RowLoad
+from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, Question, ask
+from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, draw_decisions, passes_of
+from fastcar_compile.estimate.run import Run
+from fastcar_compile.estimate.step import Step
+from fastcar_compile.simulation.engine import CycleModel
+from fastcar_compile.simulation.network import Result
+
+LEFT_OUT = ("typical", "calls", "decisions")
+"""Fields of a Simulation that are no plain values."""
+
+
+@dataclass(frozen=True)
+class ProcessTime:
+    """One process over a step, clocks: its work, and its waiting by cause; outside of calls it does not exist."""
+
+    busy: float
+    stalls: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A prediction for one step.
+
+    Attributes:
+        what_if: what of it the compiler does not emit. mapping: of rows to cores.
+        seconds_per_step: mean of the forwards. clocks_per_step: the same in clocks of the fabric.
+        seconds: unit -> mean seconds: memory, ports, compute and edge of engine calls, drs, launch, host, attention.
+        stream_of_memory: bytes of weights in the time of the engine's calls, of those that the memory could deliver to
+            its ports in that time.
+        passes: mean over forwards and layers that compute, of the core that has most.
+        processes, roots: of the forward that is nearest to the mean, over all of its calls, clocks: every process, and
+            what the waiting of the multipliers goes back to. typical, calls: that forward in detail.
+        deadlock: the calls whose networks came to their end; one that does not is an error that names the circle.
+    """
+
+    target: str
+    shape: str
+    quant: str
+    offload: str
+    batch: int
+    context: int
+    what_if: tuple[str, ...]
+    mapping: str
+    replay_ratio: float
+    forwards: int
+    tokens_per_second: float
+    seconds_per_step: float
+    clocks_per_step: float
+    seconds: dict[str, float]
+    stream_of_memory: float
+    passes: float
+    processes: dict[str, ProcessTime]
+    roots: dict[str, float]
+    deadlock: str
+    typical: Step
+    calls: dict[EngineCall, Result]
+    clock_hz: float
+    decisions: Decisions
+    cores: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; the time line of the processes is that of `chrome_trace`."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in LEFT_OUT}
+        plain["processes"] = {name: asdict(process) for name, process in self.processes.items()}
+        return plain | {"time_line": [asdict(segment) for segment in self.typical.segments]}
+
+
+def simulate(
+    artifact: str | Path,
+    *,
+    replay: float | None = None,
+    decisions: Decisions | None = None,
+    draw: Draw = Draw.INDEPENDENT,
+    seed: int = 0,
+    mapping: Mapping = Mapping.DRS,
+) -> Simulation:
+    """Simulate a decode step of an artifact on its board.
+
+    Args:
+        artifact: its folder.
+        replay: share that replays, drawn; None: nothing replays, unless `decisions` are given.
+        decisions: recorded, bool [forwards, layers, rows]. draw, seed: how rows are drawn for `replay`.
+        mapping: of rows to cores; the static one is for comparison only.
+
+    Raises:
+        UserError: the artifact has no engine, or a figure is out of range.
+    """
+    manifest = read_manifest(artifact)
+    table = None
+    if manifest.accelerator is not None:
+        table = read_table((Path(artifact) / manifest.accelerator.table).read_bytes())
+    work = workload_of(manifest)
+    recorded = decisions is not None
+    if decisions is None:
+        shape = (SYNTHETIC_FORWARDS, work.shape.layers, work.batch)
+        decisions = draw_decisions(shape, replay or 0.0, draw, seed)
+    question = ask(
+        work, manifest.target, decisions=decisions, design=design_of(manifest, manifest.target), recorded=recorded
+    )
+    return simulate_question(question, table, mapping)
+
+
+def simulate_question(question: Question, table: DrsTable | None = None, mapping: Mapping = Mapping.DRS) -> Simulation:
+    """Simulate a decode step of a question; `table`: the one that was emitted, else the compiler's for these sizes."""
+    board = question.board(CycleModel)
+    run = Run.of(board, question.decisions, question.attended, mapping)
+    engine = board.engine
+    if not isinstance(engine, CycleModel):
+        raise InternalError("the board's engine is not the cycle model")
+    if mapping is Mapping.DRS:
+        check_dispatch(table or question.workload.control_table(engine.cores), question.decisions)
+    return _simulation(question, run, engine, mapping)
+
+
+def check_dispatch(table: DrsTable, decisions: Decisions) -> None:
+    """Raise InternalError where the control table's records give other rows or passes than were simulated.
+
+    The forward with most rows is dispatched, record by record.
+    """
+    forward = int((~decisions).sum((1, 2)).argmax())
+    registers = [int(sum(1 << int(row) for row in np.flatnonzero(~layer))) for layer in decisions[forward]]
+    passes = passes_of(decisions[forward : forward + 1], table.cores, Mapping.DRS)[0]
+    for layer, trace in enumerate(dispatch_step(table, registers)):
+        numbers = [r.pass_number or 0 for r in trace.records if r.opcode is Opcode.COMPUTE_MLP]
+        found = RowLoad(len(numbers), max(numbers, default=-1) + 1)
+        wanted = RowLoad(registers[layer].bit_count(), int(passes[layer]))
+        if found != wanted:
+            raise InternalError(f"layer {layer}: the control table dispatches {found}, the model counts {wanted}")
+
+
+def _simulation(question: Question, run: Run, engine: CycleModel, mapping: Mapping) -> Simulation:
+    work, decisions, counts = question.workload, question.decisions, Counter(call for _at, call in run.typical.calls)
+    streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
+    delivered = engine.memory.rate * WORD_BYTES * engine.clock_hz
+    passes = passes_of(decisions, engine.cores, mapping)
+    return Simulation(
+        target=question.target.name,
+        shape=work.shape.name,
+        quant=work.quant,
+        offload=work.offload,
+        batch=work.batch,
+        context=work.context,
+        what_if=question.what_if,
+        mapping=mapping.value,
+        replay_ratio=float(decisions.mean()),
+        forwards=len(decisions),
+        tokens_per_second=work.batch / run.seconds,
+        seconds_per_step=run.seconds,
+        clocks_per_step=run.seconds * engine.clock_hz,
+        seconds=run.busy,
+        stream_of_memory=run.weight_bytes / streaming / delivered if streaming else 0.0,
+        passes=float(passes[passes > 0].mean()) if passes.any() else 0.0,
+        processes=_processes(counts, engine),
+        roots=_sum({call: engine.results[call].roots for call in counts}, counts),
+        deadlock=f"none: {len(engine.results)} networks of calls came to their end",
+        typical=run.typical,
+        calls={call: engine.results[call] for call in counts},
+        clock_hz=engine.clock_hz,
+        decisions=decisions,
+        cores=engine.cores,
+    )
+
+
+def _processes(counts: Counter[EngineCall], engine: CycleModel) -> dict[str, ProcessTime]:
+    """Return what every process does over the calls of a step."""
+    names = dict.fromkeys(name for call in counts for name in engine.results[call].processes)
+    found = {}
+    for name in names:
+        each = {call: engine.results[call].processes[name] for call in counts}
+        stalls = _sum({call: process.stalls for call, process in each.items()}, counts)
+        idle = sum(counts[call] * (engine.results[call].clocks - process.end) for call, process in each.items())
+        busy = sum(counts[call] * process.busy for call, process in each.items())
+        found[name] = ProcessTime(busy, stalls | ({"barrier: end of the call": idle} if idle > 0 else {}))
+    return found
+
+
+def _sum(parts: dict[EngineCall, dict[str, float]], counts: Counter[EngineCall]) -> dict[str, float]:
+    total = defaultdict[str, float](float)
+    for call, values in parts.items():
+        for cause, clocks in values.items():
+            total[cause] += counts[call] * clocks
+    return dict(total)

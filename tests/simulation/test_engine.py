@@ -1,0 +1,119 @@
+"""The cycle model of the emitted engine, and the closed form beside it: one loop table, within 5 % of each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from fastcar_compile.codegen.hls.design.loops import tile_loops
+from fastcar_compile.codegen.hls.interface import engine_interface
+from fastcar_compile.errors import InternalError
+from fastcar_compile.estimate import DecoderShape, Workload, load_shape
+from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
+from fastcar_compile.estimate.memory import BURST_BEATS, BURSTS, Memory
+from fastcar_compile.estimate.question import ask
+from fastcar_compile.estimate.rows import draw_decisions
+from fastcar_compile.estimate.run import Run
+from fastcar_compile.simulation.call import engine_network
+from fastcar_compile.simulation.engine import CycleModel, bound_of
+from fastcar_compile.simulation.kernel import simulate_network
+from fastcar_compile.simulation.network import Network
+from fastcar_compile.targets import load_target
+
+EXAMPLE = DecoderShape(
+    name="moving-shapes", layers=4, hidden=128, intermediate=352, heads=4, kv_heads=4, head_dim=32, vocab=17,
+    source="examples/moving_shapes",
+)  # fmt: skip
+TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
+LARGE = load_shape("vila-u-7b").model_copy(update={"layers": 1})
+ENGINE = ("memory", "ports", "compute", "edge")
+BOARDS = ("zcu102", "kv260", "zcu104", "u280")
+POINTS = Random(17).sample(list(product(BOARDS, (EXAMPLE, TINY), ("w8a8", "w4a8"), (1, 4), (0.0, 0.5, 0.8))), 8)
+WIDE = Random(18).sample(list(product(("zcu102", "u280"), (EXAMPLE,), ("w8a8", "w4a8"), (32,), (0.0, 0.5, 0.8))), 3)
+SEVEN_BILLION = [("zcu102", LARGE, "w4a8", 1, 0.0), ("kv260", LARGE, "w8a8", 1, 0.0), ("u280", LARGE, "w4a8", 1, 0.5)]
+
+
+def engine_seconds(model: type[EngineModel], work: Workload, board: str) -> float:
+    """Mean time of the engine's calls in a step."""
+    decisions = draw_decisions((4, work.shape.layers, work.batch), work.replay)
+    question = ask(work, load_target(board), decisions=decisions, recorded=False, what_if=True)
+    run = Run.of(question.board(model), question.decisions, question.attended)
+    return sum(run.busy.get(unit, 0.0) for unit in ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("board", "shape", "quant", "batch", "replay"),
+    [*POINTS, *WIDE, *SEVEN_BILLION],
+    ids=lambda value: value.name if isinstance(value, DecoderShape) else str(value),
+)
+def test_the_closed_form_is_within_five_per_cent(
+    board: str, shape: DecoderShape, quant: str, batch: int, replay: float
+) -> None:
+    work = Workload(shape, quant, 64, batch, replay=replay)
+    cycles = engine_seconds(CycleModel, work, board)
+    assert engine_seconds(ClosedForm, work, board) == pytest.approx(cycles, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def cycles() -> CycleModel:
+    """TinyLlama's sizes in w4a8 on zcu102, eight rows."""
+    question = ask(Workload(TINY, "w4a8", 64, 8), load_target("zcu102"))
+    return CycleModel(question.design, question.target)
+
+
+def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleModel) -> None:
+    """Nothing is lost on the way: every process works as long as its loops, whatever it waits for."""
+    call = cycles.call_of(TINY.mlp_linears, RowLoad(3, 1))
+    result = simulate_network(engine_network(call, cycles.memory))
+    rows = 3 * (TINY.hidden // 4 + call.results)
+    copied = 2 * (cycles.design.mlp.batch - 3) * call.results
+    assert result.words["memory"] == pytest.approx(call.words * call.ports + rows + copied, rel=1e-4)
+    for number, name in enumerate(("fetch_tile", "mac_tile", "scale_tile", "finish_tile")):
+        loops = [tile_loops(p.product, call.load, inner=p.inner).stages[number] for p in call.products]
+        works = sum(p.product.tiles * loop.cycles for p, loop in zip(call.products, loops, strict=True))
+        assert result.processes[name].busy == pytest.approx(works, abs=1)
+    assert all(s >= 0 for p in result.processes.values() for s in p.stalls.values())
+
+
+def test_passes_are_work_of_the_array_and_not_of_the_ports(cycles: CycleModel) -> None:
+    one, four = (cycles.call_of(TINY.mlp_linears, RowLoad(8, passes)) for passes in (1, 4))
+    results = [simulate_network(engine_network(call, cycles.memory)) for call in (one, four)]
+    assert results[1].words == pytest.approx(results[0].words)
+    assert results[1].clocks > 2.5 * results[0].clocks
+    assert bound_of(results[0]) != "compute"
+    assert bound_of(results[1]) == "compute"
+
+
+def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
+    call = cycles.call_of(TINY.attention_linears[:1], RowLoad(1, 1))
+    slow = replace(cycles.memory, rate=cycles.memory.rate / 4)
+    result = simulate_network(engine_network(call, slow), watch="mac_tile")
+    assert bound_of(result) == "memory"
+    assert max(result.roots, key=lambda root: result.roots[root]) == "memory: memory"
+    assert result.clocks == pytest.approx(call.words * call.ports / slow.rate, rel=0.05)
+
+
+def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:
+    """Heads skip the multiplication, so two copies cost time; without a block of sums, a circle is named."""
+    call = cycles.call_of(TINY.attention_linears[:1], RowLoad(1, 1))
+
+    def with_copies(**copies: int) -> Network:
+        network = engine_network(call, cycles.memory)
+        return replace(
+            network, blocks={n: replace(b, copies=copies.get(n, b.copies)) for n, b in network.blocks.items()}
+        )
+
+    assert simulate_network(with_copies(head=2)).clocks > simulate_network(with_copies()).clocks
+    with pytest.raises(
+        InternalError, match=r"mac_tile \(blocks full: acc\) -> scale_tile \(blocks empty: acc\) -> mac"
+    ):
+        simulate_network(with_copies(acc=0))
+
+
+def test_the_window_is_that_of_the_interface(cycles: CycleModel) -> None:
+    weights = next(port for port in engine_interface(cycles.design).ports if port.name == "weights_0")
+    assert weights.burst == f"max_read_burst_length={BURST_BEATS} num_read_outstanding={BURSTS}"
+    assert isinstance(cycles.memory, Memory)
