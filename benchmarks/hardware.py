@@ -1,10 +1,10 @@
-"""The hardware model against published boards, and DRS against static mapping on recorded traces.
+"""The hardware model's figures: of designs that the compiler emits, and of DRS against static mapping.
 
-    python benchmarks/hardware.py --docs        # writes docs/measurements/hardware_table.md and docs/images/drs.png
+    python benchmarks/hardware.py --docs        # writes docs/measurements/hardware_table.md and docs/images/drs*.png
     python benchmarks/hardware.py --json out.json
 
-All figures are predictions: nothing here ran on a board. The traces are replay decisions of the shipped decoder on 16
-held-out videos, recorded on this machine's CPU.
+All figures are predictions: nothing here ran on a board. The recorded traces are replay decisions of the shipped
+decoder on 16 held-out videos, on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import numpy as np
 import torch
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
-from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.estimate import DecoderShape, Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.plot import pyplot
+from fastcar_compile.estimate.question import ask
+from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, draw_decisions, passes_of
+from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
+from fastcar_compile.simulation.simulate import simulate_question
 from fastcar_compile.targets import load_target
 
 ROOT = Path(__file__).parent.parent
@@ -33,32 +35,30 @@ sys.path.insert(0, str(ROOT / "examples" / "moving_shapes"))
 from evaluate import HELD_OUT_SEED, load_model  # noqa: E402
 from video import make_videos, tokenize, with_bos  # noqa: E402
 
-ROWS = 16
-BATCHES = (2, 4, 8, 16)
-DRS_CORES = 2
-"""One core per row leaves nothing to balance. Two cores show what balancing gains."""
+ROWS, CORES = 16, 4
+"""Rows of the recorded traces. A core per row leaves nothing to balance; four cores show what balancing gains."""
 
-THRESHOLDS = (-np.inf, -40.0, -30.0, -24.0, -16.0, -8.0)
+THRESHOLDS = (-40.0, -24.0, -16.0)
+REPLAY = 0.8
 PUBLISHED = (
     ("llama2-7b", "w4a8", "kv260", 4.9, "arXiv 2502.10659 (W4A16, KV8)"),
     ("llama3-8b", "w4a8", "kv260", 4.8, "arXiv 2507.03308 (W4, KV8)"),
-    ("llama3-8b", "w4a8", "zcu104-sodimm", 8.6, "arXiv 2507.03308 (W4, KV8, PS + PL memory)"),
     ("tinyllama-1.1b", "w8a8", "zcu102", 1.5, "arXiv 2409.11424 (W8A8)"),
 )
 FASTCAR = {0.0: 689.7, 0.2: 556.8, 0.5: 475.3, 0.8: 390.7}
 """Replay ratio -> seconds per video of 2048 tokens on a U280 (arXiv 2505.14709)."""
 
-FASTCAR_SINK_WINDOW = {(4, 256): 354.5, (4, 16): 324.3}
-"""(sinks, window) -> the same at 87 % replay."""
+TOKENS = 2048
+SEVEN_BILLION = (("zcu102", "w4a8"), ("kv260", "w4a8"), ("u280", "w4a8"), ("u280", "w8a8"))
 
 
 def predict(shape: DecoderShape, quant: str, board: str, context: int, **options: Any) -> Estimate:
-    """Return one estimate without a check that the decoder fits the board's memory."""
-    return estimate(Workload(shape, quant, context, **options), load_target(board), what_if=True)
+    """Return one estimate of an emitted design."""
+    return estimate(Workload(shape, quant, context, **options), load_target(board))
 
 
 def published() -> list[dict[str, Any]]:
-    """Return our prediction for each published board: context 512, attention in the fabric over an int8 cache."""
+    """Return our prediction for each published board: context 512, linears in the fabric, attention on the host."""
     rows = []
     for name, quant, board, figure, source in PUBLISHED:
         shape = load_shape(name)
@@ -67,51 +67,70 @@ def published() -> list[dict[str, Any]]:
         rows.append(
             {
                 "decoder": name, "quant": quant, "board": board, "predicted": result.tokens_per_second,
-                "published": figure, "ceiling": ceiling, "bandwidth": result.bandwidth_utilisation,
-                "power_w": result.power_w, "source": source,
+                "published": figure, "ceiling": ceiling, "attention": result.shares["attention"],
+                "launches": result.shares["launch"], "power_w": result.power_w, "source": source,
             }
         )  # fmt: skip
     return rows
 
 
+def fastcar_line() -> tuple[float, float]:
+    """Return the line through FastCar's figures with replay: seconds without any, and what all of it would spare."""
+    ratios = [ratio for ratio in FASTCAR if ratio]
+    slope, start = np.polyfit(ratios, [FASTCAR[ratio] for ratio in ratios], 1)
+    return float(start), -float(slope)
+
+
 def vila_u_on_u280() -> list[dict[str, Any]]:
-    """Return the speedup by replay ratio with FastCar's. Context 1024 is the mean of a video."""
-    shape, rows = load_shape("vila-u-7b"), []
-    dense = predict(shape, "w8a8", "u280", 1024)
+    """Return seconds of a video by replay ratio beside FastCar's. Context 1024 is the mean of a video."""
+    shape, (start, spared), rows = load_shape("vila-u-7b"), fastcar_line(), []
     for ratio, seconds in FASTCAR.items():
         result = predict(shape, "w8a8", "u280", 1024, replay=ratio)
-        rows.append(_beside(result, dense, ratio, "", FASTCAR[0.0] / seconds))
-    for window, seconds in FASTCAR_SINK_WINDOW.items():
-        result = predict(shape, "w8a8", "u280", 1024, replay=0.87, sink_window=window)
-        rows.append(_beside(result, dense, 0.87, f"{window[0]} + {window[1]}", FASTCAR[0.0] / seconds))
+        rows.append(
+            {
+                "replay": ratio, "seconds": TOKENS * result.seconds_per_step, "speedup": result.speedup_over_dense,
+                "fastcar_seconds": seconds, "fastcar_line": start - spared * ratio,
+                "fastcar_speedup": FASTCAR[0.0] / seconds,
+            }
+        )  # fmt: skip
     return rows
 
 
-def _beside(result: Estimate, dense: Estimate, ratio: float, window: str, paper: float) -> dict[str, Any]:
-    return {
-        "replay": ratio,
-        "sink_window": window,
-        "seconds_per_video": 2048 * result.seconds_per_step,
-        "speedup": dense.seconds_per_step / result.seconds_per_step,
-        "fastcar": paper,
-        "ceiling": 1 / (1 - 0.668 * ratio),
-    }
-
-
 def vila_u_on_zcu102() -> list[dict[str, Any]]:
-    """Return dense bandwidth and the speedup at 80 % replay in w4a8, by context and offload."""
+    """Return dense speed and the speedup at 80 % replay in w4a8, by context and offload."""
     shape, rows = load_shape("vila-u-7b"), []
-    for offload in ("mlp", "linears", "all"):
+    for offload in ("mlp", "linears"):
         for context in (64, 256, 512, 1024):
             dense = predict(shape, "w4a8", "zcu102", context, offload=offload)
-            replayed = predict(shape, "w4a8", "zcu102", context, offload=offload, replay=0.8)
+            replayed = predict(shape, "w4a8", "zcu102", context, offload=offload, replay=REPLAY)
             rows.append(
                 {
                     "offload": offload, "context": context, "tokens_per_second": dense.tokens_per_second,
-                    "weight_stream": dense.weight_stream_utilisation,
                     "replay_tokens_per_second": replayed.tokens_per_second, "speedup": replayed.speedup_over_dense,
+                    "launches": replayed.shares["launch"], "attention": replayed.shares["attention"],
                 }
             )  # fmt: skip
+    return rows
+
+
+def cycle_model() -> list[dict[str, Any]]:
+    """Return a dense step of VILA-U 7B by the cycle model: clocks, the weight stream, and the closed form's error."""
+    rows = []
+    for board, quant in SEVEN_BILLION:
+        target = load_target(board)
+        work = Workload(load_shape("vila-u-7b"), quant, 512)
+        result, closed = simulate_question(ask(work, target)), estimate(work, target)
+        engine = sum(result.seconds.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
+        streamed = sum(s.bytes for s in result.typical.segments if s.unit in ("memory", "ports", "compute"))
+        root = max(result.roots, key=lambda name: result.roots[name])
+        rows.append(
+            {
+                "board": board, "quant": quant, "clocks": int(result.clocks_per_step),
+                "ms": 1e3 * result.seconds_per_step, "engine_ms": 1e3 * engine,
+                "of_measured_bandwidth": streamed / engine / measured_cap(target), "multipliers_wait_for": root,
+                "closed_form": closed.seconds_per_step / result.seconds_per_step,
+            }
+        )  # fmt: skip
     return rows
 
 
@@ -134,60 +153,60 @@ def record(frames: int) -> dict[float, np.ndarray]:
     return traces
 
 
-def drs_over_static(traces: dict[float, np.ndarray]) -> list[dict[str, Any]]:
-    """Return the speedup of DRS over static mapping by batch, trace and organisation of cores; w8a8 on zcu102."""
-    small = DecoderShape(
-        name="moving-shapes", layers=4, hidden=128, intermediate=352, heads=4, kv_heads=4, head_dim=32, vocab=17,
-        source="examples/moving_shapes",
-    )  # fmt: skip
-    wide = load_shape("tinyllama-1.1b").model_copy(update={"layers": 4, "vocab": 0})
-    board, rows = load_target("zcu102"), []
-    for shape in (small, wide):
-        for batch in BATCHES:
-            work = Workload(shape, "w8a8", 1, batch)
-            design = explore(work.mlp_spec(), board, work.attention(), cores=[DRS_CORES]).design
-            work = Workload(shape, "w8a8", 1024, batch)
-            for trace in traces.values():
-                decisions = trace[:, :, :batch]
-                result = estimate(work, board, decisions=decisions, design=design, what_if=True)
-                versus = result.comparison
-                rows.append(
-                    {
-                        "decoder": shape.name, "batch": batch,
-                        "replay": float(decisions.mean()),
-                        "drs_over_static": result.tokens_per_second / versus["static_mapping"],
-                        "prefetch_gain": result.tokens_per_second / versus["no_prefetch"],
-                        "over_dense": result.speedup_over_dense,
-                    }
-                )  # fmt: skip
+def inputs_of_drs(traces: dict[float, Decisions]) -> dict[str, Decisions]:
+    """Return decisions by title: drawn row by row, drawn alike for all rows, and recorded."""
+    shape = (200, 4, ROWS)
+    drawn = {f"{kind.value} rows": draw_decisions(shape, REPLAY, kind) for kind in Draw}
+    return drawn | {f"recorded, threshold {threshold:g}": trace for threshold, trace in traces.items()}
+
+
+def drs_over_static(inputs: dict[str, Decisions]) -> list[dict[str, Any]]:
+    """Return passes and step time of both mappings: 16 rows, TinyLlama's sizes in w4a8 with four layers on zcu102."""
+    shape = load_shape("tinyllama-1.1b").model_copy(update={"layers": 4, "vocab": 0})
+    rows = []
+    for title, decisions in inputs.items():
+        result = estimate(Workload(shape, "w4a8", 64, ROWS), load_target("zcu102"), decisions=decisions)
+        cores = result.design["spec"]["cores"]
+        for count in sorted({CORES, cores}):
+            busiest = {m: passes_of(decisions, count, m).mean() for m in Mapping}
+            row = {
+                "decisions": title, "replay": float(decisions.mean()), "cores": count,
+                "passes_static": busiest[Mapping.STATIC], "passes_drs": busiest[Mapping.DRS],
+                "static_over_drs": busiest[Mapping.STATIC] / busiest[Mapping.DRS],
+            }  # fmt: skip
+            step = result.tokens_per_second / result.comparison["static_mapping"]
+            rows.append(row | {"step_static_over_drs": step if count == cores else ""})
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw DRS over static mapping by replay, a line per batch."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    for batch in BATCHES:
-        line = [r for r in rows if r["batch"] == batch and r["decoder"] != "moving-shapes"]
-        line = sorted(line, key=lambda r: r["replay"])
-        axis.plot([r["replay"] for r in line], [r["drs_over_static"] for r in line], marker="o", label=f"batch {batch}")
-    axis.set_xlabel("replay ratio of the recorded trace")
-    axis.set_ylabel("DRS over static mapping (predicted)")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+def pictures(inputs: dict[str, Decisions], folder: Path) -> None:
+    """Draw active rows per layer of three inputs, and the cores of one forward of rows that were drawn and recorded."""
+    first = list(inputs.items())
+    chosen = dict([*first[:2], min(first[2:], key=lambda item: abs(item[1].mean() - REPLAY))])
+    draw_active_rows(chosen, folder / "drs_rows.png")
+    for name, title in (("drs_cores.png", first[0][0]), ("drs_cores_recorded.png", list(chosen)[2])):
+        decisions = inputs[title]
+        draw_cores(decisions, CORES, typical_forward(decisions, CORES), title, folder / name)
 
 
 def tables(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
+    start, spared = fastcar_line()
     parts = ["<!-- Written by `python benchmarks/hardware.py --docs`; do not edit. -->"]
-    parts.append("## Published boards\n\nContext 512, int8 key and value cache, attention in the fabric.\n")
+    parts.append(
+        "All figures are predictions of designs that the compiler emits: linears or MLPs in the fabric, int8 KV."
+    )
+    parts.append("## Published boards\n\nContext 512. Theirs have attention in the fabric, ours on the host.\n")
     parts.append(_markdown(report["published"]))
-    parts.append("## VILA-U 7B on u280, w8a8, context 1024\n")
+    parts.append("## VILA-U 7B by the cycle model, dense, context 512\n")
+    parts.append(_markdown(report["cycle_model"]))
+    parts.append(
+        f"## VILA-U 7B on u280, w8a8, context 1024\n\nFastCar's line: {start:.0f} s - {spared:.0f} s x replay.\n"
+    )
     parts.append(_markdown(report["vila_u_u280"]))
     parts.append("## VILA-U 7B on zcu102, w4a8: dense, and 80 % replay\n")
     parts.append(_markdown(report["vila_u_zcu102"]))
-    parts.append("## DRS over static mapping, recorded traces, w8a8, two cores on zcu102\n")
+    parts.append(f"## DRS over static mapping, {ROWS} rows, w4a8 on zcu102\n")
     parts.append(_markdown(report["drs"]))
     return "\n\n".join(parts) + "\n"
 
@@ -202,20 +221,22 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Predict, print, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write the table and the picture named above")
+    parser.add_argument("--docs", action="store_true", help="write the table and the pictures named above")
     parser.add_argument("--json", type=Path, default=None, help="write the report here")
-    parser.add_argument("--frames", type=int, default=8, help="frames of the recorded traces")
+    parser.add_argument("--frames", type=int, default=4, help="frames of the recorded traces")
     options = parser.parse_args()
+    inputs = inputs_of_drs(record(options.frames))
     report = {
         "published": published(),
+        "cycle_model": cycle_model(),
         "vila_u_u280": vila_u_on_u280(),
         "vila_u_zcu102": vila_u_on_zcu102(),
-        "drs": drs_over_static(record(options.frames)),
+        "drs": drs_over_static(inputs),
     }
     print(tables(report))
     if options.docs:
         (ROOT / "docs" / "measurements" / "hardware_table.md").write_text(tables(report))
-        plot(report["drs"], ROOT / "docs" / "images" / "drs.png")
+        pictures(inputs, ROOT / "docs" / "images")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
 

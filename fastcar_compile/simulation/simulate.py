@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,12 @@ def simulate(
     table = None
     if manifest.accelerator is not None:
         table = read_table((Path(artifact) / manifest.accelerator.table).read_bytes())
-    work = workload_of(manifest)
+    work = replace(workload_of(manifest), replay=replay or 0.0)
+    work.check()
     recorded = decisions is not None
     if decisions is None:
         shape = (SYNTHETIC_FORWARDS, work.shape.layers, work.batch)
-        decisions = draw_decisions(shape, replay or 0.0, draw, seed)
+        decisions = draw_decisions(shape, work.replay, draw, seed)
     question = ask(
         work, manifest.target, decisions=decisions, design=design_of(manifest, manifest.target), recorded=recorded
     )
@@ -128,18 +129,18 @@ def simulate_question(question: Question, table: DrsTable | None = None, mapping
     if not isinstance(engine, CycleModel):
         raise InternalError("the board's engine is not the cycle model")
     if mapping is Mapping.DRS:
-        check_dispatch(table or question.workload.control_table(engine.cores), question.decisions)
+        check_dispatch(table or question.workload.control_table(engine.cores), question.decisions, engine.cores)
     return _simulation(question, run, engine, mapping)
 
 
-def check_dispatch(table: DrsTable, decisions: Decisions) -> None:
+def check_dispatch(table: DrsTable, decisions: Decisions, cores: int) -> None:
     """Raise InternalError where the control table's records give other rows or passes than were simulated.
 
     The forward with most rows is dispatched, record by record.
     """
     forward = int((~decisions).sum((1, 2)).argmax())
     registers = [int(sum(1 << int(row) for row in np.flatnonzero(~layer))) for layer in decisions[forward]]
-    passes = passes_of(decisions[forward : forward + 1], table.cores, Mapping.DRS)[0]
+    passes = passes_of(decisions[forward : forward + 1], cores, Mapping.DRS)[0]
     for layer, trace in enumerate(dispatch_step(table, registers)):
         numbers = [r.pass_number or 0 for r in trace.records if r.opcode is Opcode.COMPUTE_MLP]
         found = RowLoad(len(numbers), max(numbers, default=-1) + 1)

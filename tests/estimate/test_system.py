@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fastcar_compile.artifact.sections.accelerator import DesignPart
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
+from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError, InputError, TargetError
 from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
@@ -160,13 +161,14 @@ def test_one_computing_row_keeps_the_whole_weight_stream() -> None:
 
 
 def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
-    """Rows 0 and 8 compute; both belong to core 0 of eight."""
+    """Rows 0 and 4 compute; both belong to core 0 of four."""
     decisions = np.ones((4, 3, 16), bool)
-    decisions[..., [0, 8]] = False
-    assert passes_of(decisions, 8, Mapping.STATIC).max() == 2
-    assert passes_of(decisions, 8, Mapping.DRS).max() == 1
-    result = estimate(Workload(TINY, "w8a8", 8, batch=16), ZCU102, decisions=decisions)
-    assert result.design["spec"]["cores"] == 8
+    decisions[..., [0, 4]] = False
+    assert passes_of(decisions, 4, Mapping.STATIC).max() == 2
+    assert passes_of(decisions, 4, Mapping.DRS).max() == 1
+    work = Workload(TINY, "w8a8", 8, batch=16)
+    four = explore(work.mlp_spec(), ZCU102, work.attention(), work.linear_specs(), cores=[4]).design
+    result = estimate(work, ZCU102, decisions=decisions, design=four)
     assert result.tokens_per_second > 1.1 * result.comparison["static_mapping"]
 
 

@@ -1,0 +1,134 @@
+"""`fc.simulate` and `fastcar simulate` on an artifact: figures, time line, stalls, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoders import llama
+from typer.testing import CliRunner, Result
+
+import fastcar_compile as fc
+from fastcar_compile.cli import app
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.errors import InputError, InternalError
+from fastcar_compile.estimate import Workload, load_shape
+from fastcar_compile.estimate.question import ask
+from fastcar_compile.estimate.rows import Mapping
+from fastcar_compile.simulation.simulate import check_dispatch, simulate_question
+from fastcar_compile.simulation.trace import chrome_trace
+from fastcar_compile.targets import load_target
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small decoder for zcu102, all linears in the fabric, TAS in every layer."""
+    replay = fc.ReplayConfig(gate="tas", threshold=0.0)
+    made = fc.compile(
+        llama(), target="zcu102", tokens_per_frame=8, batch_size=ROWS, offload="linears", quant="w8a8", replay=replay,
+        output=tmp_path_factory.mktemp("simulate") / "a",
+    )  # fmt: skip
+    return made.path
+
+
+@pytest.fixture
+def command(artifact: Path) -> Callable[..., Result]:
+    """Run `fastcar simulate` on it."""
+    return lambda *words: CliRunner().invoke(app, ["simulate", str(artifact), *map(str, words)])
+
+
+def test_a_step_of_an_artifact(artifact: Path) -> None:
+    dense, replayed = fc.simulate(artifact), fc.simulate(artifact, replay=0.8, seed=3)
+    assert dense.replay_ratio == 0
+    assert replayed.replay_ratio == pytest.approx(0.8)
+    assert 0 < replayed.seconds_per_step < dense.seconds_per_step
+    assert dense.clocks_per_step == pytest.approx(dense.seconds_per_step * dense.clock_hz)
+    assert sum(dense.seconds.values()) == pytest.approx(dense.seconds_per_step)
+    assert replayed.to_json() == fc.simulate(artifact, replay=0.8, seed=3).to_json()
+    assert replayed.to_json() != fc.simulate(artifact, replay=0.8, seed=4).to_json()
+    assert dense.processes["mac_tile"].busy > 0
+    # Every process is busy or waits for as long as the engine's calls take.
+    calls = sum(dense.calls[call].clocks for _start, call in dense.typical.calls)
+    for process in dense.processes.values():
+        assert process.busy + sum(process.stalls.values()) == pytest.approx(calls)
+
+
+def test_recorded_decisions(artifact: Path) -> None:
+    decisions = np.ones((4, len(llama().model.layers), ROWS), bool)
+    decisions[..., [0, 8]] = False
+    simulation = fc.simulate(artifact, decisions=decisions)
+    assert simulation.passes == -(-2 // simulation.cores)
+    assert simulation.replay_ratio == 14 / 16
+    with pytest.raises(InputError, match="the decisions are bool"):
+        fc.simulate(artifact, decisions=decisions[:, :, :2])
+
+
+def test_drs_halves_what_the_static_mapping_stacks_on_one_core() -> None:
+    """Rows 0 and 4 of 16 compute; of four cores, both are core 0's."""
+    work = Workload(load_shape("tinyllama-1.1b").model_copy(update={"layers": 2}), "w8a8", 8, ROWS)
+    decisions = np.ones((1, 2, ROWS), bool)
+    decisions[..., [0, 4]] = False
+    board = load_target("zcu102")
+    four = explore(work.mlp_spec(), board, work.attention(), work.linear_specs(), cores=[4]).design
+    question = ask(work, board, decisions=decisions, design=four)
+    drs, static = (simulate_question(question, mapping=mapping) for mapping in Mapping)
+    assert (drs.cores, drs.passes, static.passes) == (4, 1, 2)
+    assert static.processes["mac_tile"].busy > drs.processes["mac_tile"].busy
+    assert static.seconds_per_step > 1.1 * drs.seconds_per_step
+
+
+def test_the_control_table_has_the_last_word(artifact: Path) -> None:
+    """A table of other cores dispatches other passes than the design's array makes."""
+    work = Workload(load_shape("tinyllama-1.1b").model_copy(update={"layers": 2}), "w8a8", 8, 8)
+    question = ask(work, load_target("zcu102"))
+    cores = question.design.mlp.cores
+    check_dispatch(work.control_table(cores), question.decisions, cores)
+    with pytest.raises(InternalError, match=r"layer 0: the control table dispatches RowLoad\(rows=8, passes=8\)"):
+        simulate_question(question, work.control_table(1))
+
+
+def test_chrome_trace(artifact: Path) -> None:
+    simulation = fc.simulate(artifact, replay=0.5)
+    trace = chrome_trace(simulation)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"launch", "attention", "mac_tile", "read_weights"} <= names
+    end = max(event["ts"] + event["dur"] for event in events)
+    assert end == pytest.approx(1e6 * simulation.typical.seconds, rel=1e-3)
+    lanes = {(event["pid"], event["tid"]) for event in events}
+    for lane in lanes:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if (e["pid"], e["tid"]) == lane)
+        assert all(later[0] >= before[1] - 1e-3 for before, later in pairwise(spans))
+
+
+def test_text_json_and_files(command: Callable[..., Result], tmp_path: Path) -> None:
+    line, report = tmp_path / "line.json", tmp_path / "report"
+    text = command("--replay", 0.8, "--time-line", line, "--report", report)
+    assert text.exit_code == 0, text.stderr
+    for part in ("clocks", "multipliers wait", "deadlock", "none: ", "mac_tile", "write_rows", "mapping drs"):
+        assert part in text.stdout
+    assert json.loads(line.read_text())["otherData"]["what_if"] == []
+    page = (report / "report.html").read_text()
+    assert {p.name for p in report.iterdir()} == {"report.html", "active_rows.svg", "cores.svg"}
+    assert 'src="active_rows.svg"' in page
+    assert "Deadlock: none" in page
+    found = json.loads(command("--replay", 0.8, "--correlated", "--static", "--json").stdout)
+    assert (found["mapping"], found["time_line_file"]) == ("static", None)
+    assert found["passes"] == ROWS / found["cores"]
+
+
+def test_refusals(command: Callable[..., Result], tmp_path: Path) -> None:
+    for words, text in (
+        (("--replay", 0.5, "--trace", "t.npy"), "--replay and --trace cannot be given together"),
+        (("--replay", 1.5), "replay = 1.5 (0 to 1)"),
+        (("--trace", tmp_path / "no.npy"), "the trace does not exist"),
+    ):
+        result = command(*words)
+        assert result.exit_code == 2
+        assert text in " ".join(result.stderr.split())
