@@ -1,6 +1,6 @@
 // DRS controller: loads the control table once, then decides one layer per call: TAS and gate, Index Register, Mapping
-// Registers, instruction words -> dispatch records. Formats, order of checks and status codes: docs/reference/drs_table.md.
-// Every loop is bounded, so it always ends.
+// Registers, instruction words -> row queue of the array, and dispatch records. Formats, order of checks and status codes:
+// docs/reference/drs_table.md. Every loop is bounded, so it always ends.
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
 
@@ -11,6 +11,7 @@ namespace fastcar {
 namespace drs {
 
 // Values of the argument `op`; with any other the controller reads and writes nothing.
+static const uint32_t OP_EXECUTE = 0;  // an MLP: what was dispatched for its layer
 static const uint32_t OP_TABLE = 3;
 static const uint32_t OP_GATE = 4;
 
@@ -25,6 +26,7 @@ enum ResultWord {
     R_RECORDS = R_CHAIN + INDEX_REGISTER_BITS
 };
 static const int ANSWER_WORDS = R_RECORDS + 2 * MAX_LAYER_WORDS;
+static const uint32_t NO_PLACE = NO_UNIT << 8 | NO_UNIT;
 
 // What one call is about. `crc` names the table that the host counts on.
 struct Call {
@@ -35,6 +37,17 @@ struct Call {
     uint32_t key_words;
     uint32_t held;
     uint32_t capacity;
+    uint32_t mask;  // rows that compute in a layer without a gate
+};
+
+// What the array has to do for a layer: rows that compute, each with its core and pass, rows that are copied, whether the
+// weights begin in the prefetch buffer, and whether the buffer is filled with the next layer's.
+struct Queue {
+    uint32_t layer;
+    uint32_t computing;
+    uint32_t copied;
+    bool held;
+    bool fills;
 };
 
 // One layer's fields of the table.
@@ -87,20 +100,20 @@ read_counts:
         FASTCAR_TRIPS(1, 8)
         FASTCAR_BEAT(CHAIN, i)
         const word_t word = chain[i];
-        counts[4 * i] = tas::lane_bits(word, 0);
-        counts[4 * i + 1] = tas::lane_bits(word, 1);
-        counts[4 * i + 2] = tas::lane_bits(word, 2);
-        counts[4 * i + 3] = tas::lane_bits(word, 3);
+        counts[4 * i] = lane_bits(word, 0);
+        counts[4 * i + 1] = lane_bits(word, 1);
+        counts[4 * i + 2] = lane_bits(word, 2);
+        counts[4 * i + 3] = lane_bits(word, 3);
     }
 }
 
-// Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0.
+// Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and the mask decides.
 template <class C>
-uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, uint32_t step, const word_t* query,
+uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, const Call& call, const word_t* query,
                 const word_t* key, const uint32_t counts[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
-    uint32_t replay = 0;
+    uint32_t replay = ~call.mask;
 clear_scores:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
@@ -112,26 +125,9 @@ clear_scores:
         tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
-        replay = step >= header[F_TOKENS_PER_FRAME] ? replay : 0;
+        replay = call.step >= header[F_TOKENS_PER_FRAME] ? replay : 0;
     }
     return ~replay & all_rows(rows);
-}
-
-// Mapping Registers, as core << 8 | pass: the i-th row that computes goes to core i mod `cores` in pass i div `cores`, by
-// counters. That of a replayed row is 0.
-inline void map_places(uint32_t index_register, uint32_t rows, uint32_t cores, uint16_t places[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    uint32_t core = 0;
-    uint32_t pass = 0;
-map_each_row:
-    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
-        FASTCAR_PIPELINE(1)
-        const bool computes = static_cast<uint32_t>(row) < rows && row_computes(index_register, row);
-        const bool last = core + 1 == cores;
-        places[row] = static_cast<uint16_t>(computes ? core << 8 | pass : 0u);
-        pass += computes && last ? 1u : 0u;
-        core = !computes ? core : last ? 0u : core + 1;
-    }
 }
 
 // Whether an instruction is dispatched; `held` is the layer in the prefetch buffer.
@@ -166,15 +162,26 @@ inline uint32_t issue(uint32_t opcode, uint32_t number, const Layer& layer, uint
     return argument;
 }
 
-// Fetches the layer's instruction words up to END and discards each or appends its record to the answer. Returns OK, or
-// QUEUE_FULL after the first `capacity` records.
+// Puts an instruction into the queue.
+inline void enqueue(uint32_t opcode, uint32_t row, uint32_t argument, Queue& queue) {
+    FASTCAR_INLINE
+    const uint32_t bit = 1u << (row & 31u);
+    queue.computing |= opcode == COMPUTE_MLP ? bit : 0u;
+    queue.copied |= opcode == REPLAY_COPY ? bit : 0u;
+    queue.held = queue.held || (opcode == LOAD_WEIGHTS && argument != 0);
+    queue.fills = queue.fills || opcode == PREFETCH_NEXT;
+}
+
+// Fetches the layer's instruction words up to END, discards each or puts it into the queue, and appends its record to the
+// answer. Returns OK, or QUEUE_FULL after the first `capacity` records.
 template <class C>
 Status dispatch(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], const Layer& layer,
-                const Call& call, uint32_t index_register, uint32_t& held, uint32_t& count,
+                const Call& call, uint32_t index_register, uint32_t& held, uint32_t& count, Queue& queue,
+                core_t core_of[INDEX_REGISTER_BITS], pass_t pass_of[INDEX_REGISTER_BITS],
                 uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    uint16_t places[INDEX_REGISTER_BITS];
-    map_places(index_register, header[F_ROWS], header[F_CORES], places);
+    place_rows<PLACE_BITS>(index_register, static_cast<int>(header[F_ROWS]), static_cast<int>(header[F_CORES]), core_of,
+                          pass_of);
     bool ended = false;
     bool full = false;
 fetch_instructions:
@@ -188,23 +195,25 @@ fetch_instructions:
         full = full || (issued && count == call.capacity);
         if (issued && !full) {
             const uint32_t row = row_of(word);
-            const uint32_t place = opcode == COMPUTE_MLP ? places[row & 31u] : NO_UNIT << 8 | NO_UNIT;
-            answer[R_RECORDS + 2 * count] = opcode << 24 | row << 16 | place;
-            answer[R_RECORDS + 2 * count + 1] = issue(opcode, call.layer, layer, held);
+            const uint32_t place = core_of[row & 31u].to_uint() << 8 | pass_of[row & 31u].to_uint();
+            const uint32_t argument = issue(opcode, call.layer, layer, held);
+            answer[R_RECORDS + 2 * count] = opcode << 24 | row << 16 | (opcode == COMPUTE_MLP ? place : NO_PLACE);
+            answer[R_RECORDS + 2 * count + 1] = argument;
+            enqueue(opcode, row, argument, queue);
             ++count;
         }
     }
     return full ? QUEUE_FULL : OK;
 }
 
-// Scores and new chain counts of every row, after the decision; zeros beyond the rows.
-inline void report_rows(uint32_t rows, uint32_t index_register, const float scores[INDEX_REGISTER_BITS],
+// Scores and new chain counts of every row, after the decision; zeros without a gate and beyond the rows.
+inline void report_rows(uint32_t rows, bool gated, uint32_t index_register, const float scores[INDEX_REGISTER_BITS],
                         const uint32_t counts[INDEX_REGISTER_BITS], uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
 report_each_row:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
-        const bool replays = static_cast<uint32_t>(row) < rows && !row_computes(index_register, row);
+        const bool replays = gated && static_cast<uint32_t>(row) < rows && !row_computes(index_register, row);
         answer[R_SCORES + row] = bits_of_float(scores[row]);
         answer[R_CHAIN + row] = replays ? counts[row] + 1u : 0u;
     }
@@ -220,32 +229,30 @@ write_words:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, ANSWER_WORDS / 4)
         FASTCAR_BEAT(RESULT, i)
-        result[i] = tas::word_of_bits(answer[4 * i], answer[4 * i + 1], answer[4 * i + 2], answer[4 * i + 3]);
+        result[i] = word_of_bits(answer[4 * i], answer[4 * i + 1], answer[4 * i + 2], answer[4 * i + 3]);
     }
 }
 
 // One layer of one decode forward, with the table on chip. Returns the status; `length` words of the answer are filled
 // behind its first four.
 template <class C>
-Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Call& call,
-                const word_t* query, const word_t* key, const word_t* chain, uint32_t answer[ANSWER_WORDS],
-                uint32_t& length) {
+Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const Call& call, const word_t* query, const word_t* key, const word_t* chain, Queue& queue,
+                core_t core_of[INDEX_REGISTER_BITS], pass_t pass_of[INDEX_REGISTER_BITS],
+                uint32_t answer[ANSWER_WORDS], uint32_t& length) {
     FASTCAR_NO_INLINE
     uint32_t counts[INDEX_REGISTER_BITS];
     float scores[INDEX_REGISTER_BITS];
-    if (call.layer >= header[F_LAYERS]) {
-        return BAD_LAYER;
-    }
-    const Layer layer = read_layer<C>(words, header, call.layer);
     if (has_gate(layer) && !operands_fit(header, call)) {
         return BAD_OPERANDS;
     }
     read_chain(chain, header[F_ROWS], counts);
-    const uint32_t index_register = decide<C>(header, layer, call.step, query, key, counts, scores);
+    const uint32_t index_register = decide<C>(header, layer, call, query, key, counts, scores);
     uint32_t held = call.held;
     uint32_t count = 0;
-    report_rows(header[F_ROWS], index_register, scores, counts, answer);
-    const Status status = dispatch<C>(words, header, layer, call, index_register, held, count, answer);
+    report_rows(header[F_ROWS], has_gate(layer), index_register, scores, counts, answer);
+    const Status status = dispatch<C>(words, header, layer, call, index_register, held, count, queue, core_of, pass_of, answer);
+    queue.layer = status == OK ? call.layer : NO_LAYER;
     answer[R_COUNT] = count;
     answer[R_INDEX_REGISTER] = index_register;
     answer[R_HELD] = status == OK ? held : call.held;
@@ -255,34 +262,66 @@ Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
     return status;
 }
 
-// One call. The table stays on chip from call to call; after a load that failed there is none. The function has internal
-// linkage, so that the table belongs to this kernel alone, whatever else a process loads.
+// What is on chip: the table from load to load, and the queue from a decision to its execution.
+//
+// GATE fills the queue. EXECUTE of a layer with a gate needs the queue of this layer, once; one without a gate is scheduled
+// by the mask at once. The functions have internal linkage, so that all of it belongs to this kernel alone, whatever else a
+// process loads. Returns what the array has to do now; its layer is NO_LAYER when that is nothing.
 template <class C>
-static void control(uint32_t op, const uint32_t* table, uint32_t table_bytes, const Call& call, const word_t* query,
-                    const word_t* key, const word_t* chain, word_t* result) {
-    static_assert(C::TABLE_WORDS <= MAX_TABLE_WORDS, "word offsets of the format");
+static Queue control(uint32_t op, const word_t* table, uint32_t table_bytes, const Call& call, const word_t* query,
+                     const word_t* key, const word_t* chain, core_t core_of[INDEX_REGISTER_BITS],
+                     pass_t pass_of[INDEX_REGISTER_BITS], word_t* result) {
+    FASTCAR_NO_INLINE
+    static_assert(C::TABLE_WORDS <= static_cast<int>(MAX_TABLE_WORDS), "word offsets of the format");
     static bool loaded = false;
     static uint32_t header[HEADER_WORDS];
     static uint32_t words[C::TABLE_WORDS];
+    static Queue stored = {NO_LAYER, 0, 0, false, false};
+    static core_t stored_core[INDEX_REGISTER_BITS];
+    static pass_t stored_pass[INDEX_REGISTER_BITS];
     FASTCAR_PARTITION(header, 0)
     uint32_t answer[ANSWER_WORDS];
     FASTCAR_PARTITION_CYCLIC(answer, 1, 4)
-    if (op != OP_TABLE && op != OP_GATE) {
-        return;
-    }
     answer[R_COUNT] = 0;
     answer[R_INDEX_REGISTER] = 0;
     answer[R_HELD] = call.held;
     uint32_t length = R_SCORES;
+    Queue now = {NO_LAYER, 0, 0, false, false};
     Status status = NO_TABLE;
     if (op == OP_TABLE) {
         status = load_table<C>(table, table_bytes, header, words);
         loaded = status == OK;
+        stored.layer = NO_LAYER;
     } else if (loaded && header[F_CRC] == call.crc) {
-        status = schedule<C>(header, words, call, query, key, chain, answer, length);
+        status = BAD_LAYER;
+        if (call.layer < header[F_LAYERS]) {
+            Layer layer = read_layer<C>(words, header, call.layer);
+            const bool executes = op == OP_EXECUTE && has_gate(layer);
+            layer.prefetch = op == OP_EXECUTE ? 0 : layer.prefetch;  // the weights given are this layer's
+            if (!executes) {
+                stored = now;
+                status = schedule<C>(header, words, layer, call, query, key, chain, stored, stored_core, stored_pass, answer,
+                                     length);
+            } else {
+                status = stored.layer == call.layer ? OK : NO_DISPATCH;
+                answer[R_INDEX_REGISTER] = status == OK ? stored.computing : 0u;
+            }
+            // A decision only fills the prefetch buffer, and only when nothing computes.
+            if (status == OK && (op == OP_EXECUTE || stored.fills)) {
+                now = stored;
+                stored.layer = op == OP_EXECUTE ? NO_LAYER : stored.layer;
+            }
+        }
+    }
+copy_places:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        FASTCAR_PIPELINE(1)
+        core_of[row] = stored_core[row];
+        pass_of[row] = stored_pass[row];
     }
     answer[R_STATUS] = static_cast<uint32_t>(status);
     write_answer(answer, length, result);
+    return now;
 }
 
 }  // namespace drs

@@ -7,6 +7,7 @@
 
 #include "fastcar_drs_traffic.hpp"
 #include "fastcar_mapping.hpp"
+#include "fastcar_word.hpp"
 
 namespace fastcar {
 namespace drs {
@@ -69,7 +70,8 @@ enum Status {
     NO_TABLE,
     BAD_LAYER,
     BAD_OPERANDS,
-    QUEUE_FULL
+    QUEUE_FULL,
+    NO_DISPATCH
 };
 
 enum Opcode { LOAD_WEIGHTS = 1, COMPUTE_MLP = 2, REPLAY_COPY = 3, PREFETCH_NEXT = 4, BARRIER = 5, END = 6 };
@@ -131,11 +133,13 @@ inline bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     return header[F_GATE] == GATE_TAS && pairs && (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
 }
 
+// The array has ROWS rows and PASSES passes: with fewer cores the rows need more passes.
 template <class C>
 bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     return within(header[F_LAYERS], 1, MAX_LAYERS) && within(header[F_LAYER_WORDS], 1, MAX_LAYER_WORDS) &&
-           within(header[F_ROWS], 1, INDEX_REGISTER_BITS) && within(header[F_CORES], 1, C::CORES) &&
+           within(header[F_ROWS], 1, C::ROWS) && within(header[F_CORES], 1, C::CORES) &&
+           times(header[F_CORES], C::PASSES) >= header[F_ROWS] &&
            header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0 && header[F_RESERVED_TOO] == 0;
 }
 
@@ -186,24 +190,51 @@ check_layers:
     return valid;
 }
 
-// Copies the table from memory, in one burst for the header and one for the rest, and checks it as it comes. C: CORES,
-// TABLE_WORDS, QUERY_WORDS and KEY_WORDS of this controller.
+// Word `at` of a table of `count` words goes on chip; returns the CRC with it. The first three words have no part in it.
 template <class C>
-Status load_table(const uint32_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
+uint32_t load_step(uint32_t crc, uint32_t word, uint32_t at, uint32_t count, uint32_t words[C::TABLE_WORDS]) {
+    FASTCAR_INLINE
+    if (at < count) {
+        words[at] = word;
+    }
+    return at > F_CRC && at < count ? crc_step(crc, word) : crc;
+}
+
+// Copies the 128-bit words first .. end - 1 of the table, four words of 32 bits each, in one burst; returns the CRC.
+template <class C>
+uint32_t load_words(const word_t* table, uint32_t first, uint32_t end, uint32_t count, uint32_t crc,
+                    uint32_t words[C::TABLE_WORDS]) {
+    FASTCAR_NO_INLINE
+    FASTCAR_BURST(TABLE)
+read_table:
+    for (uint32_t i = first; i < end; ++i) {
+        FASTCAR_PIPELINE(4)
+        FASTCAR_TRIPS(1, C::TABLE_WORDS / 4 + 1)
+        FASTCAR_BEAT(TABLE, i)
+        const word_t word = table[i];
+        crc = load_step<C>(crc, lane_bits(word, 0), 4 * i, count, words);
+        crc = load_step<C>(crc, lane_bits(word, 1), 4 * i + 1, count, words);
+        crc = load_step<C>(crc, lane_bits(word, 2), 4 * i + 2, count, words);
+        crc = load_step<C>(crc, lane_bits(word, 3), 4 * i + 3, count, words);
+    }
+    return crc;
+}
+
+// Copies the table from memory and checks it as it comes. C: CORES, ROWS, PASSES, TABLE_WORDS, QUERY_WORDS and KEY_WORDS of
+// this controller.
+template <class C>
+Status load_table(const word_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
                   uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_NO_INLINE
+    static_assert(C::TABLE_WORDS >= static_cast<int>(HEADER_WORDS), "a table has a header");
     if (table_bytes < 4 * HEADER_WORDS) {
         return TOO_SHORT;
     }
-    uint32_t crc = 0xFFFFFFFFu;
-    FASTCAR_BURST(TABLE)
-read_header:
+    uint32_t crc = load_words<C>(table, 0, HEADER_WORDS / 4, HEADER_WORDS, 0xFFFFFFFFu, words);
+copy_header:
     for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_BEAT(TABLE, i)
-        const uint32_t word = table[i];
-        header[i] = word;
-        crc = i > F_CRC ? crc_step(crc, word) : crc;
+        header[i] = words[i];
     }
     if (header[F_MAGIC] != MAGIC) {
         return BAD_MAGIC;
@@ -215,16 +246,7 @@ read_header:
     if ((table_bytes & 3u) != 0 || header[F_WORDS] != count || count > C::TABLE_WORDS) {
         return BAD_LENGTH;
     }
-    FASTCAR_BURST(TABLE)
-read_words:
-    for (uint32_t i = HEADER_WORDS; i < count; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, C::TABLE_WORDS)
-        FASTCAR_BEAT(TABLE, i)
-        const uint32_t word = table[i];
-        words[i] = word;
-        crc = crc_step(crc, word);
-    }
+    crc = load_words<C>(table, HEADER_WORDS / 4, (count + 3) >> 2, count, crc, words);
     if (~crc != header[F_CRC]) {
         return BAD_CRC;
     }

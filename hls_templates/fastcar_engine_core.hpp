@@ -151,7 +151,8 @@ int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {
 
 // A call of the engine from its arguments. The prefetch buffer holds weights of an MLP: a linear leaves it alone.
 template <class C>
-Call decode(uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs, int channels, int tile, int tiles) {
+Call decode(uint32_t index_register, uint32_t copied, uint32_t prefetch, uint32_t op, int inputs, int channels, int tile,
+            int tiles) {
     FASTCAR_NO_INLINE
     const uint32_t all = 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - C::BATCH);
     const bool fills = prefetch == PREFETCH_FILL;
@@ -161,7 +162,7 @@ Call decode(uint32_t index_register, uint32_t prefetch, uint32_t op, int inputs,
     const bool computes = products > 0 && (index_register & all) != 0;
     Call call;
     call.computing = computes ? index_register & all : 0u;
-    call.copied = op == OP_MLP && !fills ? ~index_register & all : 0u;
+    call.copied = op == OP_MLP && !fills ? copied & all : 0u;
     call.products = computes ? products : 0;
     call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
     call.held = computes && holds ? C::PREFETCH_WORDS : 0;

@@ -148,7 +148,7 @@ words:
 // Results of tile t leave for memory, in row order, a word per clock; activations stay in the cores.
 template <class C>
 void send_tile(const word_t results[C::CORES][Shapes<C>::PASSES * Shapes<C>::RESULT_WORDS], uint32_t computing,
-               const ap_uint<MappingBits<C::CORES>::VALUE> core_of[INDEX_REGISTER_BITS],
+               const core_t core_of[INDEX_REGISTER_BITS],
                const pass_t pass_of[INDEX_REGISTER_BITS], int t, int whole, int result_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     const int words = tile_results(t, whole, result_words);
@@ -172,7 +172,7 @@ template <class C>
 void run_tiles(hls::stream<word_t> weights[C::PORTS],
                const int8_t q[C::CORES][Shapes<C>::PASSES * Shapes<C>::CHANNEL_WORDS][Shapes<C>::LANES],
                const float row_scale[C::CORES][Shapes<C>::PASSES], uint64_t occupied, uint32_t computing,
-               const ap_uint<MappingBits<C::CORES>::VALUE> core_of[INDEX_REGISTER_BITS],
+               const core_t core_of[INDEX_REGISTER_BITS],
                const pass_t pass_of[INDEX_REGISTER_BITS], int tiles, int tile_rows, int sums, int channel_words,
                int scale_words, int head_words, int channels, bool inner, bool bias, int tile_words, int tile_sums,
                int stream_words, int sum_words, int chunk, int scale_rows, int mac_steps, int scale_steps,
@@ -212,7 +212,7 @@ template <class C>
 void run_product(hls::stream<word_t> weights[C::PORTS],
                  const int8_t q[C::CORES][Shapes<C>::PASSES * Shapes<C>::CHANNEL_WORDS][Shapes<C>::LANES],
                  const float row_scale[C::CORES][Shapes<C>::PASSES], uint64_t occupied, uint32_t computing,
-                 const ap_uint<MappingBits<C::CORES>::VALUE> core_of[INDEX_REGISTER_BITS],
+                 const core_t core_of[INDEX_REGISTER_BITS],
                  const pass_t pass_of[INDEX_REGISTER_BITS], int passes, const Product& product,
                  float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS], hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
@@ -233,7 +233,7 @@ void run_product(hls::stream<word_t> weights[C::PORTS],
 // Each row to its core and pass. rows: of the batch; words: of a row; four floats of a word unrolled.
 template <class C>
 void load_rows(hls::stream<word_t>& in, uint32_t computing,
-               const ap_uint<MappingBits<C::CORES>::VALUE> core_of[INDEX_REGISTER_BITS],
+               const core_t core_of[INDEX_REGISTER_BITS],
                const pass_t pass_of[INDEX_REGISTER_BITS], int inputs,
                float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS]) {
     FASTCAR_NO_INLINE
@@ -260,14 +260,12 @@ rows:
 // The array: its rows (if any) through the products of the call. One call site, so one MAC array: an MLP's second product
 // takes the activations that the first left in `values`.
 template <class C>
-void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS], uint32_t computing, int products, int inputs,
-             int channels, int tile, int tiles, int sums, int channel_words, int scale_words, int head_words, bool bias,
-             hls::stream<word_t>& out) {
+void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS],
+             const core_t core_of[INDEX_REGISTER_BITS], const pass_t pass_of[INDEX_REGISTER_BITS],
+             uint32_t computing, int passes, int products, int inputs, int channels, int tile, int tiles, int sums,
+             int channel_words, int scale_words, int head_words, bool bias, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
-    ap_uint<MappingBits<C::CORES>::VALUE> core_of[INDEX_REGISTER_BITS];
-    pass_t pass_of[INDEX_REGISTER_BITS];
-    const int passes = place_rows<MappingBits<C::CORES>::VALUE>(computing, C::BATCH, C::CORES, core_of, pass_of);
     const uint64_t occupied = occupied_places<C::CORES>(computing, C::BATCH, core_of, pass_of);
     const Product last = {inputs, channels, tile, tiles, sums, channel_words, scale_words, head_words, false, bias};
     float values[S::CORES][S::PASSES][S::INPUTS];

@@ -12,22 +12,10 @@ namespace fastcar {
 
 static const int INDEX_REGISTER_BITS = 32;
 
-// A pass is below 32: there are no more rows.
-typedef ap_uint<5> pass_t;
-
-// ceil(log2(CORES)), at least one bit.
-template <int CORES>
-struct MappingBits {
-    static const int VALUE = 1 + MappingBits<(CORES + 1) / 2>::VALUE;
-};
-template <>
-struct MappingBits<2> {
-    static const int VALUE = 1;
-};
-template <>
-struct MappingBits<1> {
-    static const int VALUE = 1;
-};
+// Core and pass are below 32: there are no more rows.
+static const int PLACE_BITS = 5;
+typedef ap_uint<PLACE_BITS> core_t;
+typedef ap_uint<PLACE_BITS> pass_t;
 
 inline bool row_computes(uint32_t index_register, int row) {
     FASTCAR_INLINE

@@ -6,9 +6,7 @@
 #ifndef FASTCAR_TAS_CORE_HPP
 #define FASTCAR_TAS_CORE_HPP
 
-#include "fastcar_drs_traffic.hpp"
-#include "fastcar_mapping.hpp"
-#include "fastcar_word.hpp"
+#include "fastcar_drs_table.hpp"
 
 namespace fastcar {
 namespace tas {
@@ -66,33 +64,6 @@ inline int64_t fixed_product(uint32_t a, uint32_t b) {
     const bool negative = ((a ^ b) >> 31) != 0;
     const int64_t signed_value = negative ? -value : value;
     return finite ? signed_value : -(static_cast<int64_t>(1) << LIMIT_BITS);
-}
-
-// Lane `lane` of a word of four 32-bit values.
-inline uint32_t lane_bits(const word_t& word, int lane) {
-    FASTCAR_INLINE
-#if defined(FASTCAR_WORD_BYTES)
-    uint32_t lanes[FLOAT_LANES];
-    memcpy(lanes, &word, sizeof(word_t));
-    return lanes[lane];
-#else
-    return word.range(32 * lane + 31, 32 * lane).to_uint();
-#endif
-}
-
-inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint32_t lane3) {
-    FASTCAR_INLINE
-    word_t word = 0;
-#if defined(FASTCAR_WORD_BYTES)
-    const uint32_t lanes[FLOAT_LANES] = {lane0, lane1, lane2, lane3};
-    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
-#else
-    word.range(31, 0) = lane0;
-    word.range(63, 32) = lane1;
-    word.range(95, 64) = lane2;
-    word.range(127, 96) = lane3;
-#endif
-    return word;
 }
 
 // The body of the sum's loop: four products of one word of q and one of the key.

@@ -144,6 +144,33 @@ inline word_t pack_float(const float lanes[FLOAT_LANES]) {
     return word;
 }
 
+// Lane `lane` of a word of four 32-bit values.
+inline uint32_t lane_bits(const word_t& word, int lane) {
+    FASTCAR_INLINE
+#if defined(FASTCAR_WORD_BYTES)
+    uint32_t lanes[FLOAT_LANES];
+    memcpy(lanes, &word, sizeof(word_t));
+    return lanes[lane];
+#else
+    return word.range(32 * lane + 31, 32 * lane).to_uint();
+#endif
+}
+
+inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint32_t lane3) {
+    FASTCAR_INLINE
+    word_t word = 0;
+#if defined(FASTCAR_WORD_BYTES)
+    const uint32_t lanes[FLOAT_LANES] = {lane0, lane1, lane2, lane3};
+    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
+#else
+    word.range(31, 0) = lane0;
+    word.range(63, 32) = lane1;
+    word.range(95, 64) = lane2;
+    word.range(127, 96) = lane3;
+#endif
+    return word;
+}
+
 }  // namespace fastcar
 
 #endif

@@ -16,7 +16,8 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.simulator import simulate_step
 from fastcar_compile.drs.table import DrsTable, Opcode
-from fastcar_compile.errors import InternalError
+from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
 from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, LAYERS = 8, 49, 3
@@ -67,23 +68,18 @@ def backend_of(session: Session) -> Any:
 
 
 def watched(session: Session) -> list[Event]:
-    """What the session does with the buffer from now on: ("fill", layer) and ("take", layer)."""
-    engine, weights, events = backend_of(session)._engine, backend_of(session)._weights, []
-    layers = [weights[f"layer_{i}"] for i in range(LAYERS)]
-    mlp, prefetch = engine.mlp, engine.prefetch
+    """What the kernel is told to do with the buffer from now on: ("fill", layer) and ("take", layer)."""
+    gate, events = backend_of(session)._gate, []
+    decide = gate.decide
 
-    def layer_of(stream: list[np.ndarray]) -> int:
-        return next(i for i, own in enumerate(layers) if own is stream)
+    def watching(layer: int, *operands: Any) -> Any:
+        decision = decide(layer, *operands)
+        of = {record.opcode: record.argument for record in gate.dispatched(layer).records}
+        events.extend([("take", layer)] if of.get(Opcode.LOAD_WEIGHTS) else [])
+        events.extend([("fill", (layer + 1) % LAYERS)] if Opcode.PREFETCH_NEXT in of else [])
+        return decision
 
-    def taking(x: Any, rows: int, cached: Any, stream: Any, *, held: bool = False) -> Any:
-        events.extend([("take", layer_of(stream))] if held else [])
-        return mlp(x, rows, cached, stream, held=held)
-
-    def filling(stream: Any) -> None:
-        events.append(("fill", layer_of(stream)))
-        prefetch(stream)
-
-    engine.mlp, engine.prefetch = taking, filling
+    gate.decide = watching
     return events
 
 
@@ -113,30 +109,48 @@ def test_table_design_and_library_have_one_size(artifact: fc.Artifact) -> None:
     assert design.prefetch_words in (128, 256, 512)
     assert table_of(artifact).prefetch == (design.prefetch_bytes,) * LAYERS
     assert section.controller.prefetch_bytes == design.prefetch_bytes
-    assert backend_of(artifact.session("hls-csim"))._prefetch_bytes == design.prefetch_bytes
 
 
-def test_logits_are_the_same_with_and_without_prefetch(artifact: fc.Artifact, tokens: Tensor) -> None:
-    cpu, hls, without = (artifact.session(name, record=True) for name in ("cpu", "hls-csim", "hls-csim"))
-    backend_of(without)._prefetch_bytes = 0
-    events, none = watched(hls), watched(without)
-    expected, actual, plain = (decode(session, tokens) for session in (cpu, hls, without))
+def test_the_kernel_executes_what_the_simulator_says(artifact: fc.Artifact, tokens: Tensor) -> None:
+    cpu, hls = (artifact.session(name, record=True) for name in ("cpu", "hls-csim"))
+    events = watched(hls)
+    expected, actual = (decode(session, tokens) for session in (cpu, hls))
     assert torch.equal(actual, expected)
-    assert torch.equal(plain, expected)
     assert np.array_equal(hls.stats.decisions, cpu.stats.decisions)
     assert events == simulated(table_of(artifact), hls.stats.decisions)
     assert ("take", 1) in events
     assert {("fill", layer) for layer in range(LAYERS)} & set(events) >= {("fill", 0), ("fill", 1)}
-    assert none == []
 
 
-def test_the_words_in_the_buffer_are_those_that_the_cores_get(artifact: fc.Artifact, tokens: Tensor) -> None:
-    """Otherwise the comparison above would prove nothing: with other words in the buffer the logits are others."""
-    cpu, hls = artifact.session("cpu"), artifact.session("hls-csim")
-    engine = backend_of(hls)._engine
-    prefetch = engine.prefetch
-    engine.prefetch = lambda sections: prefetch([np.zeros_like(section) for section in sections])
-    assert not torch.equal(decode(hls, tokens), decode(cpu, tokens))
+def test_a_decision_fills_the_buffer_that_the_mlp_takes(artifact: fc.Artifact, tokens: Tensor) -> None:
+    """With zeros in memory where the buffer holds the weights the logits are right; with zeros in the buffer not."""
+    cpu, beheaded, emptied = (artifact.session(name) for name in ("cpu", "hls-csim", "hls-csim"))
+    design = Design.of(accelerator_of(artifact).design)
+    engine, gate = backend_of(beheaded)._engine, backend_of(beheaded)._gate
+    execute, taken = engine.execute, []
+
+    def without_beginning(x: Any, rows: int, cached: Any, weights: Any) -> Any:
+        layer = next(i for i in range(LAYERS) if weights is backend_of(beheaded)._weights[f"layer_{i}"])
+        if any(r.argument for r in gate.dispatched(layer).records):
+            taken.append(layer)
+            weights = [section.copy() for section in weights]
+            for section in weights:
+                section[: 16 * design.axi_words * design.prefetch_words] = 0
+        return execute(x, rows, cached, weights)
+
+    engine.execute = without_beginning
+    engine_of_zeros = backend_of(emptied)._engine
+    bind, decide = engine_of_zeros.bind, backend_of(emptied)._gate.decide
+
+    def deciding(layer: int, *operands: Any) -> Any:
+        bind([np.zeros_like(section) for section in backend_of(emptied)._weights[f"layer_{layer}"]])
+        return decide(layer, *operands)
+
+    backend_of(emptied)._gate.decide = deciding
+    expected = decode(cpu, tokens)
+    assert torch.equal(decode(beheaded, tokens), expected)
+    assert taken
+    assert not torch.equal(decode(emptied, tokens), expected)
 
 
 def test_reset_and_other_thresholds_empty_the_buffer(artifact: fc.Artifact, tokens: Tensor) -> None:
@@ -173,14 +187,19 @@ def test_two_sessions_have_a_buffer_each(artifact: fc.Artifact, tokens: Tensor) 
         assert torch.equal(hls.step(tokens[:, i]), expected[i])
 
 
-def test_a_buffer_that_does_not_hold_what_the_controller_counts_on_is_told(
-    artifact: fc.Artifact, tokens: Tensor
-) -> None:
+def test_a_layer_is_executed_once_and_after_its_decision(artifact: fc.Artifact) -> None:
     hls = artifact.session("hls-csim")
     backend: Any = hls._stepper
-    backend._gate.prefetched, backend._gate.computed = lambda layer: 64, lambda layer: 0b11
-    x = np.zeros((2, 64), np.float32)
-    size = backend._prefetch_bytes
-    text = f"layer 1: the controller counts on 64 prefetched bytes; the kernel has layer None in {size} bytes"
-    with pytest.raises(InternalError, match=text):
+    gate, x = backend._gate, np.ones((2, 64), np.float32)
+    heads, none = np.ones((2, 4, 16), np.float32), np.zeros(2, np.int32)
+    keys = np.ones((2, table_of(artifact).attention.kv_heads, 16), np.float32)
+    gate.start(0, np.zeros(LAYERS, np.float32))
+    backend.gate(1, heads, keys, none)
+    backend.mlp(1, x, np.zeros(2, bool), x)
+    with pytest.raises(BackendError, match=r"stopped with status NO_DISPATCH\n  where: layer 1"):
         backend.mlp(1, x, np.zeros(2, bool), x)
+    backend.gate(1, heads, keys, none)
+    with pytest.raises(
+        InternalError, match="layer 1: the host's replay mask is not what the DRS controller dispatched"
+    ):
+        backend.mlp(1, x, np.array([True, False]), x)

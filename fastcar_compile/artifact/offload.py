@@ -17,19 +17,16 @@ replay [B], score [B], new chain [B]). The last three are its results."""
 
 
 class Op(IntEnum):
-    """Values of a kernel's argument `op`; with one of another kernel, or any other, it reads and writes nothing.
-
-    The first three are the engine's, the others the controller's.
-    """
+    """Values of the engine's argument `op`; with any other it reads and writes nothing."""
 
     MLP = 0
     LINEAR = 1
     LINEAR_BIAS = 2
     TABLE = 3
-    """Load the control table and check it."""
+    """The controller loads the control table and checks it."""
 
     GATE = 4
-    """Decide one layer."""
+    """The controller decides one layer; when nothing computes, the prefetch buffer is filled."""
 
 
 class Prefetch(IntEnum):

@@ -68,17 +68,18 @@ def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Arra
     return np.where(np.isfinite(products), limited, -TAS_LIMIT).astype(np.int64).sum((1, 2, 3))
 
 
-def decide(gate: Gate, step: int, query: Array, key: Array, chain: Array) -> Decision:
+def decide(gate: Gate, step: int, query: Array, key: Array, chain: Array, *, mask: int = 0xFFFFFFFF) -> Decision:
     """Decide for every row of one layer.
 
     Args:
         step: decode forward number t.
         query: words of the rows' queries. key: words of the cached keys of position - F. Not read without a gate.
         chain: int32 [B], replays in a row at slot t mod F so far.
+        mask: bit b = 1: row b computes; without a gate.
     """
     rows, factor, threshold = gate.rows, np.float32(gate.factor), np.float32(gate.threshold)
     if factor == 0:
-        return Decision(np.zeros(rows, np.float32), (1 << rows) - 1, np.zeros(rows, np.int32))
+        return Decision(np.zeros(rows, np.float32), (1 << rows) - 1 & mask, np.zeros(rows, np.int32))
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor may be anything
         scores = tas_sums(query, key, rows, gate.attention).astype(np.float32) * factor
     replay = (scores >= threshold) & (step >= gate.tokens_per_frame) & (threshold != np.float32(np.inf))

@@ -16,7 +16,6 @@ from fastcar_compile.drs.table import (
     MAGIC,
     MAX_LAYER_WORDS,
     MAX_LAYERS,
-    MAX_ROWS,
     NONE,
     ROW_OPCODES,
     UNLIMITED,
@@ -91,8 +90,9 @@ class Header(NamedTuple):
         return (
             1 <= self.layers <= MAX_LAYERS
             and 1 <= self.layer_words <= MAX_LAYER_WORDS
-            and 1 <= self.rows <= MAX_ROWS
+            and 1 <= self.rows <= limits.rows
             and 1 <= self.cores <= limits.cores
+            and self.cores * limits.passes >= self.rows
             and self.tokens_per_frame != 0
             and self.reserved == self.reserved_too == 0
         )

@@ -79,6 +79,7 @@ class LayerCall:
         query, key: memory words of q and of the cached key (`gate.pack_heads`).
         chain: int32 [at least B], replays in a row at slot t mod F.
         held: layer in the prefetch buffer; None: none.
+        mask: bit b = 1: row b computes; of a layer without a gate.
     """
 
     layer: int
@@ -87,6 +88,7 @@ class LayerCall:
     key: Array
     chain: Array
     held: int | None = None
+    mask: int = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def run_layer(
     gate = gate_of(data, call.layer)
     if gate.factor != 0 and not _operands_fit(header, call):
         return LayerTrace(Status.BAD_OPERANDS, held=call.held)
-    decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows])
+    decision = decide(gate, call.step, call.query, call.key, call.chain[: header.rows], mask=call.mask)
     trace = _dispatch(data, call.layer, decision.index_register, call.held, capacity)
     return LayerTrace(
         status=trace.status,

@@ -64,6 +64,7 @@ class Status(IntEnum):
     BAD_LAYER = 9
     BAD_OPERANDS = 10
     QUEUE_FULL = 11
+    NO_DISPATCH = 12
 
 
 class Opcode(IntEnum):
@@ -87,12 +88,15 @@ class Limits:
     A longer table has status BAD_LENGTH, one that needs more of the others BAD_HEADER.
 
     Args:
-        cores: compute cores.
+        cores: compute cores. rows: of the batch.
+        passes: over a tile of weights; `cores` of a table times these have to reach its rows.
         table_words: 32-bit words of a table.
         query_words, key_words: 128-bit words of one row of q and of the key, all heads.
     """
 
     cores: int = MAX_CORES
+    rows: int = MAX_ROWS
+    passes: int = MAX_ROWS
     table_words: int = MAX_TABLE_WORDS
     query_words: int = MAX_PRODUCTS
     key_words: int = MAX_PRODUCTS

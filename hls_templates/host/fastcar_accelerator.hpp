@@ -1,5 +1,5 @@
-// The accelerator of one decoder: weights of every call on the device, the TAS unit and DRS controller decide, the
-// compute kernel computes. The same steps as fastcar_compile/runtime/backends/accelerator.
+// The accelerator of one decoder: weights of every call on the device; one kernel decides, dispatches and computes. The same
+// steps as fastcar_compile/runtime/backends/accelerator.
 #ifndef FASTCAR_ACCELERATOR_HPP
 #define FASTCAR_ACCELERATOR_HPP
 
@@ -18,10 +18,9 @@
 
 namespace fastcar_host {
 
-// Words of the table and of the controller's result, and an instruction (docs/reference/drs_table.md).
+// Words of the table and of the controller's result (docs/reference/drs_table.md).
 static const size_t TABLE_CRC = 2;
 enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, CHAIN = 36, RECORDS = 68 };
-static const uint32_t COMPUTE_MLP = 2;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
 
 // What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; replays
@@ -41,8 +40,8 @@ public:
     // `meminfo`: says how much contiguous memory is free, on a board whose memory is also Linux's.
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
     Accelerator(const std::string& artifact, const std::string& xclbin, unsigned device, const std::string& meminfo)
-        : spec_(accelerator_spec()), device_(device, xclbin, {compute_spec(), controller_spec()}),
-          compute_(device_, compute_spec()), controller_(device_, controller_spec()) {
+        : spec_(accelerator_spec()), device_(device, xclbin, {engine_spec()}), engine_(device_, engine_spec()),
+          computing_(static_cast<size_t>(spec_.layers), 0) {
         Safetensors weights(artifact + "/" + spec_.weights);
         if (spec_.shared_memory) {
             require_contiguous(buffer_bytes(weights), meminfo);
@@ -54,6 +53,11 @@ public:
             load_stream(weights, linear.name);
             linears_.emplace(linear.name, linear);
         }
+        for (const ArgumentSpec& argument : engine_spec().arguments) {
+            if (argument.kind == Kind::SCALAR) {
+                engine_.set(argument.name, 0u);
+            }
+        }
         load_table(artifact + "/" + spec_.table);
     }
 
@@ -61,16 +65,23 @@ public:
     Accelerator& operator=(const Accelerator&) = delete;
 
     // Before another video: the prefetch buffer holds nothing.
-    void reset() {
-        held_ = NO_LAYER;
-        computed_.clear();
-    }
+    void reset() { held_ = NO_LAYER; }
 
-    // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B].
+    // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B]. When no row computes, the same run
+    // fills the prefetch buffer with the beginning of the next layer's weights.
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
         const uint64_t words = write_heads("query", inputs.query, inputs.heads, inputs.depth);
         const uint64_t key_words = write_heads("key", inputs.keys, inputs.kv_heads, inputs.depth);
-        const std::vector<uint32_t> result = schedule(layer, inputs.step, words, key_words, inputs.chain);
+        bind_weights("layer_" + std::to_string((layer + 1) % spec_.layers));
+        engine_.write("chain", inputs.chain, sizeof(int32_t) * rows());
+        engine_.set("op", OP_GATE);
+        engine_.set("step", static_cast<uint32_t>(inputs.step));
+        engine_.set("query_words", static_cast<uint32_t>(words));
+        engine_.set("key_words", static_cast<uint32_t>(key_words));
+        set_layer(layer);
+        engine_.run();
+        const std::vector<uint32_t> result = answer("layer " + std::to_string(layer));
+        computing_[static_cast<size_t>(layer)] = result[INDEX_REGISTER];
         for (size_t row = 0; row < rows(); ++row) {
             replay[row] = (result[INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
             std::memcpy(&score[row], &result[SCORES + row], sizeof(float));
@@ -78,18 +89,24 @@ public:
         }
     }
 
-    // One layer's MLP: row b of its output for x, or cached[b] where replay[b]; float32 [B, H]. The rows that compute are
-    // those that the controller dispatches. Of a layer without a gate in its table, the host's mask says what computes.
-    // Throws Error: the mask is not what the controller dispatched.
+    // One layer's MLP: row b of its output for x, or cached[b] where replay[b]; float32 [B, H]. The array executes what the
+    // controller dispatched. Of a layer without a gate in its table, the host's mask is the Index Register.
+    // Throws Error: the mask is not what the controller decided.
     void mlp(int64_t layer, const float* x, const uint8_t* replay, const float* cached, float* y) {
-        const uint32_t computed = computing_rows(layer, replay);
-        if (computed == 0) {  // nothing to launch: the rows are copied where they are
+        const uint32_t wanted = computing_rows(replay);
+        if (is_gated(layer) && computing_[static_cast<size_t>(layer)] != wanted) {
+            throw Error("the host's replay mask is not what the DRS controller dispatched", "layer " + std::to_string(layer),
+                        "use the files of one artifact together");
+        }
+        if (wanted == 0) {  // nothing to launch: the rows are copied where they are
             std::copy(cached, cached + spec_.batch * spec_.hidden, y);
             return;
         }
         write_rows("cached", cached, spec_.hidden);
         set_operation(OP_MLP, LinearSpec());
-        run("layer_" + std::to_string(layer), computed, x, spec_.hidden, y, spec_.hidden);
+        set_layer(layer);
+        run("layer_" + std::to_string(layer), wanted, x, spec_.hidden, y, spec_.hidden);
+        answer("layer " + std::to_string(layer));
     }
 
     // One linear, or several side by side: x float32 [B, inputs] to y float32 [B, channels], every row.
@@ -100,7 +117,6 @@ public:
         }
         const LinearSpec& call = found->second;
         set_operation(call.biased ? OP_LINEAR_BIAS : OP_LINEAR, call);
-        compute_.fill("cached");
         run(name, 0xFFFFFFFFu, x, call.inputs, y, call.channels);
     }
 
@@ -124,27 +140,25 @@ private:
         for (const LinearSpec& linear : spec_.linears) {
             bytes += pages(weights.info(linear.name).bytes);
         }
-        for (const KernelSpec& kernel : {compute_spec(), controller_spec()}) {
-            for (const ArgumentSpec& argument : kernel.arguments) {
-                const bool own = argument.kind != Kind::SCALAR && argument.name.rfind("weights_", 0) != 0;
-                bytes += own ? pages(argument.bytes) : 0;
-            }
+        for (const ArgumentSpec& argument : engine_spec().arguments) {
+            const bool own = argument.kind != Kind::SCALAR && argument.name.rfind("weights_", 0) != 0;
+            bytes += own ? pages(argument.bytes) : 0;
         }
         return bytes;
     }
 
     // One buffer per weight port, holding that port's section of the stream.
     void load_stream(Safetensors& file, const std::string& name) {
-        const std::vector<std::string> ports = compute_.weights();
+        const std::vector<std::string> ports = engine_.weights();
         const uint64_t bytes = file.info(name).bytes, section = bytes / ports.size();
-        if (section * ports.size() != bytes || section > compute_.bytes_of(ports.front()) || section % WORD != 0) {
+        if (section * ports.size() != bytes || section > engine_.bytes_of(ports.front()) || section % WORD != 0) {
             throw Error("`" + name + "` has " + std::to_string(bytes) + " bytes; the kernel takes at most " +
-                            std::to_string(compute_.bytes_of(ports.front())) + " on each of " +
+                            std::to_string(engine_.bytes_of(ports.front())) + " on each of " +
                             std::to_string(ports.size()) + " ports",
                         spec_.weights, "use the files of one artifact together");
         }
         for (size_t port = 0; port < ports.size(); ++port) {
-            xrt::bo buffer = compute_.make_buffer(ports[port], section);
+            xrt::bo buffer = engine_.make_buffer(ports[port], section);
             file.read(name, port * section, buffer.map(), section);
             buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
             streams_[name].push_back(buffer);
@@ -159,91 +173,74 @@ private:
             throw Error("the DRS table cannot be read", path, "give the folder of the artifact");
         }
         std::memcpy(&table_crc_, &table[TABLE_CRC * sizeof(uint32_t)], sizeof(table_crc_));
-        controller_.write("table", table.data(), table.size());
-        controller_.fill("query");
-        controller_.fill("key");
-        controller_.fill("chain");
-        controller_.set("op", OP_TABLE);
-        controller_.set("table_bytes", static_cast<uint32_t>(table.size()));
-        const uint64_t words = controller_.bytes_of("result") / sizeof(uint32_t);
-        controller_.set("capacity", static_cast<uint32_t>((words - RECORDS) / 2));
-        ask(0, 0, 0, 0, "loading " + path);
+        engine_.write("table", table.data(), table.size());
+        bind_weights("layer_0");
+        engine_.set("op", OP_TABLE);
+        engine_.set("held", held_);
+        engine_.set("table_bytes", static_cast<uint32_t>(table.size()));
+        const uint64_t words = engine_.bytes_of("result") / sizeof(uint32_t);
+        engine_.set("capacity", static_cast<uint32_t>((words - RECORDS) / 2));
+        engine_.run();
+        answer("loading " + path);
     }
 
-    // Runs the controller; its result.
-    std::vector<uint32_t> ask(int64_t layer, int64_t step, uint64_t query_words, uint64_t key_words, const std::string& where) {
-        controller_.set("crc", table_crc_);
-        controller_.set("layer", static_cast<uint32_t>(layer));
-        controller_.set("step", static_cast<uint32_t>(step));
-        controller_.set("query_words", static_cast<uint32_t>(query_words));
-        controller_.set("key_words", static_cast<uint32_t>(key_words));
-        controller_.set("held", held_);
-        controller_.run();
-        std::vector<uint32_t> result(controller_.bytes_of("result") / sizeof(uint32_t));
-        controller_.read("result", result.data(), result.size() * sizeof(uint32_t));
-        if (result[STATUS] != 0 || result[COUNT] > (result.size() - RECORDS) / 2) {
+    void set_layer(int64_t layer) {
+        engine_.set("crc", table_crc_);
+        engine_.set("layer", static_cast<uint32_t>(layer));
+        engine_.set("held", held_);
+    }
+
+    // What the controller wrote in the last run.
+    std::vector<uint32_t> answer(const std::string& where) {
+        std::vector<uint32_t> result(engine_.bytes_of("result") / sizeof(uint32_t));
+        engine_.read("result", result.data(), result.size() * sizeof(uint32_t));
+        if (result[STATUS] != 0) {
             throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]), where,
                         "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
-        return result;
-    }
-
-    // Asks the controller for one layer, remembers which rows it dispatches to a core; its result.
-    std::vector<uint32_t> schedule(int64_t layer, int64_t step, uint64_t query_words, uint64_t key_words, const int32_t* chain) {
-        controller_.write("chain", chain, sizeof(int32_t) * rows());
-        controller_.set("op", OP_GATE);
-        const std::vector<uint32_t> result = ask(layer, step, query_words, key_words, "layer " + std::to_string(layer));
-        uint32_t computed = 0;
-        for (uint32_t i = 0; i < result[COUNT]; ++i) {
-            const uint32_t record = result[RECORDS + 2 * i];
-            computed |= (record >> 24) == COMPUTE_MLP ? 1u << ((record >> 16) & 31u) : 0u;
-        }
         held_ = result[HELD];
-        computed_[layer] = computed;
         return result;
     }
 
-    // The Index Register of one layer's MLP.
-    uint32_t computing_rows(int64_t layer, const uint8_t* replay) {
-        if (computed_.count(layer) == 0) {  // a layer without a gate in the table
-            const std::vector<int32_t> chain(rows(), 0);
-            schedule(layer, 0, 0, 0, chain.data());
-        }
-        uint32_t computed = computed_.at(layer), wanted = 0;
-        computed_.erase(layer);
+    uint32_t computing_rows(const uint8_t* replay) const {
+        uint32_t computing = 0;
         for (size_t row = 0; row < rows(); ++row) {
-            wanted |= (replay[row] == 0 ? 1u : 0u) << row;
+            computing |= (replay[row] == 0 ? 1u : 0u) << row;
         }
-        if (std::find(spec_.gated.begin(), spec_.gated.end(), layer) == spec_.gated.end()) {
-            computed &= wanted;
+        return computing;
+    }
+
+    bool is_gated(int64_t layer) const {
+        return std::find(spec_.gated.begin(), spec_.gated.end(), layer) != spec_.gated.end();
+    }
+
+    // The weight arguments, and what a run that computes nothing leaves alone.
+    void bind_weights(const std::string& stream) {
+        const std::vector<std::string> ports = engine_.weights();
+        for (size_t port = 0; port < ports.size(); ++port) {
+            engine_.bind(ports[port], streams_.at(stream)[port]);
         }
-        if (computed != wanted) {
-            throw Error("the host's replay mask is not what the DRS controller dispatched", "layer " + std::to_string(layer),
-                        "use the files of one artifact together");
+        for (const char* argument : {"x", "cached", "table", "query", "key", "chain"}) {
+            engine_.fill(argument);
         }
-        return computed;
     }
 
     // `call` plays no part in an MLP.
     void set_operation(uint32_t operation, const LinearSpec& call) {
-        compute_.set("op", operation);
-        compute_.set("inputs", static_cast<int32_t>(call.inputs));
-        compute_.set("channels", static_cast<int32_t>(call.channels));
-        compute_.set("tile", static_cast<int32_t>(call.tile));
-        compute_.set("tiles", static_cast<int32_t>(call.tiles));
+        engine_.set("op", operation);
+        engine_.set("inputs", static_cast<int32_t>(call.inputs));
+        engine_.set("channels", static_cast<int32_t>(call.channels));
+        engine_.set("tile", static_cast<int32_t>(call.tile));
+        engine_.set("tiles", static_cast<int32_t>(call.tiles));
     }
 
     void run(const std::string& stream, uint32_t computed, const float* x, int64_t inputs, float* y, int64_t outputs) {
-        const std::vector<std::string> ports = compute_.weights();
-        for (size_t port = 0; port < ports.size(); ++port) {
-            compute_.bind(ports[port], streams_.at(stream)[port]);
-        }
+        bind_weights(stream);
         write_rows("x", x, inputs);
-        compute_.set("index_register", computed);
-        compute_.set("prefetch", 0u);  // all weights from memory: other programs may use the kernel in between
-        compute_.run();
+        engine_.set("index_register", computed);
+        engine_.run();
         std::vector<char> words(rows() * padded(outputs));
-        compute_.read("y", words.data(), words.size());
+        engine_.read("y", words.data(), words.size());
         for (size_t row = 0; row < rows(); ++row) {
             std::memcpy(y + row * static_cast<size_t>(outputs), &words[row * padded(outputs)],
                         sizeof(float) * static_cast<size_t>(outputs));
@@ -256,7 +253,7 @@ private:
             std::memcpy(&words[row * padded(width)], values + row * static_cast<size_t>(width),
                         sizeof(float) * static_cast<size_t>(width));
         }
-        compute_.write(argument, words.data(), words.size());
+        engine_.write(argument, words.data(), words.size());
     }
 
     // [B, heads, depth]; the number of words written.
@@ -267,17 +264,16 @@ private:
             std::memcpy(&words[head * padded(depth)], values + head * static_cast<size_t>(depth),
                         sizeof(float) * static_cast<size_t>(depth));
         }
-        controller_.write(argument, words.data(), words.size());
+        engine_.write(argument, words.data(), words.size());
         return words.size() / WORD;
     }
 
     AcceleratorSpec spec_;
     Device device_;
-    ComputeUnit compute_;
-    ComputeUnit controller_;
+    ComputeUnit engine_;
     std::map<std::string, std::vector<xrt::bo>> streams_;  // per call, a buffer per port
     std::map<std::string, LinearSpec> linears_;
-    std::map<int64_t, uint32_t> computed_;  // per layer that was scheduled: rows that compute
+    std::vector<uint32_t> computing_;  // per layer: rows that the last decision has compute
     uint32_t held_ = NO_LAYER;
     uint32_t table_crc_ = 0;
 };

@@ -84,13 +84,16 @@ private:
     xrt::uuid uuid_;
 };
 
+// A kernel keeps tables and weights from run to run, so one program has it for itself.
+static const xrt::kernel::cu_access_mode ACCESS = xrt::kernel::cu_access_mode::exclusive;
+
 // One compute unit. Every argument has to be filled before the first run; it keeps its value after a run.
 class ComputeUnit {
 public:
     ComputeUnit(const Device& device, const KernelSpec& spec)
         : device_(device), spec_(spec),
           kernel_(Device::attempt("the kernel cannot be opened", spec.name, "end other programs that use the board",
-                                  [&] { return xrt::kernel(device.device(), device.uuid(), spec.name); })),
+                                  [&] { return xrt::kernel(device.device(), device.uuid(), spec.name, ACCESS); })),
           run_(kernel_), filled_(spec.arguments.size(), false) {}
 
     // A buffer of `bytes` bytes for an argument, in the memory that it is connected to.

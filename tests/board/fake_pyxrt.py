@@ -79,13 +79,13 @@ class _Kernel:
 
 
 class _Kernels:
-    shared = "shared"
+    exclusive = "exclusive"
 
     def __init__(self, xrt: FakeXrt) -> None:
         self._xrt = xrt
 
     def __call__(self, device: _Device, uuid: _Uuid, name: str, mode: str) -> _Kernel:
-        assert (uuid.text, mode) == ("1", "shared")
+        assert (uuid.text, mode) == ("1", "exclusive")
         self._xrt.calls.append(("kernel", name))
         return _Kernel(name)
 

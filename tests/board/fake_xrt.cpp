@@ -15,7 +15,6 @@
 #include <xrt/xrt_kernel.h>
 #include <experimental/xrt_xclbin.h>
 
-#include "fastcar_drs.cpp"
 #include "fastcar_engine.cpp"
 #include "fastcar_probe.cpp"
 #include "fake_names.hpp"  // ARGUMENT_NAMES, from the artifact's manifest and the probe's interface
@@ -60,7 +59,6 @@ Invoke invoke(void (*kernel)(A...)) {
 }
 
 const std::map<std::string, Invoke> KERNELS = {{"fastcar_engine", invoke(&fastcar_engine)},
-                                               {"fastcar_drs", invoke(&fastcar_drs)},
                                                {"fastcar_probe", invoke(&fastcar_probe)}};
 
 void log_run(const std::string& kernel, const std::vector<Value>& values) {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.interface import TYPE_BYTES, engine_interface, probe_interface
+from fastcar_compile.codegen.hls.interface import TYPE_BYTES, ControlSizes, engine_interface, probe_interface
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 from fastcar_compile.targets import load_target
@@ -27,7 +27,7 @@ def make(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_weight_ports_are_those_of_the_engine(project: Path) -> None:
-    engine, probe = engine_interface(DESIGNS["example"]), probe_interface(DESIGNS["example"])
+    engine, probe = engine_interface(DESIGNS["example"], ControlSizes(1)), probe_interface(DESIGNS["example"])
     weights = [port for port in engine.ports if port.name.startswith("weights_")]
     assert list(probe.ports[: len(weights)]) == weights
     assert [port.name for port in probe.ports[len(weights) :]] == ["result", "words", "ports"]

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.controller_project import table_of_sizes
 from fastcar_compile.codegen.hls.design.banks import bank_map, tag_range
 from fastcar_compile.codegen.hls.design.footprint import require_banks
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
-from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
-from fastcar_compile.codegen.hls.vitis import Bench, connections, vitis_files
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.vitis import Bench, Benches, connections, vitis_files
 from fastcar_compile.errors import CompileError
 from fastcar_compile.targets import load_target
 
@@ -60,9 +59,9 @@ def commands(
     platform: str = "zcu102.xpfm", rootfs: str = "rootfs.ext4", image: str = "Image", sd: str = ""
 ) -> list[str]:
     """What Vitis has to run for csynth, link and package of the example design."""
-    objects = " ".join(f"build/{k}/{k}.xo" for k in KERNELS)
+    objects = "build/fastcar_engine/fastcar_engine.xo"
     return [
-        *(f"v++ -c --mode hls --config {k}_hls_config.cfg --work_dir build/{k}" for k in KERNELS),
+        "v++ -c --mode hls --config fastcar_engine_hls_config.cfg --work_dir build/fastcar_engine",
         f"v++ -l -t hw --platform {platform} --config link.cfg --temp_dir build/_x -o build/fastcar.xclbin {objects}",
         f"v++ -p -t hw --platform {platform} build/fastcar.xclbin --package.out_dir build/package "
         f"--package.boot_mode sd --package.image_format ext4 --package.rootfs {rootfs} --package.kernel_image {image} "
@@ -92,8 +91,8 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
 
 def test_link_configuration(project: Path) -> None:
     lines = (project / "link.cfg").read_text().splitlines()
-    assert lines[:3] == ["[connectivity]", "nk=fastcar_engine:1:fastcar_engine_1", "nk=fastcar_drs:1:fastcar_drs_1"]
-    assert lines[3:10] == [
+    assert lines[:2] == ["[connectivity]", "nk=fastcar_engine:1:fastcar_engine_1"]
+    assert lines[2:14] == [
         "sp=fastcar_engine_1.weights_0:HP0",
         "sp=fastcar_engine_1.weights_1:HP1",
         "sp=fastcar_engine_1.weights_2:HP3",
@@ -101,12 +100,13 @@ def test_link_configuration(project: Path) -> None:
         "sp=fastcar_engine_1.x:HP2",
         "sp=fastcar_engine_1.cached:HPC1",
         "sp=fastcar_engine_1.y:HPC1",
+        "sp=fastcar_engine_1.table:HP2",
+        "sp=fastcar_engine_1.query:HP2",
+        "sp=fastcar_engine_1.key:HP2",
+        "sp=fastcar_engine_1.chain:HP2",
+        "sp=fastcar_engine_1.result:HPC1",
     ]
-    assert lines[-4:] == ["", "[clock]", "freqHz=250000000:fastcar_engine_1", "freqHz=250000000:fastcar_drs_1"]
-    design = DESIGNS["example"]
-    _, controller = kernel_interfaces(design, table_of_sizes(design))
-    memories = [p.name for p in controller.ports if p.mode == "m_axi"]
-    assert [line.partition(":")[0] for line in lines[10:-4]] == [f"sp=fastcar_drs_1.{name}" for name in memories]
+    assert lines[14:] == ["", "[clock]", "freqHz=250000000:fastcar_engine_1"]
 
 
 def kernel(name: str, weights: int, *others: str) -> KernelInterface:
@@ -210,7 +210,7 @@ def test_make_package_builds_all_of_it_in_order_and_once(project: Path, vpp: dic
     assert len(Path(vpp["LOG"]).read_text().splitlines()) == len(wanted)
     (project / "fastcar_config.hpp").touch()
     assert make(project, "csynth", **vpp).returncode == 0
-    assert Path(vpp["LOG"]).read_text().splitlines()[len(wanted) :] == wanted[:2]
+    assert Path(vpp["LOG"]).read_text().splitlines()[len(wanted) :] == wanted[:1]
 
 
 def test_missing_vitis_is_told(project: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_artifact_is_not_built_in(project: Path) -> None:
 
 def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
     require_tool("make")
-    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, [Bench(kernel("a", 1), "bench.cpp")], U280)
+    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, Benches([Bench(kernel("a", 1), "bench.cpp")]), U280)
     assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -10,7 +10,7 @@ from hls.conftest import csim_tools
 
 from drs.tables import LIMITS, Controller, table_for
 from fastcar_compile.codegen.hls.controller_project import emit_drs
-from fastcar_compile.codegen.hls.interface import drs_interface
+from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim.build import build_library
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
@@ -37,6 +37,6 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
             if path.name.endswith(".hpp"):
                 (folder / path.name).write_text(path.read_text())
         library = ctypes.CDLL(str(build_library(folder, folder / "build", ("fastcar_drs.cpp",))))
-        kernel = drs_interface(WORDS, WORDS, WORDS).part
+        kernel = drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part
         _built["drs"] = Controller(kernels.Controller(CsimUnit(library, kernel)))
     return _built["drs"]

@@ -8,7 +8,7 @@
 
 #include "fastcar_drs.hpp"
 
-extern "C" void fastcar_drs(const uint32_t* table, const fastcar::word_t* query, const fastcar::word_t* key,
+extern "C" void fastcar_drs(const fastcar::word_t* table, const fastcar::word_t* query, const fastcar::word_t* key,
                             const fastcar::word_t* chain, fastcar::word_t* result, uint32_t op, uint32_t crc,
                             uint32_t table_bytes, uint32_t layer, uint32_t step, uint32_t query_words,
                             uint32_t key_words, uint32_t held, uint32_t capacity);
@@ -70,7 +70,7 @@ struct Answer {
 };
 
 Answer answer_of(const Words& result) {
-    const Answer answer = {fastcar::tas::lane_bits(result[0], R_STATUS), fastcar::tas::lane_bits(result[0], R_COUNT)};
+    const Answer answer = {fastcar::lane_bits(result[0], R_STATUS), fastcar::lane_bits(result[0], R_COUNT)};
     return answer;
 }
 
@@ -78,14 +78,16 @@ Answer load(const Table& table, uint32_t* crc) {
     const uint32_t bytes = 4 * static_cast<uint32_t>(table.size()) - random_below(32) / 31;
     Words result(1);
     *crc = table.size() > F_CRC ? table[F_CRC] : 0;
-    fastcar_drs(table.data(), nullptr, nullptr, nullptr, result.data(), OP_TABLE, 0, bytes, 0, 0, 0, 0, random_word(), 0);
+    Words words((table.size() + 3) / 4, fastcar::word_t(0));
+    memcpy(static_cast<void*>(words.data()), table.data(), sizeof(uint32_t) * table.size());
+    fastcar_drs(words.data(), nullptr, nullptr, nullptr, result.data(), OP_TABLE, 0, bytes, 0, 0, 0, 0, random_word(), 0);
     return answer_of(result);
 }
 
 Answer decide(uint32_t crc, uint32_t query_words, uint32_t key_words, uint32_t layers, uint32_t capacity) {
     const Words query(query_words), key(key_words);
     const uint32_t count = random_below(5);
-    const Words chain(8, fastcar::tas::word_of_bits(count, count, count, count));
+    const Words chain(8, fastcar::word_of_bits(count, count, count, count));
     Words result((R_RECORDS + 2 * capacity + 3) / 4);
     fastcar_drs(nullptr, query.data(), key.data(), chain.data(), result.data(), OP_GATE, crc, 0, random_below(layers + 1),
                 random_below(200), query_words, key_words, random_word(), capacity);

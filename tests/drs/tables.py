@@ -16,7 +16,7 @@ from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_l
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status, build_table
 from fastcar_compile.runtime.backends.accelerator import controller
 
-LIMITS = Limits(cores=8, table_words=4096, query_words=1024, key_words=64)
+LIMITS = Limits(cores=8, rows=32, passes=32, table_words=4096, query_words=1024, key_words=64)
 """Of the controller in these tests."""
 
 FRAME = 64

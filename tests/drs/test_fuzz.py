@@ -32,6 +32,7 @@ def test_damaged_tables_end_within_their_buffers(csim_tools: None, tmp_path: Pat
     program = [tmp_path / "fuzz", tmp_path / "table.bin", str(ROUNDS)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = dict(zip(Status, map(int, done.stdout.split()), strict=True))
+    possible = [status for status in Status if status is not Status.NO_DISPATCH]  # alone it executes nothing
+    counts = dict(zip(possible, map(int, done.stdout.split()), strict=True))
     assert sum(counts.values()) == 2 * ROUNDS
     assert not [status.name for status, count in counts.items() if count < 20], counts

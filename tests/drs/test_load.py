@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.design.controller import (
     controller_usage,
     load_cycles,
 )
-from fastcar_compile.codegen.hls.interface import drs_interface
+from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Status, build_table, table_words
@@ -74,7 +74,9 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     library = ctypes.CDLL(str(folder / "counting.so"))
-    return Counting(kernels.Controller(CsimUnit(library, drs_interface(WORDS, WORDS, WORDS).part)), library)
+    return Counting(
+        kernels.Controller(CsimUnit(library, drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part)), library
+    )
 
 
 def test_there_is_no_table_before_a_load_and_after_one_that_failed(controller: Controller) -> None:
@@ -114,7 +116,7 @@ def test_what_a_call_moves_is_what_the_model_says(csim_tools: None, counting: Co
     assert counting.kernel.load(table.to_bytes()) is Status.OK
     words = table_words(32, rows)
     loaded = counting.moved()
-    assert (loaded["table"].beats, loaded["result"]) == (words, Traffic(1, 1))
+    assert (loaded["table"].beats, loaded["result"]) == (-(-words // 4), Traffic(1, 1))
     trace = counting.kernel.run(llama_call(rows), rows)
     assert (trace.status, len(trace.records)) == (Status.OK, rows + 2)
     moved = counting.moved()
@@ -138,7 +140,7 @@ def test_the_document_has_the_figures() -> None:
     one, many = controller_traffic(llama(1)), controller_traffic(llama(32, 8))
     assert f"| GATE, LLaMA-2-7B, one row computes | {one.bursts} | {one.beats:,} |" in TEXT
     assert f"| GATE, LLaMA-2-7B, 32 rows compute | {many.bursts} | {many.beats:,} |" in TEXT
-    assert f"32-bit words: {table_words(32, 1)} for LLaMA-2-7B with one row." in re.sub(r"\s+", " ", TEXT)
+    assert f"{-(-table_words(32, 1) // 4)} words for LLaMA-2-7B with one row." in re.sub(r"\s+", " ", TEXT)
 
 
 def test_clocks_and_memories_are_those_of_the_explanation() -> None:

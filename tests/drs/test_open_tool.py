@@ -16,8 +16,9 @@ import pytest
 from hls import lint
 
 from drs.tables import LIMITS, table_for
-from fastcar_compile.codegen.hls.controller_project import drs_kernel, emit_drs
-from fastcar_compile.drs.table import AttentionShape
+from fastcar_compile.codegen.hls.controller_project import emit_drs
+from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.drs.table import AttentionShape, table_words
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
 
 SOURCES = ("fastcar_drs.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp")
@@ -81,7 +82,7 @@ def include(folder: Path) -> list[str]:
 def test_the_interface_is_literal_and_of_addresses(csim_tools: None, project: Path) -> None:
     command = [compiler(), "-E", "-P", "-DFASTCAR_PRAGMAS_NONE", *include(project), str(project / "fastcar_drs.cpp")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    memories = [port.name for port in drs_kernel(table_for()).ports if port.mode == "m_axi"]
+    memories = [port.name for port in drs_interface(ControlSizes(1)).memories()]
     assert find_open_interface(text, memories) == []
     line = next(line for line in text.splitlines() if "port=query" in line)
     for wrong in ("", line.replace("interface", "INTERFACE"), line.replace("direct", "slave"), f"{line} depth=8"):
@@ -123,7 +124,7 @@ def test_the_bench_tells_every_buffer_before_every_call(csim_tools: None, projec
     *told, verdict = done.stdout.splitlines()
     assert (done.returncode, verdict) == (0, "PASS: DRS, 4 pattern(s), 0 mismatch(es)"), done.stdout
     sizes = [tuple(map(int, line.split())) for line in told]
-    table_bytes = len(table_for(2, attention=AttentionShape(4, 2, 6)).to_bytes())
+    table_bytes = -(-table_words(3, 2) // 4) * 16
     decided = [(0, table_bytes), (1, 2 * 8 * 16), (2, 2 * 4 * 16), (3, 8 * 16), (4, 81 * 16)]
     empty = [(0, table_bytes), (1, 16), (2, 16), (3, 8 * 16), (4, 81 * 16)]
     assert sizes == [*empty, *decided * 4, *empty, *empty]

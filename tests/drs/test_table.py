@@ -150,6 +150,7 @@ def test_operands_of_another_size(controller: Controller, field: str, extra: int
 
 def test_every_status_occurs() -> None:
     elsewhere = {Status.OK, Status.NO_TABLE, Status.BAD_LAYER, Status.BAD_OPERANDS, Status.QUEUE_FULL}
+    elsewhere |= {Status.NO_DISPATCH}
     assert {status for _, status in DAMAGED.values()} | elsewhere == set(Status)
 
 

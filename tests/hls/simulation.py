@@ -9,6 +9,7 @@ import numpy as np
 
 from fastcar_compile.artifact.offload import Op
 from fastcar_compile.artifact.sections import KernelPart
+from fastcar_compile.codegen.hls.controller_project import control_sizes, table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.interface import engine_interface
@@ -30,7 +31,7 @@ class Simulation:
 
     def __init__(self, library: ctypes.CDLL, made: Design, suffix: str = "") -> None:
         self.design, self.batch, self.hidden = made, made.mlp.batch, made.mlp.hidden
-        kernel = engine_interface(made).part
+        kernel = engine_interface(made, control_sizes(table_of_sizes(made))).part
         # Room for any linear, not only those of the design.
         arguments = (a if a.kind == "scalar" else a.model_copy(update={"bytes": ROOM}) for a in kernel.arguments)
         unit = CsimUnit(library, KernelPart(name=kernel.name + suffix, arguments=tuple(arguments)))

@@ -271,7 +271,7 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("(rows_in, weights, computing,", "(rows_out, weights, computing,"),
+        ("(rows_in, weights, core_of,", "(rows_out, weights, core_of,"),
         ("end_word, ports[3]", "end_word, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
         ("out.write(weights[i])", "out.read()"),

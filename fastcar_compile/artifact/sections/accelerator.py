@@ -130,9 +130,11 @@ class KernelPart(Part):
 
 
 class LimitsPart(Part):
-    """What the controller can hold: cores, 32-bit words of a table, 128-bit words of one row of q and of the key."""
+    """What the controller can hold: cores, rows, passes, 32-bit words of a table, 128-bit words of a row of q, key."""
 
     cores: int
+    rows: int
+    passes: int
     table_words: int
     query_words: int
     key_words: int
@@ -175,7 +177,7 @@ class AcceleratorSection(Section):
 
     Args:
         weights: file of the weight streams. table: the DRS control table.
-        kernels: the engine, then the controller.
+        kernels: that a host calls: the engine.
         linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
     """
 

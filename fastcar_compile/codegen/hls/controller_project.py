@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.interface import KernelInterface, drs_interface
+from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import words_of
@@ -29,8 +29,14 @@ class DrsSources:
 def limits_of(table: DrsTable) -> Limits:
     """Return limits of a controller that holds this table and no more."""
     shape = table.attention
-    words = table_words(table.layers, table.rows)
-    return Limits(table.cores, words, query_words=shape.query_words, key_words=shape.key_words)
+    return Limits(
+        cores=table.cores,
+        rows=table.rows,
+        passes=-(-table.rows // table.cores),
+        table_words=table_words(table.layers, table.rows),
+        query_words=shape.query_words,
+        key_words=shape.key_words,
+    )
 
 
 def table_of_sizes(design: Design) -> DrsTable:
@@ -41,17 +47,15 @@ def table_of_sizes(design: Design) -> DrsTable:
     return build_table(spec.layers, spec.batch, spec.cores, 1, zeros, attention=shape, scales=[1.0] * spec.layers)
 
 
-def drs_kernel(table: DrsTable) -> KernelInterface:
-    """Return the interface of a controller for tables of this size."""
-    shape = table.attention
-    return drs_interface(
-        table_words(table.layers, table.rows), table.rows * shape.query_words, table.rows * shape.key_words
-    )
+def control_sizes(table: DrsTable) -> ControlSizes:
+    """Return what the arguments of a controller hold, for tables of this size."""
+    shape, words = table.attention, table_words(table.layers, table.rows)
+    return ControlSizes(words, table.rows * shape.query_words, table.rows * shape.key_words)
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:
     """Return top, configuration and test bench of a controller with these limits."""
-    kernel = drs_kernel(table)
+    kernel = drs_interface(control_sizes(table))
     texts = {
         "fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits),
         "fastcar_drs.cpp": render("fastcar_drs.cpp", limits=limits, kernel=kernel),

@@ -90,13 +90,13 @@ def host_sources(
 
 
 def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
-    """Return the compute kernel, the controller, and the names that the offload library calls them by."""
-    compute, controller = accelerator.kernels
+    """Return the kernel, the probe, and the names that the offload library calls the kernel by."""
+    (kernel,) = accelerator.kernels
     probe = probe_interface(Design.of(accelerator.design))
     return render(
         "host/fastcar_kernels.hpp",
         config=program.config,
-        kernels=[compute, controller],
+        kernel=kernel,
         probe=probe.part,
         probe_word_bytes=probe_word_bytes(probe),
         weights=accelerator.weights,

@@ -12,7 +12,8 @@ from fastcar_compile.drs.simulator import CAPACITY
 from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS
 from fastcar_compile.errors import InternalError
 
-WEIGHT_TYPES = {1: "fastcar::word_t", 2: "fastcar::beat2_t", 4: "fastcar::beat4_t"}
+WORD = "fastcar::word_t"
+WEIGHT_TYPES = {1: WORD, 2: "fastcar::beat2_t", 4: "fastcar::beat4_t"}
 """Element type of an AXI port that carries 1, 2 or 4 weight ports."""
 
 AXI_BOUNDARY, IN_FLIGHT = 4096, 16384
@@ -128,68 +129,76 @@ class KernelInterface:
         """Return the memory arguments, in order."""
         return [port for port in self.ports if port.mode == "m_axi"]
 
+    def streams(self) -> list[KernelPort]:
+        """Return the memory arguments of the array, in order; the others are the controller's."""
+        return [port for port in self.memories() if port.name not in CONTROLLER_MEMORIES]
+
     def bundles(self) -> list[str]:
         """Return the AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
 
 
-def engine_interface(design: Design) -> KernelInterface:
-    """Return the interface of the engine.
+@dataclass(frozen=True)
+class ControlSizes:
+    """What the controller's arguments hold: 32-bit words of the table, 128-bit words of q and of the key, all rows."""
 
-    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory. `op` is a value of
-    `Op`. `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP. `prefetch` is a value
-    of `Prefetch`; a linear's weights are always read from memory.
+    table_words: int
+    query_words: int = 1
+    key_words: int = 1
+
+    def memories(self, reads: str, writes: str) -> tuple[KernelPort, ...]:
+        """Return the memory arguments on two AXI ports; they are all of 128-bit words."""
+        table, answer = -(-self.table_words // FLOATS_PER_WORD), (RESULT_WORDS + 2 * CAPACITY) // FLOATS_PER_WORD
+        return (
+            KernelPort("table", WORD, "m_axi", reads, table, streamed=True),
+            KernelPort("query", WORD, "m_axi", reads, self.query_words, streamed=True),
+            KernelPort("key", WORD, "m_axi", reads, self.key_words, streamed=True),
+            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD, streamed=True),
+            KernelPort("result", WORD, "m_axi", writes, answer, writable=True),
+        )
+
+
+CONTROLLER_MEMORIES = ("table", "query", "key", "chain", "result")
+CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words", "held", "capacity")
+
+
+def weight_ports(design: Design) -> list[KernelPort]:
+    """Return the arguments that take weight streams, one per AXI port."""
+    beat, words = WEIGHT_TYPES[design.axi_words], design.max_section_words
+    ports = range(design.axi_weight_ports)
+    return [KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", words, streamed=True) for p in ports]
+
+
+def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
+    """Return the interface of the engine: the array with its TAS unit and controller.
+
+    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory;
+    a decision (op GATE) takes the next layer's. `op` is a value of `Op`. `inputs`, `channels`, `tile` and `tiles`
+    describe a linear; they play no part in an MLP. `prefetch` is a value of `Prefetch`, for an MLP of no layer.
     """
     rows = design.mlp.batch * design.max_row_words
-    beat = WEIGHT_TYPES[design.axi_words]
-    weights = [
-        KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", design.max_section_words, streamed=True)
-        for p in range(design.axi_weight_ports)
-    ]
     sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
     return KernelInterface(
         "fastcar_engine",
         (
-            *weights,
-            KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", rows),
-            KernelPort("cached", "fastcar::word_t", "m_axi", "gmem_y", rows),
-            KernelPort("y", "fastcar::word_t", "m_axi", "gmem_y", rows, writable=True),
+            *weight_ports(design),
+            KernelPort("x", WORD, "m_axi", "gmem_x", rows, streamed=True),
+            KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
+            KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
+            *control.memories("gmem_x", "gmem_y"),
             KernelPort("index_register", "uint32_t"),
             KernelPort("prefetch", "uint32_t"),
             KernelPort("op", "uint32_t"),
             *sizes,
+            *(KernelPort(name, "uint32_t") for name in CONTROLLER_SCALARS),
         ),
     )
 
 
-def drs_interface(table_words: int, query_words: int = 1, key_words: int = 1) -> KernelInterface:
-    """Return the interface of the TAS unit and DRS controller (docs/reference/drs_table.md).
-
-    q and the key are read in long bursts; `chain` and `result` hold 32-bit words, four to a memory word.
-
-    Args:
-        table_words: 32-bit words of the table. query_words, key_words: 128-bit words of q and of the key.
-    """
-    answer = RESULT_WORDS + 2 * CAPACITY
-    return KernelInterface(
-        "fastcar_drs",
-        (
-            KernelPort("table", "uint32_t", "m_axi", "gmem_table", table_words),
-            KernelPort("query", "fastcar::word_t", "m_axi", "gmem_query", query_words, streamed=True),
-            KernelPort("key", "fastcar::word_t", "m_axi", "gmem_query", key_words, streamed=True),
-            KernelPort("chain", "fastcar::word_t", "m_axi", "gmem_result", MAX_ROWS // FLOATS_PER_WORD),
-            KernelPort("result", "fastcar::word_t", "m_axi", "gmem_result", answer // FLOATS_PER_WORD, writable=True),
-            KernelPort("op", "uint32_t"),
-            KernelPort("crc", "uint32_t"),
-            KernelPort("table_bytes", "uint32_t"),
-            KernelPort("layer", "uint32_t"),
-            KernelPort("step", "uint32_t"),
-            KernelPort("query_words", "uint32_t"),
-            KernelPort("key_words", "uint32_t"),
-            KernelPort("held", "uint32_t"),
-            KernelPort("capacity", "uint32_t"),
-        ),
-    )
+def drs_interface(control: ControlSizes) -> KernelInterface:
+    """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md)."""
+    scalars = [KernelPort(name, "uint32_t") for name in ("op", *CONTROLLER_SCALARS)]
+    return KernelInterface("fastcar_drs", (*control.memories("gmem_query", "gmem_result"), *scalars))
 
 
 def probe_interface(design: Design) -> KernelInterface:
@@ -197,7 +206,7 @@ def probe_interface(design: Design) -> KernelInterface:
 
     `ports`: bit p = 1: port p reads `words` words. `result` takes a checksum per port.
     """
-    weights = [port for port in engine_interface(design).ports if port.streamed]
+    weights = weight_ports(design)
     result = KernelPort("result", "uint32_t", "m_axi", "gmem_result", len(weights), writable=True)
     return KernelInterface(
         "fastcar_probe", (*weights, result, KernelPort("words", "uint32_t"), KernelPort("ports", "uint32_t"))

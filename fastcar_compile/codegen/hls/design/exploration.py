@@ -253,7 +253,8 @@ def budget_of(target: Target) -> BoardBudget:
 def controller_usage_of(attention: AttentionShape, mlp: MlpSpec) -> Usage:
     """Return the resources of the TAS unit and DRS controller beside the engine."""
     words = table_words(mlp.layers, mlp.batch)
-    return controller_usage(Limits(MAX_CORES, words, attention.query_words, attention.key_words))
+    limits = Limits(table_words=words, query_words=attention.query_words, key_words=attention.key_words)
+    return controller_usage(limits)
 
 
 def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:

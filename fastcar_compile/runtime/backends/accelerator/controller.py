@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +14,23 @@ from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.result import RESULT_WORDS, read_result
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Opcode, Status
-from fastcar_compile.errors import BackendError
+from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Status
+from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
 
 Array = NDArray[Any]
 
+_EMPTY = np.zeros((0, 4), np.float32)
+_NO_CHAIN = np.zeros(MAX_ROWS, np.int32)
 _CALL = ("crc", "layer", "step", "query_words", "key_words", "held", "capacity")
 """Scalars of a call that play no part in a load."""
 
-_STATUS_BYTES = 16
+_WORD_BYTES = 16
+"""The table is read, and the result written, in whole memory words."""
 
 
 class Controller:
-    """The kernel `fastcar_drs` on a unit. It keeps the control table on chip, from one `load` to the next."""
+    """The controller of a kernel on a unit. It keeps the control table on chip, from one `load` to the next."""
 
     def __init__(self, unit: ComputeUnit) -> None:
         self._unit = unit
@@ -39,19 +43,26 @@ class Controller:
         Unless it is OK, there is no table on chip.
         """
         unit = self._unit
-        unit.write("table", np.frombuffer(table + bytes(-len(table) % 4), np.uint8))
+        unit.write("table", np.frombuffer(table + bytes(-len(table) % _WORD_BYTES), np.uint8))
         unit.fill("query", "key", "chain")
         unit.set({"op": Op.TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
         unit.run()
         self._crc = int.from_bytes(table[8:12], "little")
-        return Status(int(unit.read("result", _STATUS_BYTES).view(np.uint32)[0]))
+        return Status(int(unit.read("result", _WORD_BYTES).view(np.uint32)[0]))
 
     def run(self, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
-        """Return the answer to one call with the table that was loaded.
+        """Return the decision for one layer with the table that was loaded.
 
         Args:
             rows: of the batch. capacity: records at most; None: as many as `result` holds.
         """
+        self.prepare(call, capacity)
+        self._unit.set({"op": Op.GATE})
+        self._unit.run()
+        return self.answer(rows)
+
+    def prepare(self, call: LayerCall, capacity: int | None = None) -> None:
+        """Set the controller's arguments of a call, but for `op`; the mask is the engine's."""
         unit = self._unit
         chain = np.zeros(MAX_ROWS, np.int32)
         chain[: len(call.chain)] = call.chain
@@ -60,7 +71,6 @@ class Controller:
             unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
         unit.set(
             {
-                "op": Op.GATE,
                 "table_bytes": 0,
                 "crc": self._crc,
                 "layer": call.layer,
@@ -71,8 +81,10 @@ class Controller:
                 "capacity": (self._words - RESULT_WORDS) // 2 if capacity is None else capacity,
             }
         )
-        unit.run()
-        return read_result(unit.read("result", 4 * self._words).view(np.uint32), rows)
+
+    def answer(self, rows: int) -> LayerTrace:
+        """Return what the kernel wrote into `result`, for `rows` rows of the batch."""
+        return read_result(self._unit.read("result", 4 * self._words).view(np.uint32), rows)
 
 
 @dataclass(frozen=True)
@@ -140,27 +152,29 @@ class GateController:
         return self._table.factors[layer] != 0
 
     def dispatched(self, layer: int) -> LayerTrace:
-        """Return what was dispatched for a layer in this forward; a layer without a gate is scheduled now."""
-        if layer not in self._traces:
-            empty = np.zeros((0, 4), np.float32)
-            self._run(layer, empty, empty, np.zeros(self._table.rows, np.int32))
+        """Return what was dispatched last for a layer in this forward."""
         return self._traces[layer]
 
-    def computed(self, layer: int) -> int:
-        """Return the Index Register of the rows that the controller dispatched to a core."""
-        records = self.dispatched(layer).records
-        return sum(1 << r.row for r in records if r.opcode is Opcode.COMPUTE_MLP and r.row is not None)
+    def following(self, layer: int) -> int:
+        """Return the layer whose weights a decision for this one may prefetch."""
+        return (layer + 1) % self._table.layers
 
-    def prefetched(self, layer: int) -> int:
-        """Return the bytes of this layer's weights that are in the prefetch buffer: the argument of LOAD_WEIGHTS."""
-        records = self.dispatched(layer).records
-        return sum(record.argument for record in records if record.opcode is Opcode.LOAD_WEIGHTS)
+    def execute(self, layer: int, mask: int, launch: Callable[[], Array]) -> Array:
+        """Return what `launch` returns: it runs the engine, which executes what was dispatched for the layer.
 
-    def to_prefetch(self, layer: int) -> int | None:
-        """Return the layer whose weights PREFETCH_NEXT fetches while this MLP is skipped; None: it was discarded."""
-        records = self.dispatched(layer).records
-        fetches = any(record.opcode is Opcode.PREFETCH_NEXT for record in records)
-        return (layer + 1) % self._table.layers if fetches else None
+        Args:
+            mask: bit b = 1: row b computes. Of a layer without a gate it is the Index Register.
+
+        Raises:
+            InternalError: the mask is not what was decided. BackendError: the controller stopped.
+        """
+        if self.decides(layer) and self.dispatched(layer).index_register != mask:
+            raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
+        self._controller.prepare(LayerCall(layer, self._step, _EMPTY, _EMPTY, _NO_CHAIN, self._held))
+        rows = launch()
+        trace = self._controller.answer(self._table.rows)
+        self._keep(layer, trace)
+        return rows
 
     def _load(self, table: bytes) -> None:
         self._require(self._controller.load(table), "loading the DRS table")
@@ -168,10 +182,13 @@ class GateController:
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)
         trace = self._controller.run(call, self._table.rows)
+        self._keep(layer, trace)
+        return trace
+
+    def _keep(self, layer: int, trace: LayerTrace) -> None:
         self._require(trace.status, f"layer {layer}")
         self._held = trace.held
         self._traces[layer] = trace
-        return trace
 
     @staticmethod
     def _require(status: Status, where: str) -> None:

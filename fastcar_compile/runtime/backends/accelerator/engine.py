@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.offload import Op, Prefetch
 from fastcar_compile.artifact.sections import ProductPart
+from fastcar_compile.drs.table import NO_LAYER
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
 
@@ -22,6 +23,7 @@ WORD_BYTES = 16
 """Bytes of a memory word; every row begins one."""
 
 _MLP = {"op": Op.MLP, "inputs": 0, "channels": 0, "tile": 0, "tiles": 0}
+_CONTROLLED = ("table", "query", "key", "chain")
 
 
 class Engine:
@@ -34,6 +36,7 @@ class Engine:
     def __init__(self, unit: ComputeUnit, hidden: int, batch: int) -> None:
         self.unit, self.hidden, self.batch = unit, hidden, batch
         self._ports = unit.kernel.weights()
+        unit.set({a.name: 0 for a in unit.kernel.arguments if a.kind == "scalar"})
 
     def load(self, name: str, stream: Array) -> list[Buffer]:
         """Return a weight stream, uint8 [ports * section], as one buffer per port on the device.
@@ -55,7 +58,7 @@ class Engine:
     def mlp(
         self, x: Array, index_register: int, cached: Array, weights: Sequence[Buffer], *, held: bool = False
     ) -> Array:
-        """Return the rows of one layer's MLP, float32 [B, H].
+        """Return the rows of an MLP of no layer, which the controller has no part in, float32 [B, H].
 
         Args:
             x: float32 [B, H].
@@ -64,15 +67,26 @@ class Engine:
             weights: buffers of `load`; not read when no row computes.
             held: the prefetch buffer holds the beginning of these weights, and is read instead of it.
         """
+        self.unit.set({"layer": NO_LAYER, "prefetch": Prefetch.HELD if held else Prefetch.MEMORY})
+        return self.execute(x, index_register, cached, weights)
+
+    def execute(self, x: Array, index_register: int, cached: Array, weights: Sequence[Buffer]) -> Array:
+        """Return the rows of one layer's MLP, float32 [B, H]; the arguments of the controller are set.
+
+        Args:
+            x, cached: float32 [B, H].
+            index_register: bit b = 1: row b computes; of a layer whose gate the host decides.
+            weights: buffers of `load`.
+        """
         self._write_rows("cached", cached, self.hidden)
-        self.unit.set(_MLP | {"prefetch": Prefetch.HELD if held else Prefetch.MEMORY})
+        self.unit.set(_MLP)
         return self._run(x, index_register, weights, self.hidden, self.hidden)
 
     def prefetch(self, weights: Sequence[Buffer]) -> None:
         """Fill the prefetch buffer with the beginning of these weights; no row is touched."""
-        self.unit.fill("x", "cached")
-        self.unit.set(_MLP | {"prefetch": Prefetch.FILL, "index_register": ALL_ROWS})
-        self._bind(weights)
+        self.unit.fill("x", "cached", *_CONTROLLED)
+        self.unit.set(_MLP | {"layer": NO_LAYER, "prefetch": Prefetch.FILL, "index_register": ALL_ROWS})
+        self.bind(weights)
         self.unit.run()
 
     def linear(self, x: Array, call: ProductPart, weights: Sequence[Buffer], rows: int = ALL_ROWS) -> Array:
@@ -88,7 +102,8 @@ class Engine:
         return self._run(x, rows, weights, call.inputs, call.channels)
 
     def _run(self, x: Array, index_register: int, weights: Sequence[Buffer], inputs: int, outputs: int) -> Array:
-        self._bind(weights)
+        self.bind(weights)
+        self.unit.fill(*_CONTROLLED)
         self._write_rows("x", x, inputs)
         self.unit.set({"index_register": index_register})
         self.unit.run()
@@ -96,7 +111,9 @@ class Engine:
         rows = self.unit.read("y", self.batch * pitch).reshape(self.batch, pitch)
         return np.ascontiguousarray(rows.view(np.float32)[:, :outputs])
 
-    def _bind(self, weights: Sequence[Buffer]) -> None:
+    def bind(self, weights: Sequence[Buffer]) -> None:
+        """Make the weight ports read these buffers: of the call's stream, or for a decision of the next layer's."""
+        self.unit.fill("x", "cached")
         for port, buffer in zip(self._ports, weights, strict=True):
             self.unit.bind(port, buffer)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.runtime.backends.accelerator.controller import Controller
-from fastcar_compile.runtime.backends.accelerator.engine import Engine
-from fastcar_compile.runtime.backends.accelerator.stepper import Accelerator, AcceleratorStepper, accelerator_of
+from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import BackendOptions
 from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
 from fastcar_compile.runtime.backends.board.memory import require_contiguous
@@ -14,7 +12,7 @@ from fastcar_compile.runtime.backends.board.memory import require_contiguous
 class BoardStepper(AcceleratorStepper):
     """AcceleratorStepper on a device with XRT.
 
-    The engine's prefetch buffer is not used: other programs may use the kernel in between (docs/tutorial/board.md).
+    The kernel keeps the control table, what was dispatched and the prefetch buffer, so a program has it for itself.
 
     Raises:
         BackendError: pyxrt, the device or the xclbin is missing, the xclbin is of another design, or Linux has reserved
@@ -23,11 +21,10 @@ class BoardStepper(AcceleratorStepper):
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions) -> None:
         section = accelerator_of(artifact)
-        compute, controller = section.kernels
-        config, device = artifact.manifest.decoder.config, Device([compute, controller])
+        (kernel,) = section.kernels
+        device = Device([kernel])
         require_contiguous(artifact.manifest, section)
-        engine = Engine(XrtUnit(device, compute), config.hidden_size, config.batch_size)
-        super().__init__(artifact, options, Accelerator(engine, Controller(XrtUnit(device, controller))))
+        super().__init__(artifact, options, XrtUnit(device, kernel))
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> BoardStepper:

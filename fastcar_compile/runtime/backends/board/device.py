@@ -108,7 +108,7 @@ class XrtUnit(ComputeUnit):
         self._kernel = attempt(
             "the kernel cannot be opened",
             kernel.name,
-            lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.shared),
+            lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive),
             "end other programs that use the board",
         )
         self._run = xrt.run(self._kernel)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.runtime.backends.accelerator.controller import Controller
-from fastcar_compile.runtime.backends.accelerator.engine import Engine
-from fastcar_compile.runtime.backends.accelerator.stepper import Accelerator, AcceleratorStepper, accelerator_of
+from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import BackendOptions
 from fastcar_compile.runtime.backends.hls_csim.build import open_library
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
@@ -23,11 +21,9 @@ class HlsCsimStepper(AcceleratorStepper):
     """
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions) -> None:
-        section, config = accelerator_of(artifact), artifact.manifest.decoder.config
-        library, (compute, controller) = open_library(artifact.path / HLS, cache_folder()), section.kernels
-        engine = Engine(CsimUnit(library, compute), config.hidden_size, config.batch_size)
-        units = Accelerator(engine, Controller(CsimUnit(library, controller)), section.controller.prefetch_bytes)
-        super().__init__(artifact, options, units)
+        (kernel,) = accelerator_of(artifact).kernels
+        library = open_library(artifact.path / HLS, cache_folder())
+        super().__init__(artifact, options, CsimUnit(library, kernel))
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> HlsCsimStepper:

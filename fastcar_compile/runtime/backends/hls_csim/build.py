@@ -26,8 +26,8 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-SOURCES = ("fastcar_csim.cpp", "fastcar_drs.cpp", "fastcar_engine.cpp")
-"""What a library is built from: the kernels, and the exact sums."""
+SOURCES = ("fastcar_csim.cpp", "fastcar_engine.cpp")
+"""What a library is built from: the kernel, and the exact sums."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
