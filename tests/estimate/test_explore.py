@@ -12,7 +12,9 @@ from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.exploration import Exploration, budget_of, explore, resources_of
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.drs.table import AttentionShape
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.targets import Fabric, Target, available_targets, load_target
@@ -66,11 +68,11 @@ def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     found = explore(spec, target, heads)
     budget = module._beside(budget_of(target), module.controller_usage_of(heads, spec))
     alone = explore(replace(spec, batch=1), target, heads).design
-    candidates = [d for n in range(1, 9) for d in module.designs(replace(spec, cores=n), budget)]
+    candidates = [d for n in module.core_choices(8) for d in module.designs(replace(spec, cores=n), budget)]
     candidates = [d for d in candidates if d.ports >= alone.ports]
     fitting = [d for d in candidates if not d.excess()]
-    once = min(module.pass_seconds(d, target) for d in fitting)
-    kept = [d for d in fitting if module.pass_seconds(d, target) <= once * module.NEARLY]
+    once = min(module.row_seconds(d, target) for d in fitting)
+    kept = [d for d in fitting if module.row_seconds(d, target) <= once * module.NEARLY]
     assert found.design.ports >= alone.ports
     assert replace(found.design, prefetch_words=0) in kept
     assert found.seconds_per_step <= min(module.step_seconds(d, target) for d in kept) * module.AS_FAST
@@ -85,6 +87,20 @@ def test_a_large_batch_keeps_the_weight_ports_of_one_row(quant: str) -> None:
     alone, wide = (explored("vila-u-7b", quant, batch, target, "linears").design for batch in (1, 32))
     assert wide.ports == alone.ports == 4
     assert wide.mlp.cores >= 8
+
+
+@pytest.mark.parametrize("batch", [4, 8, 32])
+def test_a_small_decoder_gets_a_core_per_row_up_to_the_most(batch: int) -> None:
+    """What rows cost outside of the tiles does not count against cores."""
+    spec = MlpSpec(hidden=128, intermediate=352, batch=batch, layers=4, cores=1)
+    linears = [LinearSpec("qkv", 128, 384), LinearSpec("o", 128, 128)]
+    made = explore(spec, load_target("zcu102"), AttentionShape(4, 4, 32), linears).design
+    assert (made.ports, made.mlp.cores) == (4, min(batch, module.MAX_CORES))
+
+
+def test_cores_are_the_fewest_of_their_passes() -> None:
+    assert module.core_choices(8) == [1, 2, 3, 4, 8]
+    assert module.core_choices(32) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
 def test_four_fifths_of_replay_cost_a_third_of_one_port() -> None:

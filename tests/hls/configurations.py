@@ -63,10 +63,9 @@ def build_together(chosen: Sequence[Design], folder: Path) -> list[Simulation]:
     lines = ['#include "c0/fastcar_csim.hpp"', '#include "c0/fastcar_engine_processes.hpp"']
     for number, design in enumerate(chosen):
         emit_hls(design, folder / f"c{number}")
-        names = {
-            name: f"{name}_{number}" for name in ("EngineConfig", "fastcar_engine", "fastcar_run", "fastcar_csim_sums")
-        }
-        lines += ["#undef FASTCAR_CONFIG_HPP", "#undef FASTCAR_ENGINE_HPP"]
+        own = ("EngineConfig", "DrsConfig", "fastcar_engine", "fastcar_run", "fastcar_csim_sums")
+        names = {name: f"{name}_{number}" for name in own}
+        lines += [f"#undef FASTCAR_{guard}_HPP" for guard in ("CONFIG", "DRS_CONFIG", "ENGINE")]
         lines += [f"#define {old} {new}" for old, new in names.items()]
         lines += [
             f'#include "c{number}/{name}"' for name in ("fastcar_config.hpp", "fastcar_engine.cpp", "fastcar_csim.cpp")

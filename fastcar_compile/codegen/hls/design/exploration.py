@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from fastcar_compile.artifact.sections.accelerator import ExplorationPart
@@ -21,6 +22,9 @@ from fastcar_compile.targets import Target
 MAX_CORES = 16
 """Cores of the array, at most. Design choice: half of the most rows, so that a dense step of them takes two passes."""
 
+EVERY_COUNT = 8
+"""Up to here every number of AXI ports is tried, beyond it every second one."""
+
 TILE_WORD_CHOICES = (2048, 1024, 512, 256, 128, 64)
 """Words of one tile on one port: a few BRAM depths, then smaller."""
 
@@ -30,8 +34,11 @@ URAM_TILE_WORD_CHOICES = (2048, 1024)
 PREFETCH_WORD_CHOICES = (4096, 2048, 1024, 512, 256, 128)
 """Words of the prefetch buffer per port: from eight block RAM depths to what is no longer worth a block RAM."""
 
-NEARLY = 1.02
-"""One pass of a larger array may take this much longer than that of the fastest: it quantises more rows."""
+NEARLY = 1.05
+"""A larger array may take this much longer for one row than the fastest: it has to find more scales."""
+
+WORTH_PORTS = 2.0
+"""How much longer a dense step may take for the sake of the ports that serve one row best. Design choice."""
 
 AS_FAST = 1.001
 """Designs within a thousandth of the fastest count as equally fast."""
@@ -71,34 +78,30 @@ def explore(
 ) -> Exploration:
     """Compare ports, cores, tile lengths and tile memories.
 
-    First come the weight ports that serve one row best; the array of a larger batch has no fewer, unless not even one
-    core fits beside them. Of the arrays that fit and whose first pass is nearly as fast as the fastest one's, that is
-    taken which is fastest when every row computes, and of equally fast ones the one with most cores.
+    First come the weight ports that serve one row best; the array of a larger batch has no fewer, unless it would take
+    more than twice as long when every row computes. Of the arrays that fit and serve one row nearly as fast as the
+    fastest does, that is taken which is fastest when every row computes, and of equally fast ones the one with most cores.
 
     Args:
         mlp: its `cores` are chosen here.
         attention: heads that the TAS unit is built for; the engine has to leave room for it.
         linears: every other linear of a step that the engine computes, in call order.
-        cores: numbers of cores to compare; None: 1 to as many as there are rows, at most 16.
+        cores: numbers of cores to compare; None: those of `core_choices`.
 
     Raises:
         CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
         TargetError: the target has no fabric.
     """
     budget = _beside(budget_of(target), controller_usage_of(attention, mlp))
-    numbers = cores or range(1, min(mlp.batch, MAX_CORES) + 1)
+    numbers = cores or core_choices(mlp.batch)
     alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
     ports = min(((s, _share(d), d.ports) for s, d in alone if not d.excess()), default=(0.0, 0.0, 1))[2]
     every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
-    if not (most := max((d.ports for d in every if not d.excess()), default=0)):
+    fitting = [(step_seconds(d, target), d) for d in every if not d.excess()]
+    if not fitting:
         raise _too_large(min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
-    found = [(step_seconds(d, target), d) for d in every if d.ports >= min(ports, most)]
-    fitting = [(s, d) for s, d in found if not d.excess()]
-    once = min(pass_seconds(d, target) for _s, d in fitting)
-    kept = [(s, d) for s, d in fitting if pass_seconds(d, target) <= once * NEARLY]
-    least = min(s for s, _d in kept)
-    as_fast = [(s, d) for s, d in kept if s <= least * AS_FAST]
-    seconds, design = min(as_fast, key=lambda item: (-item[1].mlp.cores, _share(item[1])))
+    seconds, design = _best(fitting, ports, target)
+    found = [(step_seconds(d, target), d) for d in every if d.ports >= design.ports]
     beyond = [(s, d) for s, d in found if d.excess() and s < seconds / AS_FAST]
     faster = min(beyond, key=lambda item: item[0])[1].excess() if beyond else []
     return Exploration(
@@ -106,9 +109,30 @@ def explore(
         seconds_per_step=seconds,
         bound_by=faster[0].split()[0] if faster else _bound(design, target),
         tried=len(found),
-        rejected=len(found) - len(fitting),
+        rejected=sum(bool(d.excess()) for _s, d in found),
         faster=tuple(faster),
     )
+
+
+def core_choices(batch: int) -> list[int]:
+    """Return the fewest cores for every number of passes over a batch, at most `MAX_CORES`."""
+    return sorted({cores for passes in range(1, batch + 1) if (cores := -(-batch // passes)) <= MAX_CORES})
+
+
+def _best(fitting: Sequence[tuple[float, Design]], ports: int, target: Target) -> tuple[float, Design]:
+    """Return the design to take, and its time when every row computes; see `explore`."""
+    fastest = min(s for s, _d in fitting)
+    counts = sorted({d.ports for _s, d in fitting}, reverse=True)
+    kept, least = list(fitting), fastest
+    for count in [n for n in counts if n <= ports] or counts[-1:]:
+        enough = [(s, d, row_seconds(d, target)) for s, d in fitting if d.ports == count]
+        once = min(row for _s, _d, row in enough)
+        kept = [(s, d) for s, d, row in enough if row <= once * NEARLY]
+        least = min(s for s, _d in kept)
+        if least <= fastest * WORTH_PORTS:
+            break
+    as_fast = [(s, d) for s, d in kept if s <= least * AS_FAST]
+    return min(as_fast, key=lambda item: (-item[1].mlp.cores, _share(item[1])))
 
 
 def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = ()) -> Iterator[Design]:
@@ -128,6 +152,8 @@ def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (
     memories = [(words, True) for words in URAM_TILE_WORD_CHOICES if budget.uram]
     memories += [(words, False) for words in TILE_WORD_CHOICES]
     for axi_ports in range(budget.axi_ports - ROW_PORTS, 0, -1):
+        if axi_ports > EVERY_COUNT and axi_ports % 2:
+            continue
         ports = axi_ports * budget.axi_words
         yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
 
@@ -138,9 +164,15 @@ def _design(
     bits, parts = mlp.weight_bits, 2 if mlp.gated else 1
     first = Product(mlp.hidden, parts * mlp.intermediate, ports, bits=bits, bias=mlp.up_bias)
     second = Product(mlp.intermediate, mlp.hidden, ports, bits=bits, bias=mlp.down_bias)
-    others = {linear.name: linear.product(ports, bits).cut(words) for linear in linears}
+    others = {n.name: _cut(n.inputs, n.channels, ports, bits, n.biased, words) for n in linears}
     made = Design(mlp, budget, ports, first.cut(words), second.cut(words), others, uram)
     return replace(made, axi_words=budget.axi_words)
+
+
+@lru_cache(maxsize=4096)
+def _cut(inputs: int, channels: int, ports: int, bits: int, biased: bool, words: int) -> Product:
+    """Return a linear's product; layers have equal ones."""
+    return LinearSpec("", inputs, channels, biased).product(ports, bits).cut(words)
 
 
 def _too_large(least: Design) -> CompileError:
@@ -179,10 +211,9 @@ def _seconds(design: Design, cycles: int, target: Target) -> float:
     return cycles / clock + max(0.0, streamed - words / clock)
 
 
-def pass_seconds(design: Design, target: Target) -> float:
-    """Return the same of a step in which as many rows compute as one pass takes."""
-    rows = min(design.mlp.batch, design.mlp.cores)
-    return _seconds(design, design.step_cycles_of(design.load(rows)), target)
+def row_seconds(design: Design, target: Target) -> float:
+    """Return the same of a step in which one row computes."""
+    return _seconds(design, design.step_cycles_of(design.load(1)), target)
 
 
 def _bound(design: Design, target: Target) -> str:

@@ -8,6 +8,7 @@ Vitis HLS for UltraScale+ at 250 to 300 MHz.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
@@ -127,6 +128,7 @@ def quantize_loops(product: Product, load: Load) -> tuple[Loop, ...]:
     return once * load.passes
 
 
+@lru_cache(maxsize=65536)
 def product_cycles(product: Product, load: Load, *, inner: bool = False) -> int:
     """Return the clocks of one product: quantisation, then the tiles, which overlap at the pace of the slowest stage."""
     stages = [loop.cycles for loop in tile_loops(product, load, inner=inner).stages]
