@@ -17,7 +17,7 @@ from conftest import check_tool
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.cli.estimate import _of_artifact
+from fastcar_compile.cli.estimate import of_artifact
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.estimate import estimate
 from fastcar_compile.frontend.capture import capture
@@ -143,7 +143,7 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5, 3])
     html = (artifact.path / "report.html").read_text()
     assert f"{cache / 2**20:.3f} MiB of gate cache, {own / 2**20:.3f} MiB of gate weights (5, 3 units)" in html
-    work, board, _ = _of_artifact(artifact.path, None)
+    work, board, _ = of_artifact(artifact.path, None)
     predicted = estimate(replace(work, replay=0.5), board)
     assert predicted.memory["gate_cache"] == cache
     # The model takes every layer for one of the largest network.
