@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from fastcar_compile.codegen.hls.design.loops import tile_loops
-from fastcar_compile.codegen.hls.interface import engine_interface
+from fastcar_compile.codegen.hls.interface import weight_ports
 from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate import DecoderShape, Workload, load_shape
 from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
@@ -114,6 +114,6 @@ def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:
 
 
 def test_the_window_is_that_of_the_interface(cycles: CycleModel) -> None:
-    weights = next(port for port in engine_interface(cycles.design).ports if port.name == "weights_0")
+    weights = next(port for port in weight_ports(cycles.design) if port.name == "weights_0")
     assert weights.burst == f"max_read_burst_length={BURST_BEATS} num_read_outstanding={BURSTS}"
     assert isinstance(cycles.memory, Memory)
