@@ -39,7 +39,7 @@ class Board:
     Args:
         kv_bytes: of one position of one layer's key and value caches, all rows.
         controller_seconds: of one call of the TAS unit and DRS controller.
-        unit_decides: whether that unit decides in every layer. Else it maps the rows of layers that compute.
+        unit_decides: whether that unit decides in every layer. Else the launch of the MLP places its rows.
         gate: where the host decides, and in every layer; None: it does not.
     """
 
@@ -115,8 +115,6 @@ class _Simulation:
             return
         if not norm_done:
             self._norm(layer)
-        if not board.unit_decides:
-            self._control(layer)
         self._call("mlp", layer, self.board.shape.mlp_linears, load)
 
     def head(self) -> None:

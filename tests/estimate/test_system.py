@@ -216,10 +216,10 @@ def test_no_output_credits_the_prefetch_buffer() -> None:
 
 
 def test_every_call_pays_its_launch() -> None:
-    """Per layer q/k/v, controller, o and MLP; the head once."""
+    """Per layer q/k/v, o and MLP; the head once. The launch of the MLP places its rows, so nothing else is called."""
     result = estimate(Workload(TINY, "w8a8", 8), ZCU102)
     launches = [s["seconds"] for s in result.time_line if s["unit"] == "launch"]
-    assert len(launches) == 4 * TINY.layers + 1
+    assert len(launches) == 3 * TINY.layers + 1
     assert set(launches) == {host_of(ZCU102).call_seconds}
 
 
