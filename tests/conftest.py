@@ -10,23 +10,26 @@ from collections.abc import Callable
 import pytest
 
 LONG = (
-    "test_commands.py",
     "test_full_video.py",
     "test_board_backend.py",
+    "test_commands.py",
+    "test_checkpoint.py",
+    "test_determinism.py",
     "test_board_program.py",
     "test_hls.py",
-    "test_determinism.py",
-    "test_checkpoint.py",
     "test_host_variants.py",
     "test_real_artifact.py",
+    "test_simulate.py",
     "test_offload_linears.py",
 )
-"""Files that take minutes with few tests. They begin first, so that no worker ends alone with one of them."""
+"""Files that take minutes with few tests. They begin first and in this order, so that no worker ends alone with
+one of them, and that the two that share artifacts of a board do not wait for each other."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of `LONG` first; `make test` keeps xdist from sorting them by their number of tests."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 def missing(text: str) -> None:

@@ -81,7 +81,7 @@ def test_text_of_a_shape_and_its_plot(fastcar: Fastcar, tmp_path: Path) -> None:
         assert text in result.stdout
     assert "tas, decided on the accelerator; no cache of its own" in result.stdout
     learned = fastcar(*KV260, "--replay", 0.5, "--gate", "learned", "--gate-units", 8).stdout
-    assert "learned, decided on the host; 134.22 MB of gate cache, 4.196 MB of weights (8 units)" in learned
+    assert "learned, decided on the accelerator; 134.22 MB of gate cache, 4.196 MB of weights (8 units)" in learned
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -143,7 +143,8 @@ def test_plan_reaches_its_ratios(study: Study, tmp_path: Path) -> None:
     for gate in ("input_delta", "tas"):
         good, plain = found[f"{gate}-calibrated-0.5"], found[f"{gate}-uniform-0.5"]
         assert good["replay_ratio"] >= 0.5
-        assert plain["replay_ratio"] == pytest.approx(0.5, abs=0.02)
+        # Decisions depend on earlier ones: one step of the threshold moves several of the 138.
+        assert plain["replay_ratio"] == pytest.approx(0.5, abs=0.04)
         assert good["nll"] <= plain["nll"], "one quantile for all is among the candidates"
     assert [c.gate for c in shown(cases)] == ["input_delta", "tas"]
     save_cases(cases, tmp_path / "cases.json")

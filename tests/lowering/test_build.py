@@ -51,15 +51,6 @@ logits = [backend.decode(t, i, i, limits).logits for i, t in enumerate(np.load(f
 np.save(folder / "logits.npy", np.stack(logits))
 """
 
-AGAIN = """
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from lowering.programs import Case, export
-export(Case(), Path(sys.argv[1]))
-"""
-
 
 def _python(code: str, folder: Path) -> None:
     tests = Path(__file__).parents[1]
@@ -81,14 +72,6 @@ def test_a_fresh_process_needs_files_only(tmp_path: Path) -> None:
     backend, limits = cpu_backend(case, libraries), np.zeros(LAYERS, np.float32)
     expected = [backend.decode(t, i, i, limits).logits for i, t in enumerate(tokens(case, 2 * FRAME))]
     np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), np.stack(expected))
-
-
-def test_same_inputs_same_bytes(tmp_path: Path) -> None:
-    (tmp_path / "again").mkdir()
-    export(Case(), tmp_path)
-    _python(AGAIN, tmp_path / "again")
-    for name in ("decode.so", "prefill.so"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def test_bodies_do_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert grown == {"segment_0"}  # a threshold per layer
 
 
-@pytest.mark.parametrize("quant", ["none", "w4a8"])
+@pytest.mark.parametrize("quant", ["w4a8"])
 def test_same_program_same_bytes_and_no_local_paths(tmp_path: Path, quant: str) -> None:
     for name in ("a.onnx", "b.onnx"):
         export_onnx(program(quant), tmp_path / name)
