@@ -19,7 +19,7 @@ from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import Mapping
-from fastcar_compile.simulation.simulate import check_dispatch, simulate_question
+from fastcar_compile.simulation.simulate import Simulation, check_dispatch, simulate_question
 from fastcar_compile.simulation.trace import chrome_trace
 from fastcar_compile.targets import load_target
 
@@ -47,9 +47,11 @@ def test_a_step_of_an_artifact(artifact: Path) -> None:
     dense, replayed = fc.simulate(artifact), fc.simulate(artifact, replay=0.8, seed=3)
     assert dense.replay_ratio == 0
     assert replayed.replay_ratio == pytest.approx(0.8)
-    # A core per row: a tile takes one pass however many rows compute, and the gate takes its time.
+    # A core per row: a tile takes one pass however many rows compute. The gate adds its calls.
     assert (dense.cores, dense.passes) == (ROWS, 1)
-    assert 0 < replayed.seconds_per_step < 1.01 * dense.seconds_per_step
+    assert 0 < _without_gate(replayed) < 1.01 * _without_gate(dense)
+    assert replayed.seconds["drs"] > dense.seconds.get("drs", 0) == 0
+    assert replayed.seconds["launch"] > dense.seconds["launch"]
     assert dense.clocks_per_step == pytest.approx(dense.seconds_per_step * dense.clock_hz)
     assert sum(dense.seconds.values()) == pytest.approx(dense.seconds_per_step)
     assert replayed.to_json() == fc.simulate(artifact, replay=0.8, seed=3).to_json()
@@ -59,6 +61,10 @@ def test_a_step_of_an_artifact(artifact: Path) -> None:
     calls = sum(dense.calls[call].clocks for _start, call in dense.typical.calls)
     for process in dense.processes.values():
         assert process.busy + sum(process.stalls.values()) == pytest.approx(calls)
+
+
+def _without_gate(simulation: Simulation) -> float:
+    return sum(seconds for unit, seconds in simulation.seconds.items() if unit not in ("drs", "launch"))
 
 
 def test_recorded_decisions(artifact: Path) -> None:
