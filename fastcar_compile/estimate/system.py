@@ -30,7 +30,7 @@ class Estimate:
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
         bound_by: memory, ports, compute, launch, host or attention: what takes the largest share of the step.
         shares: unit -> share of the step.
-        comparison: tokens per second of the same workload dense, and with static mapping.
+        comparison: tokens per second with static mapping, and dense: nothing replays, though the gate decides.
         gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
         exploration: what was compared to find the design; empty for a given design.
         time_line: the segments of one step whose replays are nearest to the mean.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import check_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> N
 
 
 def test_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    check_module("matplotlib")
     independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in Draw)
     draw_active_rows({"independent": independent, "alike": alike}, tmp_path / "rows.svg")
     forward = typical_forward(independent, 4)
