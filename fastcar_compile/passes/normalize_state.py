@@ -54,7 +54,7 @@ class _Normalizer:
     def __init__(self, module: fx.GraphModule, max_seq_len: int) -> None:
         self.module, self.graph, self.max_seq_len = module, module.graph, max_seq_len
         self.position = placeholder(module.graph, "position")
-        self.functional = Functionalizer(module.graph, self.position)
+        self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
 
     def run(self) -> list[StateSpec]:

@@ -22,6 +22,7 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unfold_rows import UnfoldRows
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
@@ -29,6 +30,7 @@ PASSES: dict[str, type[Pass]] = {
         NormalizeState,
         Canonicalize,
         LegalizeLinears,
+        UnfoldRows,
         FuseActivations,
         SplitGateUp,
         ParallelBlocks,
@@ -56,6 +58,7 @@ def analysis_pipeline() -> list[Pass]:
         NormalizeState(),
         Canonicalize(),
         LegalizeLinears(),
+        UnfoldRows(),
         FuseActivations(),
         SplitGateUp(),
         ParallelBlocks(),
