@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import check_module, check_tool
 from decoders import llama
 from typer.testing import CliRunner, Result
 
+import fastcar_compile as fc
 from fastcar_compile.cli import app
+from fastcar_compile.runtime.backends.eager import open_perturbed
 
 
 def fastcar(*words: object) -> Result:
@@ -73,6 +76,12 @@ def test_verify_takes_every_backend_of_the_artifact(compiled: tuple[Path, dict[s
     assert result.exit_code == 0
     assert [r["backend"] for r in data["results"]] == ["cpu", "onnxruntime", "hls-csim"]
     assert all(r["decision_mismatches"] == 0 for r in data["results"])
+
+
+def test_the_perturbed_reference_differs_by_rounding(compiled: tuple[Path, dict[str, Any]]) -> None:
+    artifact, ids = fc.load(compiled[0]), np.array([[16], [3]])
+    eager, moved = (artifact.session(backend).prefill(ids) for backend in ("eager", open_perturbed))
+    assert 0 < np.abs(eager - moved).max() < 0.1
 
 
 def test_tampered_artifact_is_refused(compiled: tuple[Path, dict[str, Any]]) -> None:
