@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from decoders import llama
 from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.cli import app
 from fastcar_compile.runtime.backends.eager import open_perturbed
 
@@ -82,6 +85,34 @@ def test_the_perturbed_reference_differs_by_rounding(compiled: tuple[Path, dict[
     artifact, ids = fc.load(compiled[0]), np.array([[16], [3]])
     eager, moved = (artifact.session(backend).prefill(ids) for backend in ("eager", open_perturbed))
     assert 0 < np.abs(eager - moved).max() < 0.1
+
+
+def test_diff_of_an_artifact_and_a_changed_one(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, _ = compiled
+    assert (result := fastcar("diff", path, path)).exit_code == 0
+    assert result.stdout == "equal\n"
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    fields = {"replay": 0.5, "per_layer": (0.5, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "", "inputs": ""}
+    fc.load(other).store_thresholds(Thresholds(gate="tas", values=(1.0, None), **fields))
+    result = fastcar("diff", path, other, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["equal"], found["weights"], found["graphs"]) == (1, False, [], [])
+    assert {change["path"].partition(".")[0] for change in found["sections"]} == {"thresholds"}
+    assert fastcar("diff", path, other, "--only", "options,graphs,weights,figures,files").exit_code == 0
+
+
+def test_diff_of_two_graphs(compiled: tuple[Path, dict[str, Any]]) -> None:
+    graph = compiled[0] / "graph"
+    words = ("diff", graph / "before.json", graph / "after.json")
+    result = fastcar(*words, "--rows", 200)
+    assert result.exit_code == 1
+    assert re.search(r"^\+ +fastcar.tas.default \(2\) .* 0-1 .* insert-replay$", result.stdout, re.MULTILINE)
+    assert re.search(r"… and \d+ more lines; --rows N shows N, --json all", fastcar(*words).stdout)
+    result = fastcar("diff", graph / "before.json", compiled[0])
+    assert "compare two artifacts, or two graph files" in result.stderr
+    result = fastcar("diff", graph / "before.json", graph / "before.json", "--only", "colour")
+    assert (result.exit_code, "parts: options, sections" in result.stderr) == (2, True)
 
 
 def test_tampered_artifact_is_refused(compiled: tuple[Path, dict[str, Any]]) -> None:
