@@ -11,6 +11,7 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.legalize_linears import LegalizeLinears
+from fastcar_compile.passes.merge_adapters import MergeAdapters
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
@@ -31,6 +32,7 @@ PASSES: dict[str, type[Pass]] = {
         Canonicalize,
         LegalizeLinears,
         UnfoldRows,
+        MergeAdapters,
         FuseActivations,
         SplitGateUp,
         ParallelBlocks,
@@ -59,6 +61,7 @@ def analysis_pipeline() -> list[Pass]:
         Canonicalize(),
         LegalizeLinears(),
         UnfoldRows(),
+        MergeAdapters(),
         FuseActivations(),
         SplitGateUp(),
         ParallelBlocks(),

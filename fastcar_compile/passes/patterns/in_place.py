@@ -31,7 +31,8 @@ def rewrite_write(module: fx.GraphModule, node: fx.Node) -> CompileError | None:
     steps = _views(target)
     base = node_arg(steps[0], 0) if steps else target
     if base.op == "get_attr":
-        return _problem(node, f"writes in place into a part of {base.target}", "write caches with index_copy_")
+        what = f"writes in place into a part of the buffer '{base.target}', which is no cache"
+        return _problem(node, what, "write caches as buffer.index_copy_(2, cache_position, new)")
     if base.target is operator.getitem:
         what = "writes in place into one of several views of a value (split, chunk, unbind)"
         return _problem(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
@@ -75,7 +76,7 @@ def _is_view(node: fx.Node) -> bool:
         made = cast("Callable[..., Tensor]", node.target)(like, *node.args[1:], **node.kwargs)
     except (RuntimeError, TypeError):  # another argument is a node, so the operator is no plain view
         return False
-    return made.untyped_storage()._cdata == like.untyped_storage()._cdata
+    return made.untyped_storage() is like.untyped_storage()
 
 
 def _functional(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.Node | None:
@@ -96,7 +97,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.No
 
 
 def _placed(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.Node:
-    """The value after `target[indices] = value`: a choice by a constant mask where indices are known and value is one."""
+    """The value after `target[indices] = value`: a choice by a mask, if the indices are known and the value is one."""
     indices = cast("list[fx.Node | None]", node.args[1])
     value = node_arg(node, 2)
     known = [None if i is None else evaluate(module, i, {}) for i in indices]
