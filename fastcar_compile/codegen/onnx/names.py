@@ -1,7 +1,8 @@
 """Names and origins in the ONNX model, as Netron shows them: module path, source line, pass.
 
-The exporter notes the line of generated code that each node comes from. That line assigns `n_9`, the part's operator 9,
-or `b_3`, operator 3 of a branch. So every node finds its operator; one that finds none keeps the exporter's name.
+The exporter notes with each node the line of generated code that it comes from, which assigns `n_9`, operator 9 of the
+part. Inside of a branch that line is the `cond`'s. There the exporter's own name of the operator counts: `mul_1` is the
+second `mul` of the branch. A node that finds no operator keeps the exporter's name.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, source_of
 
-_TRACE = "pkg.torch.onnx.stack_trace"
-_ASSIGNED = re.compile(r"^\s*[nb]_(\d+)(?:, \w+)* = ", re.MULTILINE)
+_TRACE, _FX_NODE = "pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node"
+_ASSIGNED = re.compile(r"^\s*n_(\d+)(?:, \w+)* = ", re.MULTILINE)
+_BRANCH_NODE = re.compile(r"^%(\w+?)(?:_(\d+))? : .*target=torch\.ops\.\w+\.(\w+)")
 _NO_IDENTIFIER = re.compile(r"\W+")
 
 MODEL = "the model"
@@ -64,7 +66,7 @@ def value_notes(program: DecoderProgram) -> dict[str, str]:
 
 
 def function_names(parts: Iterable[Segment]) -> dict[str, str]:
-    """Return key of a segment -> name of its function: prologue, layer, layer_3 (the first of another kind), epilogue."""
+    """Return key of a segment -> name of its function: prologue, layer (layer_3: first of another kind), epilogue."""
     names: dict[str, str] = {}
     for part in parts:
         layer = layer_of(part.part.nodes[0])
@@ -117,41 +119,36 @@ def call_origin(node: onnx.NodeProto, part: Segment, fallback: str) -> None:
 
 def function_origins(function: onnx.FunctionProto, part: Segment) -> None:
     """Name every node of a segment's function, and note source line, module and pass; other notes are dropped."""
-    _Origins(module_path(part)).nodes(function.node, part.part.nodes, part.part.branches)
+    names = _Names(module_path(part))
+    origins = [_assigned(proto, part.part.nodes) for proto in function.node]
+    for proto, origin in zip(function.node, origins, strict=True):
+        if origin is None or proto.op_type != "If":
+            continue
+        branches = [part.part.branches[a] for a in origin.all_input_nodes if a in part.part.branches]
+        for graph, branch in zip(_then_else(proto), branches, strict=True):
+            names.note(list(graph.node), _in_branch(graph.node, branch))
+    names.note(list(function.node), origins)
 
 
-class _Origins:
-    """Names inside of one function; no two are equal."""
+class _Names:
+    """Names inside of one function; no two are equal. own: the module that the function is of."""
 
     def __init__(self, own: str) -> None:
         self.own, self.taken = own, Counter[str]()
 
-    def nodes(
-        self, protos: Iterable[onnx.NodeProto], operators: Sequence[fx.Node], branches: Mapping[fx.Node, fx.GraphModule]
-    ) -> None:
-        """Name nodes that come from these operators."""
-        protos = list(protos)
-        origins = [_operator(proto, operators) for proto in protos]
-        last = {origin: number for number, origin in enumerate(origins) if origin is not None}
+    def note(self, protos: Sequence[onnx.NodeProto], origins: Sequence[fx.Node | None]) -> None:
+        """Name nodes and note where they come from; the last node of an operator has the operator's own name."""
+        last = {origin: number for number, origin in enumerate(origins)}
         for number, (proto, origin) in enumerate(zip(protos, origins, strict=True)):
-            del proto.metadata_props[:]
-            proto.doc_string = ""
+            clear(proto)
             if origin is not None:
-                self._name(proto, origin, whole=last[origin] == number)
-            inner = [branches[a] for a in origin.all_input_nodes if a in branches] if origin is not None else []
-            graphs = [a.g for a in proto.attribute if a.HasField("g")]
-            for graph in graphs:
-                graph.doc_string = ""
-                del graph.metadata_props[:]
-            for graph, branch in zip(_then_else(proto), inner, strict=False):
-                self.nodes(graph.node, list(branch.graph.nodes), {})
+                self._note(proto, origin, whole=last[origin] == number)
 
-    def _name(self, proto: onnx.NodeProto, origin: fx.Node, *, whole: bool) -> None:
+    def _note(self, proto: onnx.NodeProto, origin: fx.Node, *, whole: bool) -> None:
         """Name a node `module/operator`, or `module/operator/Mul` where it is a part of the operator."""
         path, made_by = module_path_of(origin), str(origin.meta.get("made_by", ""))
         inside = path.removeprefix(self.own).removeprefix(".") if self.own else path
-        operator = str(origin.target).split(".")[-2 if str(origin.target).count(".") > 1 else -1]
-        name = "/".join(part for part in (inside, operator, "" if whole else proto.op_type) if part)
+        name = "/".join(part for part in (inside, _stem(origin), "" if whole else proto.op_type) if part)
         self.taken[name] += 1
         proto.name = name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
         source = source_of(origin)
@@ -159,16 +156,52 @@ class _Origins:
         _note(proto, {"source": source, "module": inside, "made_by": made_by})
 
 
+def clear(proto: onnx.NodeProto) -> None:
+    """Drop what the exporter notes with a node and with its branches: paths of this machine, its own objects."""
+    proto.doc_string = ""
+    del proto.metadata_props[:]
+    for attribute in proto.attribute:
+        if attribute.HasField("g"):
+            attribute.g.doc_string = ""
+            del attribute.g.metadata_props[:]
+
+
+def _stem(operator: fx.Node) -> str:
+    """Return an operator's own name: `linear` of `aten.linear.default`."""
+    parts = str(operator.target).split(".")
+    return parts[-2] if len(parts) > 2 else parts[-1]
+
+
 def _then_else(proto: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Return the branches of an `If` in the order of `cond`'s arguments."""
     found = {a.name: a.g for a in proto.attribute if a.HasField("g")}
-    return [found[name] for name in ("then_branch", "else_branch") if name in found]
+    return [found["then_branch"], found["else_branch"]]
 
 
-def _operator(proto: onnx.NodeProto, operators: Sequence[fx.Node]) -> fx.Node | None:
-    trace = next((p.value for p in proto.metadata_props if p.key == _TRACE), "")
-    found = _ASSIGNED.findall(trace)
+def _exporter_note(proto: onnx.NodeProto, key: str) -> str:
+    return next((p.value for p in proto.metadata_props if p.key == key), "")
+
+
+def _assigned(proto: onnx.NodeProto, operators: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the operator that the generated line of a node assigns."""
+    found = _ASSIGNED.findall(_exporter_note(proto, _TRACE))
     return operators[int(found[-1])] if found and int(found[-1]) < len(operators) else None
+
+
+def _in_branch(protos: Iterable[onnx.NodeProto], branch: fx.GraphModule) -> list[fx.Node | None]:
+    """Return the operator of every node of a branch.
+
+    The exporter numbers the operators of one kind in order. Where it has as many of a kind as the branch, they match.
+    """
+    found = [_BRANCH_NODE.match(_exporter_note(proto, _FX_NODE)) for proto in protos]
+    keys = [None if m is None else (m[3], int(m[2] or 0)) for m in found]
+    known: dict[tuple[str, int], fx.Node] = {}
+    for kind in {key[0] for key in keys if key is not None}:
+        numbers = sorted({key[1] for key in keys if key is not None and key[0] == kind})
+        operators = [n for n in branch.graph.nodes if n.op == "call_function" and _stem(n) == kind]
+        if len(numbers) == len(operators):
+            known |= {(kind, number): operator for number, operator in zip(numbers, operators, strict=True)}
+    return [None if key is None else known.get(key) for key in keys]
 
 
 def _note(proto: onnx.NodeProto, notes: Mapping[str, str]) -> None:
