@@ -16,15 +16,20 @@ from fastcar_compile.artifact.offload import NETWORK
 from fastcar_compile.artifact.sections.accelerator import AcceleratorSection, HostLinearPart, LinearCallPart
 from fastcar_compile.artifact.tensor_files import LazyStreams
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.hls.control import control_table, controller_part, network_stream, networks_of, operands_of
+from fastcar_compile.codegen.hls.control import (
+    control_table,
+    controller_part,
+    controller_spec,
+    network_stream,
+    networks_of,
+)
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.footprint import Footprint, require_banks, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
+from fastcar_compile.codegen.hls.design.footprint import Footprint, require_fit, shares_memory
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls, kernel_interfaces
-from fastcar_compile.codegen.hls.vitis import weight_ports
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.scores import network_words
 from fastcar_compile.errors import CompileError
@@ -67,7 +72,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(_mlp_spec(program, config), board, operands_of(program, config), linears)
+    found = explore(KernelSpec(_mlp_spec(program, config), controller_spec(program, config), linears), board)
     design = found.design
     table = control_table(program, config, design.mlp.cores, design.prefetch_bytes)
     streams: dict[str, tuple[int, Stream]] = {
@@ -80,7 +85,6 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         words = network_words(weights.units, design.mlp.hidden)
         streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
     kernels = kernel_interfaces(design, table)
-    require_banks(board, ports=weight_ports(kernels), stream_bytes=design.weight_bytes)
     emit_hls(design, writer.root / HLS, table, board=board)
     writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
     writer.write_bytes(DRS_TABLE, table.to_bytes())
