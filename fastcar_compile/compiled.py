@@ -13,6 +13,7 @@ from fastcar_compile.artifact.sections import DecoderConfig, State
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.writer import store_thresholds
 from fastcar_compile.extras import needs
+from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Artifact(StoredArtifact):
 
     def session(
         self,
-        backend: str = "cpu",
+        backend: str | OpenStepper = "cpu",
         record: bool = False,
         threads: int | None = None,
         thresholds: Thresholds | str | Path | None = None,
@@ -134,7 +135,7 @@ class Artifact(StoredArtifact):
 
         Args:
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
-                package registers.
+                package registers, or what opens its stepper.
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads; default: every core that the process may use.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.

@@ -19,17 +19,18 @@ from fastcar_compile.runtime.stats import Stats
 
 
 def open_session(
-    artifact: StoredArtifact, backend: str = "cpu", *, record: bool = False, threads: int | None = None
+    artifact: StoredArtifact, backend: str | OpenStepper = "cpu", *, record: bool = False, threads: int | None = None
 ) -> Session:
     """Return a session with the compiled thresholds.
 
     Args:
-        backend: one of `BACKENDS`. record: keep every replay decision. threads: CPU threads; None: all usable cores.
+        backend: one of `BACKENDS`, or what opens a stepper. record: keep every replay decision.
+        threads: CPU threads; None: all usable cores.
 
     Raises:
         BackendError: unknown backend, or one that cannot run here.
     """
-    open_stepper: OpenStepper = BACKENDS.load(backend)
+    open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers = artifact.manifest.layers
     gates = {gate for gate in layers.gates if gate is not None}
     return Session(

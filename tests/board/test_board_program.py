@@ -37,19 +37,26 @@ class Built:
     artifact: fc.Artifact
 
     def run(
-        self, *words: object, real: bool = False, fault: str = "", log: Path | None = None, artifact: bool = True
+        self,
+        *words: object,
+        real: bool = False,
+        fault: str = "",
+        log: Path | None = None,
+        artifact: bool = True,
+        seconds: int = 120,
     ) -> subprocess.CompletedProcess[str]:
         """The program on the copy, with the stand-in for XRT or the real one.
 
         Args:
             log: file that gets a line per run of a kernel. artifact: whether the program takes one.
+            seconds: after which it failed.
         """
         environment = {} if real else {"LD_LIBRARY_PATH": str(self.fake), "FAKE_XRT": fault}
         environment |= {"FAKE_XRT_LOG": str(log)} if log else {}
         words = words if "--meminfo" in words else (*words, "--meminfo", "none")  # not this machine's
         command = [str(self.program), *([str(self.folder)] if artifact else []), *map(str, words)]
         environment = {**os.environ, **environment}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=seconds)
 
     @property
     def xclbin(self) -> Path:

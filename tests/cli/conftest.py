@@ -27,10 +27,10 @@ ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
 
 
 class FakeSession:
-    """Logits that depend on the token only; from the second frame on, layer 0 replays. `error` is added at step 5."""
+    """Logits that depend on the token only, plus `error` at step `at`; from the second frame on, layer 0 replays."""
 
-    def __init__(self, error: float = 0.0, flip: bool = False) -> None:
-        self.error, self.flip = error, flip
+    def __init__(self, error: float = 0.0, flip: bool = False, at: int = 5) -> None:
+        self.error, self.flip, self.at = error, flip, at
         self.thresholds: float | Sequence[float | None] | None = None
         self.stats = SimpleNamespace(replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, decisions=None)
         self._trace: list[NDArray[np.bool_]] = []
@@ -52,7 +52,7 @@ class FakeSession:
         self.stats.forwards = len(self._trace)
         self.stats.per_layer = list(self.stats.decisions.mean((0, 2)))
         self.stats.replay_ratio = float(self.stats.decisions.mean())
-        return self._logits(ids) + (self.error if step == 5 else 0.0)
+        return self._logits(ids) + (self.error if step == self.at else 0.0)
 
     def generate(
         self, prompt: NDArray[np.int64], num_tokens: int, sample: Any = None, progress: bool = False
@@ -93,10 +93,11 @@ class FakeArtifact:
     sessions: list[FakeSession] = field(default_factory=list)
     graph: str = "graph after: cond"
     original_graph: str = "graph before: mlp"
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def manifest(self) -> Manifest:
-        sizes: dict[str, Any] = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME}
+        sizes: dict[str, Any] = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME, **self.options}
         config = CompileConfig(target="zcu102", replay=ReplayConfig(threshold=[2, None, math.inf]), **sizes)
         files = {"graph/after.txt": FileEntry(sha256="ab" * 32, size=2_000_000)}
         return Manifest(producer={"torch": "2.13.0"}, files=files, **dict(sections(options=config)))
@@ -112,7 +113,8 @@ class FakeArtifact:
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
         return f"explained layer={layer} node={node}"
 
-    def session(self, backend: str = "cpu", record: bool = False, threads: int | None = None) -> FakeSession:
+    def session(self, backend: object = "cpu", record: bool = False, threads: int | None = None) -> FakeSession:
+        backend = backend if isinstance(backend, str) else "perturbed"
         if backend not in self.make:
             raise BackendError(f"unknown backend {backend!r}", hint=f"known: {', '.join(sorted(self.make))}")
         self.sessions.append(self.make[backend]())

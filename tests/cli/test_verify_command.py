@@ -44,6 +44,30 @@ def test_mismatch_is_exit_code_1(
     assert f"step {step}" in text
 
 
+def test_rounding_is_measured_where_a_quantised_backend_differs(
+    fastcar: Callable[..., Result], fake: FakeArtifact
+) -> None:
+    fake.options |= {"quant": "w8a8"}
+    fake.make |= {name: functools.partial(FakeSession, e) for name, e in (("cpu", 0.15), ("perturbed", 0.1))}
+    data = json.loads(fastcar("verify", "x", "--json").stdout)
+    assert (data["ok"], data["tolerance"], data["rounding"]) == (True, 0.05, pytest.approx(0.1))
+    assert "moved in the last place differs by 0.1: 0.2 is allowed" in fastcar("verify", "x").stdout
+    fake.make["cpu"] = functools.partial(FakeSession, 0.25)
+    assert fastcar("verify", "x").exit_code == 1
+    fake.make["cpu"] = functools.partial(FakeSession, 0.15)
+    assert fastcar("verify", "x", "--tolerance", "0.05").exit_code == 1
+
+
+def test_rounding_counts_until_a_decision_differs(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    """A replay more or less is no rounding: the error of step 7 comes after the flip of step 6."""
+    fake.options |= {"quant": "w8a8"}
+    fake.make |= {
+        "cpu": functools.partial(FakeSession, 0.15),
+        "perturbed": functools.partial(FakeSession, 9.0, True, 7),
+    }
+    assert json.loads(fastcar("verify", "x", "--json").stdout)["rounding"] == 0.0
+
+
 def test_tolerance(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
     fake.make["cpu"] = functools.partial(FakeSession, 0.01)
     assert fastcar("verify", "x", "--backends", "cpu", "--tolerance", "0.1").exit_code == 0

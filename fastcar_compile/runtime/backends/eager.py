@@ -33,6 +33,16 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> EagerStep
     )
 
 
+def open_perturbed(artifact: StoredArtifact, options: BackendOptions) -> EagerStepper:
+    """Open the reference with every float32 vector, such as the weight of a norm, moved by one unit in the last place.
+
+    What it gives differs from the reference by what rounding explains. The directions are drawn from a fixed seed.
+    """
+    stepper = open_stepper(artifact, options)
+    stepper.perturb(seed=0)
+    return stepper
+
+
 class EagerStepper(Stepper):
     """Runs the decode and prefill graphs with torch, one operator at a time."""
 
@@ -51,6 +61,16 @@ class EagerStepper(Stepper):
         self.prefill_chunk = prefill_chunk if prefill is not None else 1
         self._inputs = {id(g): placeholder_names(g) for g in (decode, prefill) if g is not None}
         self.reset()
+
+    def perturb(self, seed: int) -> None:
+        """Move every element of the float32 vectors to its neighbour above or below, the same one in both graphs."""
+        draw = torch.Generator().manual_seed(seed)
+        moved: dict[str, Tensor] = {}
+        for graph in filter(None, (self._decode, self._prefill)):
+            for name, value in graph.named_buffers():
+                if value.dtype == torch.float32 and value.dim() == 1:
+                    signs = torch.randint(0, 2, value.shape, generator=draw) * 2.0 - 1.0
+                    value.data = moved.setdefault(name, torch.nextafter(value, signs * torch.inf))
 
     def reset(self) -> None:
         """Set every state to zero."""
