@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.sections import StateRole
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import shape_of_sections
@@ -17,7 +18,7 @@ DEFAULT_QUANT = "w8a8"
 
 def workload_of(manifest: Manifest) -> Workload:
     """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
-    options, ring = manifest.options, manifest.decoder.config.ring
+    options, rows = manifest.options, _rows(manifest)
     return Workload(
         shape_of_sections(manifest.decoder.config, manifest.layers.layers),
         options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
@@ -25,10 +26,28 @@ def workload_of(manifest: Manifest) -> Workload:
         batch=options.batch_size,
         offload=options.offload,
         kv=kv_type(options.kv).dtype,
-        sink_window=None if ring is None else (ring.sinks, ring.window),
-        kv_rows=None if ring is None else ring.capacity,
+        sink_window=_sink_window(manifest),
+        kv_rows=None if rows == options.max_seq_len else rows,
         gate=GateModel.of_sections(options.replay, manifest.layers.layers),
     )
+
+
+def _sink_window(manifest: Manifest) -> tuple[int, int] | None:
+    """Return sinks and window of the layers; where they differ, one window of their mean. None: no layer has one."""
+    own = [(a.sinks, a.window) for a in (s.attention for s in manifest.layers.layers) if a.window is not None]
+    if not own:
+        return None
+    if len(set(own)) == 1 and len(own) == len(manifest.layers.layers):
+        return own[0]
+    context, layers = max(1, manifest.options.max_seq_len // 2), len(manifest.layers.layers)
+    seen = sum(min(context, sinks + window) for sinks, window in own) + (layers - len(own)) * context
+    return 0, round(seen / layers)
+
+
+def _rows(manifest: Manifest) -> int:
+    """Return the rows of a key cache, the mean of the layers."""
+    rows = [s.shape[2] for s in manifest.decoder.state if s.role is StateRole.KEY_CACHE]
+    return round(sum(rows) / len(rows))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

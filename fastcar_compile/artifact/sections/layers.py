@@ -6,7 +6,12 @@ from fastcar_compile.artifact.sections.base import Float, Part, Section
 
 
 class AttentionPart(Part):
-    """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale."""
+    """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale.
+
+    Args:
+        window, sinks: a query sees the first `sinks` positions and the last `window` ones, itself included; `window`
+            None: all of them.
+    """
 
     node: str
     query: str
@@ -16,6 +21,8 @@ class AttentionPart(Part):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+    sinks: int = 0
 
 
 class MlpPart(Part):

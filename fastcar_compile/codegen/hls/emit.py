@@ -62,8 +62,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         warnings.warn(text, UserWarning, stacklevel=2)
         return None
     _check_equal(program.sites)
-    ring = program.config.ring
-    positions = config.max_seq_len if ring is None else ring.capacity
+    positions = max(s.shape[2] for s in program.state if s.role is StateRole.KEY_CACHE)
     require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
