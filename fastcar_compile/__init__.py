@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastcar_compile.config import CompileConfig as CompileConfig
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
+    from fastcar_compile.dry_run.report import DryRun as DryRun
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -46,6 +47,7 @@ _MODULES = {
     "compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "dry_run.report": ("DryRun",),
     "errors": (
         "ArtifactError",
         "BackendError",
@@ -70,6 +72,7 @@ __all__ = [
     "BackendError",
     "CompileConfig",
     "CompileError",
+    "DryRun",
     "FastcarError",
     "InputError",
     "InternalError",

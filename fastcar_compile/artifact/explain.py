@@ -12,7 +12,6 @@ from fastcar_compile.artifact.sections import (
     LayerPart,
     ReplayPart,
     State,
-    StateRole,
 )
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
@@ -71,12 +70,11 @@ def _sparse(sections: Sections) -> str:
 
 def own_windows(sections: Sections) -> list[OwnWindow]:
     """Return the layers whose model sees a sliding window only, where sparse attention does not bound them more."""
-    rows = {s.layer: s.shape[2] for s in sections.decoder.state if s.role is StateRole.KEY_CACHE}
     ring = sections.decoder.config.ring
     option = None if ring is None else (ring.sinks, ring.window)
     sites = [(s.layer, s.attention) for s in sections.layers.layers]
     return [
-        OwnWindow(layer, a.window, rows[layer])
+        OwnWindow(layer, a.window, a.cache_rows)
         for layer, a in sites
         if a.window is not None and (a.sinks, a.window) != option
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import StateRole
+from fastcar_compile.artifact.sections import DecoderConfig, LayerPart
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.config import CompileConfig
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import shape_of_sections
 from fastcar_compile.estimate.workload import Workload
@@ -18,36 +21,38 @@ DEFAULT_QUANT = "w8a8"
 
 def workload_of(manifest: Manifest) -> Workload:
     """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
-    options, rows = manifest.options, _rows(manifest)
+    return workload_of_sections(manifest.options, manifest.decoder.config, manifest.layers.layers)
+
+
+def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: Sequence[LayerPart]) -> Workload:
+    """Return the same of a decoder that may not have been written.
+
+    Raises:
+        UserError: the layers differ in size; the model has one size for all.
+    """
+    rows = round(sum(s.attention.cache_rows for s in layers) / len(layers))
     return Workload(
-        shape_of_sections(manifest.decoder.config, manifest.layers.layers),
+        shape_of_sections(config, layers),
         options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
         max(1, options.max_seq_len // 2),
         batch=options.batch_size,
         offload=options.offload,
         kv=kv_type(options.kv).dtype,
-        sink_window=_sink_window(manifest),
+        sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
         kv_rows=None if rows == options.max_seq_len else rows,
-        gate=GateModel.of_sections(options.replay, manifest.layers.layers),
+        gate=GateModel.of_sections(options.replay, layers),
     )
 
 
-def _sink_window(manifest: Manifest) -> tuple[int, int] | None:
+def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] | None:
     """Return sinks and window of the layers; where they differ, one window of their mean. None: no layer has one."""
-    own = [(a.sinks, a.window) for a in (s.attention for s in manifest.layers.layers) if a.window is not None]
+    own = [(a.sinks, a.window) for a in (s.attention for s in layers) if a.window is not None]
     if not own:
         return None
-    if len(set(own)) == 1 and len(own) == len(manifest.layers.layers):
+    if len(set(own)) == 1 and len(own) == len(layers):
         return own[0]
-    context, layers = max(1, manifest.options.max_seq_len // 2), len(manifest.layers.layers)
-    seen = sum(min(context, sinks + window) for sinks, window in own) + (layers - len(own)) * context
-    return 0, round(seen / layers)
-
-
-def _rows(manifest: Manifest) -> int:
-    """Return the rows of a key cache, the mean of the layers."""
-    rows = [s.shape[2] for s in manifest.decoder.state if s.role is StateRole.KEY_CACHE]
-    return round(sum(rows) / len(rows))
+    seen = sum(min(context, sinks + window) for sinks, window in own) + (len(layers) - len(own)) * context
+    return 0, round(seen / len(layers))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

@@ -35,6 +35,7 @@ class AttentionSite:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    cache_rows: int
     window: int | None = None
     sinks: int = 0
 
@@ -191,7 +192,7 @@ def attention_site(node: fx.Node) -> AttentionSite:
     _, heads, _, dim = shape_of(query)
     window = window_of(node)
     return AttentionSite(
-        *(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim),
+        *(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim, shape_of(keys)[2]),
         window=None if window is None else window.window,
         sinks=0 if window is None else window.sinks,
     )

@@ -9,6 +9,7 @@ class AttentionPart(Part):
     """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale.
 
     Args:
+        cache_rows: positions that a cache has room for.
         window, sinks: a query sees the first `sinks` positions and the last `window` ones, itself included; `window`
             None: all of them.
     """
@@ -21,6 +22,7 @@ class AttentionPart(Part):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    cache_rows: int
     window: int | None = None
     sinks: int = 0
 
