@@ -27,7 +27,7 @@ class Case:
         gate: what decides in the replayed decode: "tas" or "input_delta".
         full: every run of the tests compiles it for all backends; others only where FAMILIES=all.
         hls: its MLPs run in C simulation too, where all of its backends do.
-        headless: it takes embeddings.
+        headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         refused: a part of the sentence that refuses the model; None where it compiles.
         prompt: tokens of the prompt. frame: tokens per frame. length: positions of the sequence.
     """
@@ -41,6 +41,7 @@ class Case:
     full: bool = False
     hls: bool = False
     headless: bool = False
+    classes: int = 0
     refused: str | None = None
     prompt: int = PROMPT
     frame: int = FRAME

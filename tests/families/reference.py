@@ -227,9 +227,11 @@ def _attention_calls() -> Generator[list[Attended]]:
     calls: list[Attended] = []
     original = AttentionInterface.get_interface
 
-    def get_interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        attend = original(self, name, default)
-        if name != "eager":
+    def get_interface(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        attend = original(self, attn_implementation, default)
+        if attn_implementation != "eager":
             return attend
 
         def kept(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:

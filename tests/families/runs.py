@@ -26,7 +26,10 @@ def inputs_of(case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if case.headless:
         return torch.randn(BATCH, case.length, WIDTH, generator=generator)
-    return torch.randint(0, VOCAB, (BATCH, case.length), generator=generator)
+    ids = torch.randint(0, VOCAB, (BATCH, case.length), generator=generator)
+    if case.classes:
+        ids[:, 0] = VOCAB + torch.arange(BATCH) % case.classes
+    return ids
 
 
 def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none") -> fc.Artifact:

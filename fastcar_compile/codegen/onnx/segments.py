@@ -12,11 +12,11 @@ import onnx
 import torch
 from onnx import helper
 from torch import fx
+from torch.onnx._internal.exporter._core import export
 
-from fastcar_compile.codegen.onnx.ops import translation_table
+from fastcar_compile.codegen.onnx.registry import OPSET, translations
 from fastcar_compile.codegen.segment import Segment
 
-OPSET = 18
 DOMAIN = "fastcar"
 """Of the functions."""
 
@@ -39,11 +39,8 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
     examples = tuple(_example(node) for part in parts.values() for node in part.inputs)
     exported = torch.export.export(joined, examples, strict=False)
     with quiet_exporter():
-        program = torch.onnx.export(
-            exported, dynamo=True, custom_translation_table=translation_table(), opset_version=OPSET, verbose=False
-        )
-    assert program is not None
-    proto = program.model_proto
+        # What torch.onnx.export calls once it has made the table.
+        proto = export(exported, registry=translations(), opset_version=OPSET, verbose=False).model_proto
     strip(proto)
     functions, first = list(proto.functions), 0
     for name, part in parts.items():
