@@ -21,8 +21,7 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import WeightConverter
-from transformers.core_model_loading import Chunk
+from transformers.core_model_loading import Chunk, WeightConverter
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
