@@ -65,8 +65,7 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
 
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
     """Raise CompileError where the board's memory does not hold the decoder."""
-    ring = program.config.ring
-    positions = config.max_seq_len if ring is None else ring.capacity
+    positions = max(s.shape[2] for s in program.state if s.role is StateRole.KEY_CACHE)
     require_fit(footprint_of(program, board), board, quant=config.quant, positions=positions)
 
 
