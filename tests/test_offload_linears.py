@@ -20,6 +20,7 @@ from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.errors import CompileError
 from fastcar_compile.estimate.artifact import design_of, workload_of
 from fastcar_compile.estimate.system import estimate
+from fastcar_compile.inspection.speed import offload_lines
 from fastcar_compile.runtime.session import Session
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
@@ -99,8 +100,9 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     }
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["accelerator"]["linears"] == [c.model_dump(mode="json") for c in section.linears]
-    html = (artifact.path / "report.html").read_text()
-    assert "<td>128 → 128 + 128 + 128</td>" in html
+    offload = offload_lines(artifact.manifest)
+    assert [line.name for line in offload] == ["MLPs of the layers", *CALLS]
+    assert offload[1].shape == "128 → 128 + 128 + 128"
     text = artifact.explain()
     q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
     assert f"offload  layer_1.qkv: {q}, {k}, {v}; 128 -> 128 + 128 + 128, one call, all rows" in text
