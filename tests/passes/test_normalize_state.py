@@ -115,6 +115,20 @@ class Uncached(TinyBlock):
         return F.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
+class Accumulating(TinyBlock):
+    """The step reads what the step before wrote."""
+
+    total: Tensor
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.register_buffer("total", torch.zeros(batch, 1, 8))
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        self.total.add_(h)
+        return super().forward(h + self.total, position)
+
+
 class Counting(TinyBlock):
     seen: Tensor
 
@@ -169,6 +183,7 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
         (Unmasked, "layer 0: attention has no mask, so it sees cache rows that were not written yet"),
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
+        (Accumulating, "buffer 'blocks.0.total' carries a value from step to step"),
         (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],
 )
