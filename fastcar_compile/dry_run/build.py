@@ -8,12 +8,7 @@ from typing import TypeVar
 
 from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.codegen.hls.control import controller_part
-from fastcar_compile.codegen.hls.plan import (
-    AcceleratorPlan,
-    plan_accelerator,
-    require_memory,
-    require_weight_banks,
-)
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.fallbacks import has_accelerator
 from fastcar_compile.dry_run.memory import memory_of
@@ -52,9 +47,6 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
     if has_accelerator(config, board):
         _attempt(problems, lambda: require_memory(program, config, board))
         plan = _attempt(problems, lambda: plan_accelerator(program, config, board))
-    if plan is not None:
-        made = plan
-        _attempt(problems, lambda: require_weight_banks(made, board))
     decoder, layers = decoder_section(program), layers_section(program)
     return DryRun(
         options=config,
@@ -70,7 +62,7 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
         design=None if plan is None else plan.design.part,
         exploration=None if plan is None else plan.found.part,
         controller=None if plan is None else controller_part(plan.table),
-        speed=() if plan is None else _speed(rewritten, layers, plan, fits=not problems),
+        speed=() if plan is None else _speed(rewritten, layers, plan),
     )
 
 
@@ -83,7 +75,7 @@ def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
         return None
 
 
-def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan, *, fits: bool) -> tuple[Speed, ...]:
+def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan) -> tuple[Speed, ...]:
     """Return the predictions, dense first; of a decoder that does not fit, as if it did."""
     config = rewritten.config
     work = workload_of_sections(config, rewritten.program.config, layers.layers)
@@ -93,7 +85,8 @@ def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan, *
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
     found: list[Speed] = []
     for case, ratio in cases.items():
-        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=not fits)
+        # What does not fit is among the problems already; the prediction is made all the same.
+        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=True)
         found.append(
             Speed(
                 case=case,

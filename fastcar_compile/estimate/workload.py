@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec
+from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, build_table
@@ -75,6 +77,16 @@ class Workload:
             return AttentionShape(1, 1, self.shape.hidden)
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
+    def kernel_spec(self) -> KernelSpec:
+        """Return what the kernel has to do."""
+        controller = ControllerSpec(self.attention(), self.gate.kind, self.network_units)
+        return KernelSpec(self.mlp_spec(), controller, self.linear_specs())
+
+    @property
+    def network_units(self) -> int:
+        """Hidden units of the networks that the controller reads; 0: its gate has none."""
+        return self.gate.units if self.gate.kind is GateKind.LEARNED else 0
+
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
         layers = self.shape.layers
@@ -84,7 +96,7 @@ class Workload:
             attention=self.attention(),
             scales=[1.0] * layers,
             gate=self.gate.kind,
-            units=self.gate.units if self.gate.kind is GateKind.LEARNED else 0,
+            units=self.network_units,
         )
 
     def mlp_spec(self) -> MlpSpec:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.sections.accelerator import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.controller_project import limits_of
-from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.scores import pack_network
 from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, Limits, build_table
@@ -71,6 +71,20 @@ def network_stream(weights: LayerWeights) -> NDArray[np.uint8]:
     return pack_network(w1, b1, w2, b2).view(np.uint8).reshape(-1)
 
 
+def most_units(program: DecoderProgram, config: CompileConfig) -> int:
+    """Return the hidden units of the largest network that the controller reads; 0: its gate has none."""
+    return max((len(weights.b1) for weights in networks_of(program, config).values()), default=0)
+
+
+def controller_spec(program: DecoderProgram, config: CompileConfig) -> ControllerSpec:
+    """Return what the controller has to be built for.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+    """
+    return ControllerSpec(operands_of(program, config), gate_kind(program, config), most_units(program, config))
+
+
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
     """Return the DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
@@ -97,7 +111,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int, pr
         attention=operands_of(program, config),
         scales=[s.attention.scale if unit else None for s, unit in zip(sites, own, strict=True)],
         gate=kind,
-        units=max((len(weights.b1) for weights in networks_of(program, config).values()), default=0),
+        units=most_units(program, config),
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
         prefetch=[prefetch_bytes] * len(sites),

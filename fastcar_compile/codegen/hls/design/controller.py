@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.scores import BFLOATS_PER_WORD, network_words
 from fastcar_compile.drs.table import (
     FLOATS_PER_WORD,
-    MAX_ROWS,
+    AttentionShape,
     DrsTable,
     GateKind,
     Limits,
@@ -57,6 +59,30 @@ class ScoreUnit:
     products: int
 
 
+@dataclass(frozen=True)
+class ControllerSpec:
+    """What the TAS unit and controller beside an engine are built for.
+
+    Args:
+        attention: what a score reads of a row: q and key, or x and the cached x as one head.
+        gate: the score. units: of the largest network; 0: the gate has none.
+    """
+
+    attention: AttentionShape
+    gate: GateKind = GateKind.TAS
+    units: int = 0
+
+    def limits(self, mlp: MlpSpec) -> Limits:
+        """Return what a controller has to hold for these layers and rows."""
+        return Limits(
+            table_words=table_words(mlp.layers, mlp.batch),
+            query_words=self.attention.query_words,
+            key_words=self.attention.key_words,
+            gate=self.gate,
+            units=max(self.units, 1),
+        )
+
+
 SCORE_UNITS = {
     GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
     GateKind.INPUT_DELTA: ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD),
@@ -70,31 +96,19 @@ one of the second, and the scaling and bias of both."""
 
 
 def controller_cycles(table: DrsTable, records: int = 0) -> int:
-    """Return the clocks of one call for a layer with a gate, from the loops of fastcar_drs.hpp; memory latency is left out.
-
-    The table is on chip; loading it takes `load_cycles` once.
+    """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip.
 
     Args:
         records: that are dispatched; 0: all that a layer without replay has.
     """
-    rows, stride = table.rows, len(table.instructions[0])
-    scores = rows * _score_cycles(table)
-    return _counts_beats(rows) + 3 * MAX_ROWS + scores + stride + _answer_beats(records or rows + 2)
-
-
-def _score_cycles(table: DrsTable) -> int:
-    """Return the clocks of one row's score: key and q once, a network's weights, and its features a second time."""
-    shape = table.attention
-    operands = shape.query_words + shape.key_words + 1
-    if table.gate is not GateKind.LEARNED:
-        return operands
-    return operands + 2 * shape.query_words + network_words(table.units, shape.head_dim) + table.units
+    shape = ControlShape.of(table)
+    loops = control_loops(ControlWork(ControlOp.GATE, shape, records or table.rows + 2))
+    return sum(loop.cycles for loop in loops)
 
 
 def load_cycles(table: DrsTable) -> int:
-    """Return the clocks of loading the table; memory latency is left out."""
-    words, stride = table_words(table.layers, table.rows), len(table.instructions[0])
-    return words + table.layers * (stride + 1)
+    """Return the clocks of loading the table, without memory latency."""
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, ControlShape.of(table))))
 
 
 @dataclass(frozen=True)
