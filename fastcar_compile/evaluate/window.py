@@ -52,7 +52,7 @@ class SinkWindow:
         grouped = query.shape[1] != keys.shape[1]
         seen_rows = [loaded(cache[:, :, columns], query.shape[3]) for cache in (keys, values)]
         if softcap is not None:
-            return capped_attention(query, *seen_rows, seen, scale, softcap)
+            return capped_attention(query, seen_rows[0], seen_rows[1], seen, scale, softcap)
         return torch.nn.functional.scaled_dot_product_attention(
             query, *seen_rows, attn_mask=seen, scale=scale, enable_gqa=grouped
         )

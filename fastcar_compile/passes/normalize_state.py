@@ -168,12 +168,16 @@ class _Normalizer:
         return self._windows[key]
 
     def _window_of_mask(self, mask: Mask, capacity: int, steps: int) -> int | str:
-        window = self._seen_at_the_end(mask, capacity, steps)
-        edges = [window - 1, window, window + 1] if isinstance(window, int) else []
-        for start in [*self._probe_positions(capacity, steps), *edges]:
+        window, unknown = (
+            self._seen_at_the_end(mask, capacity, steps),
+            "the attention mask depends on more than the position",
+        )
+        if window is None:
+            return unknown
+        for start in [*self._probe_positions(capacity, steps), window - 1, window, window + 1]:
             value = self._mask_at(mask, min(start, capacity - steps))
-            if value is None or not isinstance(window, int):
-                return "the attention mask depends on more than the position"
+            if value is None:
+                return unknown
             if problem := _mask_problem(value, min(start, capacity - steps), steps, window):
                 return problem
         return window

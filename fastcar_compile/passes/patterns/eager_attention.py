@@ -152,15 +152,16 @@ class _Logits:
 
     def _unmasked(self, node: fx.Node) -> fx.Node:
         """Return the logits before the mask."""
+        fill = node.args[2] if len(node.args) == 3 else None
         if is_op(node, aten.add) and len(node.args) == 2 and not node.kwargs:
             for logits, mask in _pairs(node):
                 if value_of(logits).shape == value_of(node).shape and not _makes_logits(mask):
                     self.mask = Mask(mask)
                     return _before_casts(logits)
-        if is_op(node, aten.masked_fill) and self._hides(node.args[2]):
+        if is_op(node, aten.masked_fill) and self._hides(fill):
             self.mask = Mask(node_arg(node, 1), hidden=True)
             return _before_casts(node_arg(node, 0))
-        if is_op(node, aten.where) and self._hides(node.args[2]):
+        if is_op(node, aten.where) and self._hides(fill):
             self.mask = Mask(node_arg(node, 0))
             return _before_casts(node_arg(node, 1))
         return node
