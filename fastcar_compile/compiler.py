@@ -223,7 +223,7 @@ def _repetition(model: object) -> list[Pass]:
     skeleton = model.skeleton
     if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
         return []
-    return [RepeatLayers(skeleton.layers_path, skeleton.layers)]
+    return [RepeatLayers(skeleton.layers_path, skeleton.layers, skeleton.period)]
 
 
 def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
