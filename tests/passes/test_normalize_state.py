@@ -246,7 +246,7 @@ def test_attention_that_is_written_out(
         (Sloped, "layer 0: the attention logits get a bias, such as ALiBi, which is not supported"),
         (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
-        (Counting, "writes in place into something that is not a buffer of the module"),
+        (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],
 )
 def test_what_cannot_be_normalised(block: type[TinyBlock], text: str) -> None:
