@@ -22,7 +22,7 @@ from fastcar_compile.passes.patterns.table_rows import limit_table_rows
 aten = torch.ops.aten
 _VIEWS = (
     *(aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous),
-    *(aten.repeat, aten.repeat_interleave),
+    *(aten.repeat, aten.repeat_interleave, aten.transpose, aten.permute, aten.slice),
 )
 _MASKED = -1e9
 
@@ -61,7 +61,7 @@ class _Normalizer:
     def __init__(self, module: fx.GraphModule, max_seq_len: int) -> None:
         self.module, self.graph, self.max_seq_len = module, module.graph, max_seq_len
         self.position = placeholder(module.graph, "position")
-        self.functional = Functionalizer(module.graph, self.position)
+        self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
         self._windows: dict[tuple[fx.Node, int, int], int | str] = {}
 
@@ -149,11 +149,9 @@ class _Normalizer:
         batch, heads, rows, dim = shape_of(current)
         query_heads = shape_of(query)[1]
         if node is not current:
-            label = torch.arange(heads)[None, :, None, None].expand(batch, heads, rows, dim).contiguous()
+            label = torch.arange(batch * heads * rows * dim).view(batch, heads, rows, dim)
             seen = evaluate(self.module, node, {current: label})
-            expected = torch.arange(heads).repeat_interleave(query_heads // heads)
-            shape = (batch, query_heads, rows, dim)
-            if seen is None or seen.shape != shape or not bool((seen == expected[:, None, None]).all()):
+            if seen is None or not torch.equal(seen, label.repeat_interleave(query_heads // heads, 1)):
                 return None
         return writes[current]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.onnx.ops import translation_table
-from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
+from fastcar_compile.codegen.onnx.segments import quiet_exporter
+from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.attention import window as kernels
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
