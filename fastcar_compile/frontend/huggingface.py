@@ -69,20 +69,15 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     """The model as a step-protocol module; the caller's model gets its own settings back on exit.
 
     Raises:
-        CompileError: the model has no `scaled_dot_product_attention` path, or no static cache.
+        CompileError: the model has neither the attention that is asked for nor another one that can be captured, or no
+            static cache.
     """
     kept = (model.config._attn_implementation, getattr(model, "generation_config", None))
     if getattr(model.config, "add_cross_attention", False):
         raise CompileError("a decode step gets no other sequence for cross-attention to read")
     generation = copy.deepcopy(kept[1]) or GenerationConfig()
     generation.use_cache, generation.cache_implementation = True, "static"
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError as error:
-        raise CompileError(
-            f"{type(model).__name__} has no attention that can be compiled: {str(error).partition('. ')[0]}",
-            hint="compile a model whose attention has an sdpa implementation",
-        ) from error
+    _choose_attention(model)
     model.generation_config = generation
     try:
         yield _step(model, batch_size, max_seq_len)
@@ -107,3 +102,17 @@ def _step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> StaticCa
             hint="compile a decoder whose layers all have attention",
         ) from error
     return step
+
+
+def _choose_attention(model: PreTrainedModel) -> None:
+    """Let the model use PyTorch's attention, or its own one written out where PyTorch's lacks what it needs.
+
+    PyTorch's operator has no soft-cap: Transformers then refuses it.
+    """
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    try:
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except ValueError as error:
+        if capped:
+            raise CompileError(f"{type(model).__name__} has no eager attention: {error}") from error
+        model.set_attn_implementation("eager")
