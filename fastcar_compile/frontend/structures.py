@@ -29,10 +29,9 @@ class Structure:
 
     def problem(self, model: nn.Module) -> CompileError:
         """Return it as an error with module path and source line."""
-        count = f" ({len(self.places)} of them)" if len(self.places) > 1 else ""
-        where = (
-            f"{self.places[0] or type(model).__name__}, {_source(dict(model.named_modules())[self.places[0]])}{count}"
-        )
+        first, *others = self.places
+        count = f" ({len(others) + 1} of them)" if others else ""
+        where = f"{first or type(model).__name__}, {_source(dict(model.named_modules())[first])}{count}"
         return CompileError(f"the model has {self.name}: {self.meaning}", where=where, hint=self.hint)
 
 
