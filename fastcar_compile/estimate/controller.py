@@ -16,5 +16,4 @@ def controller_clocks(table: DrsTable, latency: int, *, decides: bool) -> int:
     clocks, bursts = controller_cycles(table), controller_traffic(table).bursts
     if decides:
         return clocks + bursts * latency
-    shape = table.attention
-    return clocks - table.rows * (shape.query_words + shape.key_words + 1) + 2 * latency
+    return clocks - table.rows * (table.row_query_words + table.row_key_words + 1) + 2 * latency

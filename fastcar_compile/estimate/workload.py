@@ -7,12 +7,14 @@ from typing import Literal
 
 from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
-from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, build_table
+from fastcar_compile.drs.builder import GateScore, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.formats.quant import ACCELERATED
+from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 
 Offload = Literal["mlp", "linears", "all"]
 
@@ -70,21 +72,27 @@ class Workload:
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
     def attention(self) -> AttentionShape:
-        """Return what the controller reads of a row: q and key, or x and the cached x as one head."""
-        if self.gate.kind.at_most:
-            return AttentionShape(1, 1, self.shape.hidden)
+        """Return the widest row that the controller keeps: the key's, or the MLP's input as one head."""
+        return self._heads() if self.gate.kind.reads_query else AttentionShape(1, 1, self.shape.hidden)
+
+    def _heads(self) -> AttentionShape:
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
-        layers = self.shape.layers
+        layers, kind = self.shape.layers, self.gate.kind
+        score = GateScore(
+            kind,
+            width=self.shape.hidden if kind.reads_input else 0,
+            units=self.gate.units if kind is GateKind.LEARNED else 0,
+            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
+        )
         return build_table(
             *(layers, self.batch, cores, self.shape.tokens_per_frame),
             [0.0] * layers,
-            attention=self.attention(),
+            attention=self._heads() if kind.reads_query else None,
             scales=[1.0] * layers,
-            gate=self.gate.kind,
-            units=self.gate.units if self.gate.kind is GateKind.LEARNED else 0,
+            gate=score,
         )
 
     def mlp_spec(self) -> MlpSpec:

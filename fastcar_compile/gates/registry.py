@@ -117,8 +117,6 @@ def _those(fact: str) -> str:
     return f"gate {names[0]}" if len(names) == 1 else f"one of: {', '.join(names)}"
 
 
-def decided_on_accelerator(
-    gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
-) -> bool:
-    """Return whether the accelerator's controller has this rule; the host decides every other gate."""
-    return gate is not None and gate_class(gate).in_fabric and heads is None and not refresh_every
+def decided_on_accelerator(gate: str) -> bool:
+    """Return whether the accelerator's controller has this gate: all of this package. The host decides the others."""
+    return gate in _BUILT_IN

@@ -21,6 +21,7 @@ from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.codegen.tvm.pipeline import ENTRY
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import decoder_section
@@ -87,10 +88,11 @@ class Bound:
         return self.accelerator(layer, *map(torch.tensor, (x, replay, cached))).numpy()
 
     def gate(
-        self, layer: int, query: np.ndarray, key: np.ndarray, chain: np.ndarray
+        self, layer: int, inputs: GateInputs[np.ndarray], chain: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As Offloaded.gate."""
-        found = self.unit(layer, *map(torch.tensor, (query, key, chain)), self.step)
+        given = GateInputs(*(None if v is None else torch.tensor(v) for v in vars(inputs).values()))
+        found = self.unit(layer, given, torch.tensor(chain), self.step)
         return found.replay.numpy(), found.score.numpy(), found.chain.numpy()
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -115,10 +117,13 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         calls.append(layer)
         return torch.where(replay[:, None], cached, torch.tanh(x) * (layer + 1))
 
-    def unit(layer: int, query: torch.Tensor, key: torch.Tensor, chain: torch.Tensor, step: int) -> GateDecision:
+    def unit(layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor, step: int) -> GateDecision:
         gates.append((layer, step))
         replay = torch.full((case.batch,), step >= FRAME)
-        return GateDecision(replay, query.sum((1, 2)) * key.sum((1, 2)), chain + 1)
+        assert inputs.query is not None
+        assert inputs.key is not None
+        assert inputs.x is None
+        return GateDecision(replay, inputs.query.sum((1, 2)) * inputs.key.sum((1, 2)), chain + 1)
 
     register_functions()
     backend = CpuStepper(libraries, decoder_section(host), numpy_params(host), threads=1, decode="offload")

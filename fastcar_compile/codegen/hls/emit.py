@@ -67,7 +67,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     require_fit(_footprint(program, board), board, quant=config.quant, positions=positions)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(_mlp_spec(program, config), board, operands_of(program, config), linears)
+    found = explore(_mlp_spec(program, config), board, operands_of(program), linears)
     design = found.design
     table = control_table(program, config, design.mlp.cores, design.prefetch_bytes)
     streams: dict[str, tuple[int, Stream]] = {
@@ -76,7 +76,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     for call in calls:
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
-    for layer, weights in networks_of(program, config).items():
+    for layer, weights in networks_of(program).items():
         words = network_words(weights.units, design.mlp.hidden)
         streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
     kernels = kernel_interfaces(design, table)

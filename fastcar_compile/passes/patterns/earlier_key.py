@@ -32,5 +32,6 @@ def earlier_key(graph: fx.Graph, config: DecoderConfig, origin: fx.Node, made_by
 
 
 def reads_earlier_key(node: fx.Node) -> bool:
-    """Return whether the operator reads a key at row `position - stride` of a key cache."""
-    return {"key_cache", "position", "stride"} <= set(argument_names(node))
+    """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
+    names = argument_names(node)
+    return {"key_cache", "position", "stride"} <= set(names) and node.args[names.index("key_cache")] is not None

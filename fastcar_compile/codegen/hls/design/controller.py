@@ -14,7 +14,6 @@ from fastcar_compile.drs.table import (
     DrsTable,
     GateKind,
     Limits,
-    table_words,
 )
 
 PRODUCT_DSP = 2
@@ -49,24 +48,53 @@ UNIT_BITS = 160
 """What is kept of a unit of a network: its sum, b1, w2 and the exponent."""
 
 
+ROOT_LUT, ROOT_FF = 1_400, 1_500
+"""A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
+
+HASH_DSP = 4
+"""31 by 31 bits."""
+
+HEAD_SUM_BITS = 192
+"""Gate `bound` keeps three sums of 64 bits per query head."""
+
+
 @dataclass(frozen=True)
 class ScoreUnit:
-    """What computes a score: its DSPs, and shifters with rounding, of which a product has one. Estimate."""
+    """What computes a score: its DSPs, shifters with rounding, of which a product has one, and square roots. Estimate."""
 
     dsp: int
     products: int
+    roots: int = 0
 
+
+_CHANGE = ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD)
+_COSINES = 3 * FLOATS_PER_WORD
 
 SCORE_UNITS = {
     GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
-    GateKind.INPUT_DELTA: ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD),
+    GateKind.INPUT_DELTA: _CHANGE,
+    GateKind.BOUND: ScoreUnit(
+        _CHANGE.dsp + _COSINES * PRODUCT_DSP + 3 * SCORE_DSP + DIVIDE_DSP + SUBTRACT_DSP,
+        _CHANGE.products + _COSINES + 1,
+        roots=2,
+    ),
     GateKind.LEARNED: ScoreUnit(
         FLOATS_PER_WORD * SUBTRACT_DSP + BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP,
         FLOATS_PER_WORD + BFLOATS_PER_WORD + 1,
     ),
+    GateKind.ALWAYS: ScoreUnit(0, 0),
+    GateKind.NEVER: ScoreUnit(0, 0),
+    GateKind.RANDOM: ScoreUnit(HASH_DSP, 0),
 }
-"""By gate: four changes per clock and two magnitudes each; for a network four features, eight products of the first layer,
-one of the second, and the scaling and bias of both."""
+"""By gate: four changes per clock and two magnitudes each; for `bound` also three products of four lanes per clock, and per
+head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
+the scaling and bias of both."""
+
+REMAINDER_CLOCKS = 32
+"""The number of the forward modulo the refresh period, a bit per clock."""
+
+HASH_CLOCKS = 9 * 4
+"""Nine products of the hash, each with its reduction. Estimate."""
 
 
 def controller_cycles(table: DrsTable, records: int = 0) -> int:
@@ -78,22 +106,29 @@ def controller_cycles(table: DrsTable, records: int = 0) -> int:
         records: that are dispatched; 0: all that a layer without replay has.
     """
     rows, stride = table.rows, len(table.instructions[0])
-    scores = rows * _score_cycles(table)
-    return _counts_beats(rows) + 3 * MAX_ROWS + scores + stride + _answer_beats(records or rows + 2)
+    scores = rows * _score_cycles(table) + table.weighted_heads
+    fixed = 3 * MAX_ROWS + (REMAINDER_CLOCKS if table.refresh_period else 0)
+    return _counts_beats(rows) + fixed + scores + stride + _answer_beats(records or rows + 2)
 
 
 def _score_cycles(table: DrsTable) -> int:
-    """Return the clocks of one row's score: key and q once, a network's weights, and its features a second time."""
-    shape = table.attention
-    operands = shape.query_words + shape.key_words + 1
-    if table.gate is not GateKind.LEARNED:
-        return operands
-    return operands + 2 * shape.query_words + network_words(table.units, shape.head_dim) + table.units
+    """Return the clocks of one row's score: every operand once, a head's cosine, a network's weights and features."""
+    operands = table.row_query_words + table.row_key_words + 2 * table.input_words + 1
+    match table.gate:
+        case GateKind.BOUND:
+            return operands + table.attention.heads
+        case GateKind.LEARNED:
+            weights = network_words(table.units, FLOATS_PER_WORD * table.input_words)
+            return operands + 2 * table.input_words + weights + table.units
+        case GateKind.RANDOM:
+            return operands + HASH_CLOCKS
+        case _:
+            return operands
 
 
 def load_cycles(table: DrsTable) -> int:
     """Return the clocks of loading the table; memory latency is left out."""
-    words, stride = table_words(table.layers, table.rows), len(table.instructions[0])
+    words, stride = table.words, len(table.instructions[0])
     return words + table.layers * (stride + 1)
 
 
@@ -111,11 +146,12 @@ def controller_traffic(table: DrsTable, records: int = 0) -> Traffic:
     Args:
         records: that are dispatched; 0: all that a layer without replay has.
     """
-    shape, rows = table.attention, table.rows
-    network = network_words(table.units, shape.head_dim) if table.units else 0
-    heads = (shape.query_words, shape.key_words + network)
-    beats = rows * sum(heads) + _counts_beats(rows) + _answer_beats(records or rows + 2)
-    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in heads) + 2, beats)
+    rows, width = table.rows, FLOATS_PER_WORD * table.input_words
+    # The first word of a network is its number of units, read once; every row reads the others.
+    network = network_words(table.units, width) - 1 if table.units else 0
+    runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
+    beats = rows * sum(runs) + (1 if network else 0) + _counts_beats(rows) + _answer_beats(records or rows + 2)
+    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
 
 
 def _counts_beats(rows: int) -> int:
@@ -128,15 +164,18 @@ def _answer_beats(records: int) -> int:
 
 def controller_usage(limits: Limits) -> Usage:
     """Return the resources besides the AXI ports."""
-    unit = SCORE_UNITS[limits.gate or GateKind.TAS]
-    features = 2 * limits.key_words + 2 if limits.gate is GateKind.LEARNED else 0
+    kind = limits.gate or GateKind.TAS
+    unit = SCORE_UNITS[kind]
+    features = 2 * limits.key_words + 2 if kind is GateKind.LEARNED else 0
+    weighted = kind is GateKind.TAS and limits.heads > 0
     return Usage(
-        lut=CONTROL_LUT + unit.products * PRODUCT_LUT,
-        ff=CONTROL_FF + unit.products * PRODUCT_FF,
-        dsp=unit.dsp + CHECK_DSP,
+        lut=CONTROL_LUT + unit.products * PRODUCT_LUT + unit.roots * ROOT_LUT,
+        ff=CONTROL_FF + unit.products * PRODUCT_FF + unit.roots * ROOT_FF,
+        dsp=unit.dsp + CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0),
         bram36=bram_blocks(128, limits.key_words)
         + bram_blocks(128, features)
         + bram_blocks(UNIT_BITS, limits.units)
+        + bram_blocks(HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads)
         + bram_blocks(32, limits.table_words)
         + bram_blocks(ANSWER_BANKS * 32, ANSWER_WORDS),
     )
