@@ -1,11 +1,11 @@
-# make demo | test | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | families | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test families lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -13,6 +13,9 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+families: $(STAMP)
+	FAMILIES=all $(BIN)/python -m pytest -n auto tests/families
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

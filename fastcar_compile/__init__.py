@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastcar_compile.artifact.thresholds import Thresholds as Thresholds
     from fastcar_compile.calibration.calibrate import calibrate as calibrate
+    from fastcar_compile.comparison.compare import diff as diff
     from fastcar_compile.compiled import Artifact as Artifact
     from fastcar_compile.compiled import load as load
     from fastcar_compile.compiler import compile as compile
     from fastcar_compile.config import CompileConfig as CompileConfig
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
+    from fastcar_compile.dry_run.report import DryRun as DryRun
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -41,9 +43,11 @@ __version__ = "0.1.0"
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
     "calibration.calibrate": ("calibrate",),
+    "comparison.compare": ("diff",),
     "compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "dry_run.report": ("DryRun",),
     "errors": (
         "ArtifactError",
         "BackendError",
@@ -68,6 +72,7 @@ __all__ = [
     "BackendError",
     "CompileConfig",
     "CompileError",
+    "DryRun",
     "FastcarError",
     "InputError",
     "InternalError",
@@ -83,6 +88,7 @@ __all__ = [
     "available_targets",
     "calibrate",
     "compile",
+    "diff",
     "load",
     "load_target",
     "simulate",

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -17,9 +17,13 @@ from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
 from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
+from fastcar_compile.dry_run.build import Rewritten, dry_run_of
+from fastcar_compile.dry_run.fallbacks import assumed_frame, fallbacks_of, refuse_fallbacks
+from fastcar_compile.dry_run.report import DryRun, Fallback
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -30,6 +34,44 @@ from fastcar_compile.targets import Target, load_target, require_buildable
 DEFAULT_TOKENS_PER_FRAME = 256
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
+
+
+class CompileOptions(TypedDict, total=False):
+    """The options of `compile`, whose docstring says what each of them is."""
+
+    tokens_per_frame: int | None
+    max_seq_len: int | None
+    batch_size: int
+    quant: str | None
+    replay: ReplayConfig | None
+    prefill_chunk: int
+    offload: str
+    sparse_attention: SparseAttention | None
+    kv: str
+    host_cpus: Sequence[str]
+    output: str | Path
+    strict: bool
+    progress: Progress | None
+
+
+@overload
+def compile(
+    model: Model | str | Path,
+    target: str | Path | Target = "zcu102",
+    *,
+    dry_run: Literal[False] = False,
+    **options: Unpack[CompileOptions],
+) -> Artifact: ...
+
+
+@overload
+def compile(
+    model: Model | str | Path,
+    target: str | Path | Target = "zcu102",
+    *,
+    dry_run: Literal[True],
+    **options: Unpack[CompileOptions],
+) -> DryRun: ...
 
 
 def compile(
@@ -47,8 +89,10 @@ def compile(
     kv: str = "float32",
     host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
+    dry_run: bool = False,
+    strict: bool = False,
     progress: Progress | None = None,
-) -> Artifact:
+) -> Artifact | DryRun:
     """Compile an autoregressive video decoder ahead of time.
 
     Args:
@@ -72,13 +116,17 @@ def compile(
             `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
             its CPU runs.
         output: folder of the artifact; written atomically.
+        dry_run: stop before code generation and report what would be built; nothing is written. A folder then needs no
+            more than its config.json.
+        strict: refuse whatever would run in another way than asked for, such as a linear that the host keeps.
         progress: called with the name of each stage.
 
     Returns:
-        The artifact, open.
+        The artifact, open; a report instead with `dry_run`.
 
     Raises:
-        CompileError: everything about the model and the options that cannot be compiled, at once.
+        CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
+            fallback with its reason.
         TargetError: unknown or malformed target, or one that is there for estimates only.
         ArtifactError: `output` exists and is no artifact.
     """
@@ -88,9 +136,10 @@ def compile(
     variants = host_variants(host_cpus)
     if isinstance(model, str | Path):
         say("checking the model folder")
-        model = Checkpoint(Path(model))
+        model = open_folder(Path(model), weights=not dry_run)
+    sizes, assumed = _sizes(model, tokens_per_frame, max_seq_len)
     options: dict[str, Any] = {
-        **_sizes(model, tokens_per_frame, max_seq_len),
+        **sizes,
         "batch_size": batch_size,
         "quant": quant or ("w8a8" if board.kind == "fpga" else "none"),
         "replay": replay,
@@ -101,6 +150,24 @@ def compile(
     }
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)
+    program, passes = _analysed(model, config, say)
+    original = None if dry_run else copy.deepcopy(program)
+    say("rewriting the graph")
+    rewrite = rewrite_pipeline(config, len(program.sites))
+    run_pipeline(program, rewrite)
+    pipeline = pipeline_to_string([*passes, *rewrite])
+    fallbacks = [*assumed, *fallbacks_of(program, config, board)]
+    if strict:
+        refuse_fallbacks(fallbacks)
+    if original is None:
+        say("choosing the hardware design")
+        return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
+    path = emit_artifact(program, original, Build(config, board, variants, pipeline, Path(output), say))
+    return Artifact(path, original=None if program.lazy else original.graph_module)
+
+
+def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
+    """Return the captured program with explicit state and known layers, and the passes that made it."""
     say("capturing the decode step")
     program = capture(
         model,
@@ -112,17 +179,13 @@ def compile(
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
-    original = copy.deepcopy(program)
-    say("rewriting the graph")
-    rewrite = rewrite_pipeline(config, len(program.sites))
-    run_pipeline(program, rewrite)
-    pipeline = pipeline_to_string([*passes, *rewrite])
-    path = emit_artifact(program, original, Build(config, board, variants, pipeline, Path(output), say))
-    return Artifact(path, original=None if program.lazy else original.graph_module)
+    return program, passes
 
 
-def _sizes(model: Model, tokens_per_frame: int | None, max_seq_len: int | None) -> dict[str, int]:
-    """Return the caller's sizes, or those that the model states.
+def _sizes(
+    model: Model, tokens_per_frame: int | None, max_seq_len: int | None
+) -> tuple[dict[str, int], list[Fallback]]:
+    """Return the caller's sizes, or those that the model states; and what had to be assumed.
 
     Raises:
         CompileError: the model is none, or nobody says max_seq_len.
@@ -136,12 +199,13 @@ def _sizes(model: Model, tokens_per_frame: int | None, max_seq_len: int | None) 
     if length is None:
         hint = "give max_seq_len, or set it on the model's config"
         raise CompileError("the model does not say its max_seq_len", hint=hint)
-    frame = tokens_per_frame or facts.tokens_per_frame
+    frame, assumed = tokens_per_frame or facts.tokens_per_frame, list[Fallback]()
     if frame is None:
         frame = DEFAULT_TOKENS_PER_FRAME
+        assumed.append(assumed_frame(frame))
         text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)"
         warnings.warn(text, UserWarning, stacklevel=3)
-    return {"tokens_per_frame": frame, "max_seq_len": length}
+    return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
 
 
 def _check_target(board: Target, offload: str) -> None:

@@ -18,6 +18,9 @@ from transformers import LlamaForCausalLM
 import fastcar_compile as fc
 from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.errors import CompileError
+from fastcar_compile.estimate.artifact import design_of, workload_of
+from fastcar_compile.estimate.system import estimate
+from fastcar_compile.inspection.speed import offload_lines
 from fastcar_compile.runtime.session import Session
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
@@ -39,16 +42,11 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         sys.path.remove(str(EXAMPLE))
         sys.modules.pop("video", None)
     ids = torch.from_numpy(with_bos(tokenize(make_videos(2, seed=1))))[:, :TOKENS]
-    artifact = fc.compile(
-        model,
-        "zcu102",
-        tokens_per_frame=FRAME,
-        batch_size=2,
-        replay=fc.ReplayConfig(threshold=(0.0, -25.0)),
-        offload="linears",
-        output=tmp_path_factory.mktemp("linears") / "artifact",
-    )
-    return SimpleNamespace(artifact=artifact, ids=ids)
+    replay = fc.ReplayConfig(threshold=(0.0, -25.0))
+    options = {"target": "zcu102", "tokens_per_frame": FRAME, "batch_size": 2, "replay": replay, "offload": "linears"}
+    report = fc.compile(model, dry_run=True, **options)
+    artifact = fc.compile(model, output=tmp_path_factory.mktemp("linears") / "artifact", **options)
+    return SimpleNamespace(artifact=artifact, ids=ids, report=report)
 
 
 def decode(session: Session, ids: Tensor) -> Tensor:
@@ -76,6 +74,20 @@ def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: S
     assert counts == dict.fromkeys(CALLS, TOKENS - 1)  # every linear of every forward; prefill stays on the host
 
 
+def test_a_dry_run_tells_what_is_emitted(example: SimpleNamespace) -> None:
+    report, manifest = example.report, example.artifact.manifest
+    accelerator = manifest.accelerator
+    assert (report.layers, report.state) == (manifest.layers.layers, manifest.decoder.state)
+    assert (report.decoder, report.pipeline) == (manifest.decoder.config, manifest.pipeline.passes)
+    found = (report.design, report.exploration, report.controller)
+    assert found == (accelerator.design, accelerator.exploration, accelerator.controller)
+    offloaded = {p.what: p.calls for p in report.placements if p.unit == "accelerator"}
+    assert offloaded == {"MLP": LAYERS, "gate": LAYERS, "qkv": LAYERS, "o": LAYERS, "head": 1}
+    work = workload_of(manifest)
+    same = estimate(work, manifest.target, design=design_of(manifest, manifest.target))
+    assert report.speed[0].tokens_per_second == same.tokens_per_second
+
+
 def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     artifact = example.artifact
     section = artifact.manifest.accelerator
@@ -88,8 +100,9 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     }
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["accelerator"]["linears"] == [c.model_dump(mode="json") for c in section.linears]
-    html = (artifact.path / "report.html").read_text()
-    assert "<td>128 → 128 + 128 + 128</td>" in html
+    offload = offload_lines(artifact.manifest)
+    assert [line.name for line in offload] == ["MLPs of the layers", *CALLS]
+    assert offload[1].shape == "128 → 128 + 128 + 128"
     text = artifact.explain()
     q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
     assert f"offload  layer_1.qkv: {q}, {k}, {v}; 128 -> 128 + 128 + 128, one call, all rows" in text

@@ -94,6 +94,8 @@ def _layer(part: LayerPart, state: Sequence[State], stride: int) -> str:
         f"{mlp.hidden} -> {mlp.intermediate} -> {mlp.hidden}; "
         f"closed by {part.exit} = {part.residual} + {part.region_output}",
     ]
+    if part.parallel:
+        lines.append(f"  found    attention and MLP in parallel: both read {part.entry}")
     if replay is None:
         lines.append("  inserted nothing: this layer was compiled without a threshold, so its MLP always computes")
     else:
@@ -108,7 +110,9 @@ def _layer(part: LayerPart, state: Sequence[State], stride: int) -> str:
 
 def _replay_lines(part: LayerPart, replay: ReplayPart, stride: int) -> list[str]:
     layer, gate = part.layer, gate_named(replay.gate, replay.heads)
-    around = "MLP (the gate reads the norm before it)" if gate.caches_input else "norm and MLP"
+    around = "MLP, and its norm where attention reads another" if part.parallel else "norm and MLP"
+    if gate.caches_input:
+        around = "MLP (the gate reads the norm before it)"
     read = f"query {part.attention.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{layer})" if gate.caches_input else ""
     return [

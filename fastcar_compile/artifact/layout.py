@@ -8,7 +8,7 @@ weights/            safetensors, packed for the kernels
 host/               one folder of libraries per instruction set; host/src: the C++ host program
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
-report.json, report.html
+report.json
 ```
 """
 
@@ -38,7 +38,7 @@ DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
 
 HOST_SOURCES = "host/src"
 
-REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+REPORT_JSON = "report.json"
 
 
 def weight_file(shard: int | None = None) -> str:

@@ -1,14 +1,12 @@
-"""report.json and, from it, report.html."""
+"""report.json: sizes, memory, the share of the MLPs, the largest possible speedup."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
-
 from fastcar_compile.artifact.explain import kv_bytes
-from fastcar_compile.artifact.layout import REPORT_HTML, REPORT_JSON
+from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import StateRole
 from fastcar_compile.artifact.writer import ArtifactWriter
@@ -17,12 +15,8 @@ from fastcar_compile.gates.weights import weight_bytes
 
 
 def write_report(writer: ArtifactWriter, sections: Sections) -> None:
-    """Write sizes, memory, MLP share and the replay ceiling of an artifact: JSON first, HTML from it."""
-    report = build_report(sections)
-    writer.write_text(REPORT_JSON, json.dumps(report, sort_keys=True, indent=2) + "\n")
-    loader = PackageLoader("fastcar_compile.artifact")
-    environment = Environment(loader=loader, autoescape=select_autoescape(), trim_blocks=True)
-    writer.write_text(REPORT_HTML, environment.get_template("report.html.j2").render(report=report) + "\n")
+    """Write sizes, memory, MLP share and the replay ceiling of an artifact."""
+    writer.write_text(REPORT_JSON, json.dumps(build_report(sections), sort_keys=True, indent=2) + "\n")
 
 
 def build_report(sections: Sections) -> dict[str, Any]:

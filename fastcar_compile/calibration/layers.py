@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from fastcar_compile.ir.layers import Role, role_nodes, schedule
 from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.query import is_op, node_arg, output_nodes
-from fastcar_compile.ir.sites import attention_site
+from fastcar_compile.ir.sites import attention_site, mlp_output
 
 fastcar = torch.ops.fastcar
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -82,8 +82,7 @@ def _layers(module: fx.GraphModule) -> list[Layer]:
     """Return where replay acts, by the roles that find-sites gave to the nodes."""
     layers: list[Layer] = []
     for nodes in role_nodes(module).values():
-        attention, residual, leave = nodes[Role.ATTENTION], nodes[Role.RESIDUAL], nodes[Role.EXIT]
-        (added,) = (n for n in leave.all_input_nodes if n is not residual)
+        attention, added, leave = nodes[Role.ATTENTION], mlp_output(nodes), nodes[Role.EXIT]
         query, keys, x = node_arg(attention, 0), node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
         layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale))
     return layers

@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.common import ExitCode, report_error
 from fastcar_compile.cli.compile import compile_command
+from fastcar_compile.cli.diff import diff_command
 from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
@@ -35,6 +36,7 @@ COMMANDS = {
     "calibrate": calibrate_command,
     "evaluate": evaluate_command,
     "inspect": inspect_command,
+    "diff": diff_command,
     "opt": opt_command,
     "run": run_command,
     "verify": verify_command,

@@ -43,7 +43,7 @@ class ExitCode(IntEnum):
 
 _MEANINGS = {
     ExitCode.OK: "done",
-    ExitCode.MISMATCH: "`verify` found a backend that differs",
+    ExitCode.MISMATCH: "`verify` found a backend that differs, or `diff` a difference",
     ExitCode.USER_ERROR: "the call, the model or a file is wrong; the error says what, where and how to fix it",
     ExitCode.INTERNAL_ERROR: "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",

@@ -14,7 +14,7 @@ from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
-    from fastcar_compile import ReplayConfig, SparseAttention
+    from fastcar_compile import Artifact, ReplayConfig, SparseAttention
 
 
 def gate_names() -> list[str]:
@@ -41,7 +41,7 @@ def kv_names() -> list[str]:
 @command
 def compile_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the artifact.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the artifact.")] = None,
     target: Annotated[
         str, typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=target_names)
     ] = "zcu102",
@@ -89,47 +89,74 @@ def compile_command(
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report what would be built; write nothing. Needs no weights.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse whatever runs in another way than asked for.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Compile a trained decoder to an artifact."""
+    """Compile a trained decoder to an artifact, or say what would be compiled."""
     import fastcar_compile as fc
     from fastcar_compile.targets import load_target, require_buildable
 
     require_buildable(load_target(target))  # cheap refusals come before the model is read
     replay = None
     if not no_replay:
-        options: dict[str, Any] = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg}
-        options |= {"gate": gate, "gate_weights": gate_weights}
-        replay = parse_replay(options, threshold, heads)
-    sparse = parse_sparse(window, sinks, window_positions)
+        rule: dict[str, Any] = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg}
+        rule |= {"gate": gate, "gate_weights": gate_weights}
+        replay = parse_replay(rule, threshold, heads)
+    options: dict[str, Any] = {
+        "target": target,
+        "tokens_per_frame": tokens_per_frame,
+        "max_seq_len": max_seq_len,
+        "batch_size": batch_size,
+        "quant": quant,
+        "replay": replay,
+        "offload": offload,
+        "sparse_attention": parse_sparse(window, sinks, window_positions),
+        "kv": kv,
+        "host_cpus": [name.strip() for name in host_cpus.split(",")],
+        "strict": strict,
+    }
+    if dry_run:
+        return _dry_run(model, options, as_json)
+    if output is None:
+        raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "compile") as show:
         show("checking the model")
-        artifact = fc.compile(
-            load_model(model),
-            target=target,
-            tokens_per_frame=tokens_per_frame,
-            max_seq_len=max_seq_len,
-            batch_size=batch_size,
-            quant=quant,
-            replay=replay,
-            offload=offload,
-            sparse_attention=sparse,
-            kv=kv,
-            host_cpus=[name.strip() for name in host_cpus.split(",")],
-            output=str(output),
-            progress=show,
-        )
+        artifact: Artifact = fc.compile(load_model(model), output=str(output), progress=show, **options)
+    _show_artifact(artifact, as_json)
+    return ExitCode.OK
+
+
+def _dry_run(model: Path, options: dict[str, Any], as_json: bool) -> ExitCode:
+    """Print the report; the exit code says whether `compile` would build the artifact."""
+    import fastcar_compile as fc
+    from fastcar_compile.cli.dry_run import show_dry_run
+
+    with stages(as_json, "dry run") as show:
+        show("checking the model")
+        report = fc.compile(load_model(model, weights=False), dry_run=True, progress=show, **options)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_dry_run(report)
+    return ExitCode.OK if report.ok else ExitCode.USER_ERROR
+
+
+def _show_artifact(artifact: Artifact, as_json: bool) -> None:
     sites, files = len(artifact.sites), artifact.manifest.files
     size = sum(entry.size for entry in files.values())
     if as_json:
         print_json({"path": artifact.path, "sites": sites, "files": len(files), "bytes": size})
-    else:
-        able = sum(site.replay is not None for site in artifact.sites)
-        print_text(
-            f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
-            f"{count_text(len(files), 'file')}, {size_text(size)}"
-        )
-    return ExitCode.OK
+        return
+    able = sum(site.replay is not None for site in artifact.sites)
+    print_text(
+        f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
+        f"{count_text(len(files), 'file')}, {size_text(size)}"
+    )
 
 
 def parse_replay(options: dict[str, Any], threshold: str | None, heads: str | None) -> ReplayConfig:
@@ -163,19 +190,19 @@ def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -
     return None
 
 
-def load_model(path: Path) -> Any:
+def load_model(path: Path, *, weights: bool = True) -> Any:
     """Return the model at `path`: the program of a .pt2 file, or a Hugging Face folder, checked but not yet read.
 
-    Only local files are read, and only safetensors for weights.
+    Only local files are read, and only safetensors for weights. Without `weights`, a folder may have none.
 
     Raises:
         UserError: nothing usable is there.
     """
     existing(path, "model")
     if path.is_dir():
-        from fastcar_compile.frontend.checkpoint import Checkpoint
+        from fastcar_compile.frontend.config_folder import open_folder
 
-        return Checkpoint(path)
+        return open_folder(path, weights=weights)
     if path.suffix != ".pt2":
         raise UserError(
             "the model is neither a folder nor a .pt2 file",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import require_one
+from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import (
     Column,
     count_text,
@@ -36,19 +36,33 @@ def inspect_command(
     explain: Annotated[bool, typer.Option("--explain", help="What was inserted, and why.")] = False,
     layer: Annotated[int | None, typer.Option(help="With --explain: only this layer.")] = None,
     node: Annotated[str | None, typer.Option(help="With --explain: only this node.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write all of it as one self-contained page into this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="With --html: recorded decisions (.npy of `fastcar run --trace`).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show an artifact: summary, layers, graphs, explanation."""
+    """Show an artifact: summary, layers, graphs, explanation; or all of it as a page."""
     import fastcar_compile as fc
 
-    require_one([("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)])
+    parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]
+    require_one([*parts, ("--html", html is not None)])
     require_one([("--layer", layer is not None), ("--node", node is not None)])
     if (layer is not None or node is not None) and not explain:
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
+    if trace is not None and html is None:
+        raise UserError("--trace is for the page of --html", hint="add --html FILE")
     with stages(as_json, "inspect") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
-    if sites:
+        if html is not None:
+            show("writing the page")
+            _write_page(loaded, html, trace)
+    if html is not None:
+        _show_page(html, as_json)
+    elif sites:
         _show_sites(loaded.manifest.layers.layers, as_json)
     elif before or after:
         graph = loaded.original_graph if before else loaded.graph
@@ -58,6 +72,21 @@ def inspect_command(
     else:
         _show_summary(loaded, as_json)
     return ExitCode.OK
+
+
+def _write_page(loaded: Artifact, path: Path, trace: Path | None) -> None:
+    from fastcar_compile.estimate.trace import load_trace
+    from fastcar_compile.inspection.page import write_page
+
+    write_page(loaded, path, None if trace is None else load_trace(existing(trace, "trace")))
+
+
+def _show_page(path: Path, as_json: bool) -> None:
+    size = path.stat().st_size
+    if as_json:
+        print_json({"html": str(path), "bytes": size})
+    else:
+        print_text(f"{path}: {size_text(size)}; open it in a browser")
 
 
 def graph_text(graph: Any) -> str:

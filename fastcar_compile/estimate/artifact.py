@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.sections import DecoderConfig, LayerPart
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.config import CompileConfig
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import shape_of_sections
 from fastcar_compile.estimate.workload import Workload
@@ -17,9 +21,18 @@ DEFAULT_QUANT = "w8a8"
 
 def workload_of(manifest: Manifest) -> Workload:
     """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
-    options, ring = manifest.options, manifest.decoder.config.ring
+    return workload_of_sections(manifest.options, manifest.decoder.config, manifest.layers.layers)
+
+
+def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: Sequence[LayerPart]) -> Workload:
+    """Return the same of a decoder that may not have been written.
+
+    Raises:
+        UserError: the layers differ in size; the model has one size for all.
+    """
+    ring = config.ring
     return Workload(
-        shape_of_sections(manifest.decoder.config, manifest.layers.layers),
+        shape_of_sections(config, layers),
         options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
         max(1, options.max_seq_len // 2),
         batch=options.batch_size,
@@ -27,7 +40,7 @@ def workload_of(manifest: Manifest) -> Workload:
         kv=kv_type(options.kv).dtype,
         sink_window=None if ring is None else (ring.sinks, ring.window),
         kv_rows=None if ring is None else ring.capacity,
-        gate=GateModel.of_sections(options.replay, manifest.layers.layers),
+        gate=GateModel.of_sections(options.replay, layers),
     )
 
 

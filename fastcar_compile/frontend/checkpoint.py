@@ -54,7 +54,7 @@ class Checkpoint:
             raise CompileError("there is no model folder", where=str(folder), hint=hint)
         self.folder = folder
         problems: list[CompileError] = []
-        skeleton = _attempt(problems, lambda: _skeleton(folder))
+        skeleton = _attempt(problems, lambda: read_skeleton(folder))
         listed = _attempt(problems, lambda: _weight_map(folder))
         files = (
             _attempt(problems, lambda: _single_files(folder)) if listed is None else _shards(folder, listed, problems)
@@ -153,7 +153,17 @@ def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
         return None
 
 
-def _skeleton(folder: Path) -> Skeleton:
+def has_weights(folder: Path) -> bool:
+    """Return whether the folder has weights, or names some."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def read_skeleton(folder: Path) -> Skeleton:
+    """Return the model of config.json without values.
+
+    Raises:
+        CompileError: config.json is missing, or cannot be compiled.
+    """
     architecture = _architecture(folder)
     return Skeleton(load_config(folder), architecture, str(folder))
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.cache_shapes import fit_caches
 
 WRAPPED_MODEL = "model"
 """Attribute of the model in TorchExportableModuleWithStaticCache."""
@@ -43,7 +44,9 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     model.generation_config = generation
     model.eval()
     try:
-        yield TorchExportableModuleWithStaticCache(model, batch_size, max_seq_len, torch.device("cpu"))
+        recipe = TorchExportableModuleWithStaticCache(model, batch_size, max_seq_len, torch.device("cpu"))
+        fit_caches(recipe, model, batch_size)
+        yield recipe
     finally:
         # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
         model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of, replay_of, role_nodes
 from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.provenance import module_path_of, source_of
-from fastcar_compile.ir.query import activation_of, is_op, node_arg, optional_arg, shape_of
+from fastcar_compile.ir.query import activation_of, ancestors_until, between, is_op, node_arg, optional_arg, shape_of
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
@@ -55,6 +56,9 @@ class MlpSite:
 class LayerSite:
     """One decoder layer: entry -> attention -> residual -> MLP -> exit, where exit adds `residual` and `region_output`.
 
+    `residual` adds entry and attention. Where `parallel` holds, the MLP reads the entry as attention does, and not
+    `residual`; the three are added all the same.
+
     Before replay is inserted, `region_output` is the MLP's result. Afterwards it is the result of the `cond`, and the
     nodes of `mlp` are those of the compute branch, but for an input that the gate reads too. `replay` is None where the
     layer always computes.
@@ -69,6 +73,7 @@ class LayerSite:
     exit: str
     attention: AttentionSite
     mlp: MlpSite
+    parallel: bool = False
     replay: ReplayFacts | None = None
 
     @property
@@ -109,7 +114,7 @@ class _Reader:
 
     def site(self) -> LayerSite:
         attention, residual, leave = self.node(Role.ATTENTION), self.node(Role.RESIDUAL), self.node(Role.EXIT)
-        (region_output,) = (n for n in leave.all_input_nodes if n is not residual)
+        region_output = mlp_output(self.nodes)
         linears = self.linears()
         gate = self.nodes.get(Role.GATE)
         return LayerSite(
@@ -122,6 +127,7 @@ class _Reader:
             exit=leave.name,
             attention=attention_site(attention),
             mlp=self.mlp(linears, hidden=shape_of(leave)[-1]),
+            parallel=not _depends_on(region_output, residual, self.layer),
             replay=None if gate is None else replay_of(gate),
         )
 
@@ -187,6 +193,26 @@ def entry_of(residual: fx.Node, attention: fx.Node) -> fx.Node:
         if layer_of(node) != layer or not _depends_on(node, attention, layer):
             return node
     raise InternalError(f"both operands of {residual.name} depend on {attention.name}")
+
+
+def mlp_output(nodes: Mapping[str, fx.Node]) -> fx.Node:
+    """Return what the closing add joins to the residual: the MLP's own result, or that of the replay around it."""
+    residual = nodes[Role.RESIDUAL]
+    (added,) = (n for n in nodes[Role.EXIT].all_input_nodes if n is not residual)
+    return added
+
+
+def mlp_start(*, residual: fx.Node, entry: fx.Node, x: fx.Node, output: fx.Node) -> fx.Node:
+    """Return what the nodes begin with that are the MLP's alone, its norm among them.
+
+    That is the residual. In a parallel block it is the layer's entry, or the MLP's input `x` where attention reads the
+    same norm.
+    """
+    if residual in ancestors_until([output], {residual, entry}):
+        return residual
+    region = {n for n in between(entry, output) if n is not entry}
+    shared = any(user not in region for node in region if node is not output for user in node.users)
+    return x if shared else entry
 
 
 def _depends_on(node: fx.Node, target: fx.Node, layer: int | None) -> bool:

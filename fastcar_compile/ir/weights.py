@@ -153,6 +153,10 @@ class Parameters(Mapping[str, Tensor]):
             raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")
         return made
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a parameter of this name; Mapping's own test would read it."""
+        return name in self._attributes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._attributes)
 

@@ -47,7 +47,7 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
     filled = min(start + steps, key_cache.shape[2])
     columns = torch.arange(filled, device=query.device)
     rows = torch.arange(start, start + steps, device=query.device)
-    return torch.nn.functional.scaled_dot_product_attention(
+    result = torch.nn.functional.scaled_dot_product_attention(
         query,
         loaded(key_cache[:, :, :filled], query.shape[3]),
         loaded(value_cache[:, :, :filled], query.shape[3]),
@@ -55,6 +55,7 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
     )
+    return result.contiguous()  # PyTorch's own layout depends on the kernel that it chooses
 
 
 @attention.register_fake

@@ -11,6 +11,7 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg, value_of
+from fastcar_compile.passes.patterns.layouts import free_views
 
 aten = torch.ops.aten
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
@@ -23,6 +24,7 @@ class Canonicalize(Pass):
 
     1. Asserts go.
     2. `alias`, `detach`, dropout in inference, and casts and copies to the dtype that is there: their argument stays.
+       A `view` of a copy that went becomes a `reshape`, as the layout is now another.
     3. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
@@ -40,7 +42,10 @@ def _clean(graph: fx.Graph) -> bool:
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
         elif _is_identity(node):
-            node.replace_all_uses_with(node_arg(node, 0))
+            source = node_arg(node, 0)
+            if is_op(node, aten.contiguous) and value_of(node).stride() != value_of(source).stride():
+                free_views(node)
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return len(graph.nodes) != before

@@ -13,12 +13,17 @@ from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import evaluate, is_op, node_arg, output_nodes, placeholder, shape_of
+from fastcar_compile.ir.query import evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
+from fastcar_compile.passes.patterns.layouts import free_views
+from fastcar_compile.passes.patterns.table_rows import limit_table_rows
 
 aten = torch.ops.aten
-_VIEWS = (aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous)
+_VIEWS = (
+    *(aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous),
+    *(aten.repeat, aten.repeat_interleave),
+)
 _MASKED = -1e9
 
 
@@ -29,6 +34,7 @@ class NormalizeState(Pass):
     1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`.
     2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds.
     3. Each cache becomes the state `key_cache_<l>` or `value_cache_<l>`, in the order of the attentions.
+    4. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
     Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
     are evaluated at several positions. Nothing is inferred from names.
     """
@@ -69,10 +75,17 @@ class _Normalizer:
             raise CompileError.collect(self.problems)
         state = [self._lift(write, role, layer) for write, role, layer in used]
         self.graph.eliminate_dead_code()
+        limit_table_rows(self.graph, self.position, self.max_seq_len + self._tokens() - 1, NormalizeState.name)
         return state
 
+    def _tokens(self) -> int:
+        """Tokens of one call."""
+        first = next(n for n in self.graph.nodes if n.op == "placeholder")
+        return shape_of(first)[1]
+
     def _probe_positions(self, capacity: int, steps: int) -> list[int]:
-        return sorted({0, 1, capacity // 2, capacity - steps})
+        last = capacity - steps
+        return sorted({min(start, last) for start in (0, 1, capacity // 2, last)})
 
     def _at(self, node: fx.Node, position: int) -> Tensor | None:
         return evaluate(self.module, node, {self.position: torch.tensor([position])})
@@ -115,6 +128,8 @@ class _Normalizer:
             new = call(
                 self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name
             )
+        if value_of(new).stride() != value_of(node).stride():
+            free_views(node)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]

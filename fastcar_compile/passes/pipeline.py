@@ -15,6 +15,7 @@ from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
+from fastcar_compile.passes.parallel_blocks import ParallelBlocks
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -30,6 +31,7 @@ PASSES: dict[str, type[Pass]] = {
         LegalizeLinears,
         FuseActivations,
         SplitGateUp,
+        ParallelBlocks,
         FindSites,
         RepeatLayers,
         Bfloat16Weights,
@@ -56,6 +58,7 @@ def analysis_pipeline() -> list[Pass]:
         LegalizeLinears(),
         FuseActivations(),
         SplitGateUp(),
+        ParallelBlocks(),
         FindSites(),
     ]
 

@@ -60,7 +60,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"], "kv": "float16",
+        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False,
     }  # fmt: skip
 
 
@@ -93,8 +93,40 @@ def test_exported_program(fastcar: Callable[..., Result], calls: list[dict[str, 
     assert calls[0]["replay"] is None
 
 
-def test_output_is_required(fastcar: Callable[..., Result], tmp_path: Path) -> None:
-    assert fastcar("compile", tmp_path).exit_code == 2
+def test_output_is_required(fastcar: Callable[..., Result], calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    result = fastcar("compile", save_llama(tmp_path / "model"))
+    assert (result.exit_code, calls) == (2, [])
+    assert "there is no folder for the artifact" in result.stderr
+
+
+def test_a_dry_run_of_a_config_as_text_and_as_json(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    words = ["compile", folder, "--dry-run", "--target", "kv260", "--offload", "linears", "--tokens-per-frame", "4"]
+    text, data = fastcar(*words), fastcar(*words, "--json")
+    assert (text.exit_code, data.exit_code) == (0, 0), text.output
+    for line in ("would be built; nothing was written", "model.layers.0.mlp", "gated silu 16 -> 32", "ps_ddr4"):
+        assert line in text.stdout
+    report = json.loads(data.stdout)
+    assert (report["target"], report["problems"], report["speed"][0]["case"]) == ("kv260", [], "dense")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_dry_run_that_is_refused(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"hidden_size": 4096, "intermediate_size": 65536, "num_hidden_layers": 6})
+    )
+    (folder / "model.safetensors").unlink()
+    words = ["compile", folder, "--dry-run", "--target", "kv260", "--tokens-per-frame", "4"]
+    text = fastcar(*words)
+    assert text.exit_code == 2, text.output
+    assert "would be REFUSED" in text.stdout
+    assert "the decoder does not fit the memory of kv260" in text.stdout
+    strict = fastcar(*words, "--quant", "none", "--strict")
+    assert strict.exit_code == 2
+    assert "the kernels are int8, and quant is 'none'" in strict.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,16 @@ import numpy as np
 import pytest
 from conftest import check_module, check_tool
 from decoders import llama
+from inspection.browser import opened
+from inspection.many_layers import with_layers
 from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.cli import app
+from fastcar_compile.inspection.page import page_data, page_html
 from fastcar_compile.runtime.backends.eager import open_perturbed
 
 
@@ -38,7 +46,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_compile(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, report = compiled
     assert report["sites"] == 2
-    for name in ("graph/decoder.onnx", "hls/fastcar_engine.cpp", "drs/table.bin", "report.html", "manifest.json"):
+    for name in ("graph/decoder.onnx", "hls/fastcar_engine.cpp", "drs/table.bin", "report.json", "manifest.json"):
         assert (path / name).is_file()
     assert report["files"] == sum(1 for f in path.rglob("*") if f.is_file()) - 1
 
@@ -69,6 +77,80 @@ def test_run(compiled: tuple[Path, dict[str, Any]]) -> None:
     assert reports["cpu"]["tokens_per_second"] > 0
 
 
+@pytest.fixture(scope="module")
+def page_file(compiled: tuple[Path, dict[str, Any]]) -> Path:
+    """The page of the artifact, with the decisions of 40 tokens."""
+    path, _ = compiled
+    trace, html = path.parent / "trace.npy", path.parent / "page.html"
+    assert fastcar("run", path, "--prompt", "16 3", "--num-tokens", 40, "--trace", trace).exit_code == 0
+    result = fastcar("inspect", path, "--html", html, "--trace", trace, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == {"html": str(html), "bytes": html.stat().st_size}
+    return html
+
+
+def test_page_shows_node_source_pass_and_reason(page_file: Path) -> None:
+    with opened(page_file) as page:
+        page.keyboard.press("/")
+        page.keyboard.type("tas layer 1")
+        page.locator("#results [role=option]").first.wait_for()
+        page.keyboard.press("Enter")
+        details = page.locator("#details")
+        assert details.locator("h2").inner_text() == "fastcar.tas.default"
+        assert details.locator(".pass").inner_text() == "pass insert-replay"
+        assert "modeling_llama.py:" in details.locator(".source").inner_text()
+        assert "similarity" in details.inner_text()
+        assert page.locator('.after [data-name="layer 1"]').get_attribute("class") == "group open"
+        box = page.locator('.after [data-id="cond"]').first
+        assert box.get_attribute("class") == "node cond added"
+        page.locator('.after [data-id="gate_default"]').click()
+        assert details.locator("h2").inner_text() == "fastcar.gate.default"
+        assert "inserted" in details.inner_text()
+
+
+def test_page_has_every_part(page_file: Path) -> None:
+    with opened(page_file, scheme="dark") as page:
+        texts = {}
+        for tab in ("overview", "replay", "speed", "memory"):
+            page.locator(f"#tab-{tab}").click()
+            texts[tab] = page.locator(f"#panel-{tab}").inner_text()
+        assert "quantize-w8a8" in texts["overview"]
+        assert "model.layers.1.mlp" in texts["replay"]
+        assert "score >= inf" in texts["replay"]
+        assert "Time line of one step" in texts["speed"]
+        assert "weight port 0" in texts["memory"]
+        assert (
+            page.locator("canvas.heat").get_attribute("aria-label").startswith("Replay, layers × frames: 2 layers, 5")
+        )
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.locator("#theme").click()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+
+
+def test_page_of_many_layers(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Equal layers are one line; it opens in two seconds, on a phone too, and markup in a name is text."""
+    artifact = StoredArtifact(compiled[0])
+    before, after = artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER)
+    script = "<script>alert(1)</script>"
+    after = json.loads(json.dumps(after).replace("model.layers.1.self_attn", script))
+    file = tmp_path / "page.html"
+    file.write_text(page_html(with_layers(page_data(artifact), before, after, layers=32)), "utf-8")
+    assert file.stat().st_size < 5_000_000
+    with opened(file, width=400) as page:
+        assert page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd") < 2000
+        page.locator("#tab-graph").click()
+        run = page.locator(".after .run")
+        assert run.get_attribute("class") == "run"
+        run.locator(".fold").first.click()
+        assert page.locator('.after [data-group="layer 31"]').is_visible()
+        page.locator('.after [data-group="layer 31"]').click()
+        assert page.locator('.after [data-name="layer 31"] svg .node').count() > 50
+        page.locator("#query").fill("linear_w8a8_default_7 alert(1)")
+        page.locator("#results [role=option]").first.click()
+        assert script in page.locator("#details").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_verify_takes_every_backend_of_the_artifact(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, _ = compiled
     result = fastcar("verify", path, "--json")
@@ -82,6 +164,34 @@ def test_the_perturbed_reference_differs_by_rounding(compiled: tuple[Path, dict[
     artifact, ids = fc.load(compiled[0]), np.array([[16], [3]])
     eager, moved = (artifact.session(backend).prefill(ids) for backend in ("eager", open_perturbed))
     assert 0 < np.abs(eager - moved).max() < 0.1
+
+
+def test_diff_of_an_artifact_and_a_changed_one(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, _ = compiled
+    assert (result := fastcar("diff", path, path)).exit_code == 0
+    assert result.stdout == "equal\n"
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    fields = {"replay": 0.5, "per_layer": (0.5, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "", "inputs": ""}
+    fc.load(other).store_thresholds(Thresholds(gate="tas", values=(1.0, None), **fields))
+    result = fastcar("diff", path, other, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["equal"], found["weights"], found["graphs"]) == (1, False, [], [])
+    assert {change["path"].partition(".")[0] for change in found["sections"]} == {"thresholds"}
+    assert fastcar("diff", path, other, "--only", "options,graphs,weights,figures,files").exit_code == 0
+
+
+def test_diff_of_two_graphs(compiled: tuple[Path, dict[str, Any]]) -> None:
+    graph = compiled[0] / "graph"
+    words = ("diff", graph / "before.json", graph / "after.json")
+    result = fastcar(*words, "--rows", 200)
+    assert result.exit_code == 1
+    assert re.search(r"^\+ +fastcar.tas.default \(2\) .* 0-1 .* insert-replay$", result.stdout, re.MULTILINE)
+    assert re.search(r"… and \d+ more lines; --rows N shows N, --json all", fastcar(*words).stdout)
+    result = fastcar("diff", graph / "before.json", compiled[0])
+    assert "compare two artifacts, or two graph files" in result.stderr
+    result = fastcar("diff", graph / "before.json", graph / "before.json", "--only", "colour")
+    assert (result.exit_code, "parts: options, sections" in result.stderr) == (2, True)
 
 
 def test_tampered_artifact_is_refused(compiled: tuple[Path, dict[str, Any]]) -> None:

@@ -67,12 +67,21 @@ class Fused(TinyBlock):
         return h + self.mlp.down(up * F.silu(gate))
 
 
+class Parallel(TinyBlock):
+    """Attention and MLP read one norm; the MLP is computed first."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        x = self.norm_1(h)
+        return self.mlp(x) + self.out(self.attend(x, position)) + h
+
+
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "tiny": (TinyBlock,),
     "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,),
     "products": (Products,),
     "fused": (Fused,),
+    "parallel": (Parallel,),
 }
 
 

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import StateRole
+from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
 
 from .laws import check_origins, check_truthful, nodes_of
-from .tiny import BATCH, ROWS, TinyBlock, captured, logits, prefill_logits
+from .tiny import BATCH, ROWS, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
 
 
 def test_second_application_changes_nothing() -> None:
@@ -76,6 +79,25 @@ class Additive(TinyBlock):
         return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
+class Shared(TinyBlock):
+    """A key/value head that is repeated, tables for mask and positions, and a view of the result, as in LlamaGen."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.register_buffer("table", torch.tril(torch.ones(ROWS, ROWS, dtype=torch.bool))[None].repeat(batch, 1, 1))
+        self.register_buffer("places", torch.randn(ROWS, 8))
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        q = (q + self.get_buffer("places")[position]).unflatten(-1, (2, 4)).transpose(1, 2)
+        keys, values = self.keys, self.values
+        keys[:, :, position], values[:, :, position] = k[:, None], v[:, None]
+        both = [t.repeat_interleave(2, dim=1).repeat_interleave(1, dim=1) for t in (keys, values)]
+        mask = self.get_buffer("table")[: x.shape[0], None, position]
+        y = F.scaled_dot_product_attention(q, *both, attn_mask=mask)
+        return y.transpose(1, 2).contiguous().view(*x.shape)
+
+
 class Unmasked(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
         return None  # pyright: ignore[reportReturnType]
@@ -111,6 +133,32 @@ def test_an_additive_causal_mask_is_proved() -> None:
     assert NormalizeState().apply(program) is True
     program.graph_module.recompile()
     np.testing.assert_allclose(logits(program), before, atol=1e-6, rtol=0)
+
+
+def test_a_chunk_of_more_than_half_of_the_tables() -> None:
+    """Repeated heads and tables; the second chunk is padded past the tables' last row."""
+    program = captured(Shared, chunk=10)
+    run_pipeline(program, [NormalizeState(), Canonicalize()])
+    assert [s.shape for s in program.state] == [(BATCH, 1, ROWS, 4)] * 2
+    for module in program.graphs():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module(*program.example_inputs(module))
+    expected, stepper, ids = logits(program), backend_of(program), token_ids()
+    for start in (0, 10):
+        part = ids[:, start : start + 10]
+        found = stepper.prefill(np.pad(part, [(0, 0), (0, 10 - part.shape[1])]), start)[:, : part.shape[1]]
+        np.testing.assert_allclose(found.swapaxes(0, 1), expected[start : start + 10], atol=1e-6, rtol=0)
+
+
+def test_fakes_have_the_layout_of_what_is_computed() -> None:
+    """What a model writes behind its attention may be a view."""
+    query, cache, at = torch.randn(2, 3, 4, 8).transpose(1, 2), torch.randn(2, 2, 9, 8), torch.tensor([2])
+    fastcar = torch.ops.fastcar
+    for operator, options in ((fastcar.attention, ()), (fastcar.window_attention, (0, 5))):
+        arguments = (query, cache, cache, at, 0.5, *options)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = operator(*arguments)
+        assert operator(*arguments).stride() == fake.stride()
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,12 @@ class ReplayPart(Part):
 class LayerPart(Part):
     """One decoder layer. The graph order is entry, attention, residual, norm, MLP, region_output, exit.
 
+    `exit` adds `residual` and `region_output`; `residual` adds entry and attention.
+
     Args:
         module_path, source: where the layer is in the model and in its source.
         region_output: what the closing add `exit` adds to `residual`.
+        parallel: the MLP reads the entry, as attention does, and not `residual`.
         replay: None: the layer never replays.
     """
 
@@ -72,6 +75,7 @@ class LayerPart(Part):
     attention: AttentionPart
     mlp: MlpPart
     replay: ReplayPart | None
+    parallel: bool = False
 
 
 class LayersSection(Section):

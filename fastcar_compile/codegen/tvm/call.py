@@ -119,6 +119,10 @@ class Call:
         """Return an argument that is a list of tensors."""
         return [self._operand(node) for node in self._arguments[name]]
 
+    def optionals(self, name: str) -> list[Operand | None]:
+        """Return an argument that is a list of tensors, any of which may be None."""
+        return [None if node is None else self._operand(node) for node in self._arguments[name]]
+
     def values(self, *names: str) -> list[relax.Expr]:
         """Return the Relax values of tensor arguments."""
         return [self.tensor(name).value for name in names]

@@ -1,4 +1,7 @@
-"""One decoder layer, matched by the structure of the graph: attention, residual add, MLP, closing add."""
+"""One decoder layer, matched by the structure of the graph: attention, residual add, MLP, closing add.
+
+The MLP reads the residual add; in a parallel block it reads what attention reads (pass parallel-blocks).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import Role, assign_layers, mark
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import activation_of, ancestors, ancestors_until, is_op, node_arg, value_of
+from fastcar_compile.ir.query import activation_of, ancestors, ancestors_until, between, is_op, node_arg, value_of
+from fastcar_compile.ir.sites import mlp_start
+from fastcar_compile.passes.patterns.residual_sum import reached_from
 
 aten = torch.ops.aten
 _EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
@@ -72,32 +77,24 @@ def mark_layers(graph: fx.Graph, matches: Sequence[LayerMatch]) -> None:
 
 
 class _Matcher:
-    """Matches one layer. Its MLP stands between its attention and the next one, in any order of the nodes."""
+    """Matches one layer. Its adds stand between its attention and the next one; its MLP may stand before them."""
 
     def __init__(self, layer: int, window: Sequence[fx.Node]) -> None:
         self.layer, self.window, self.attention = layer, window, window[0]
 
     def match(self) -> LayerMatch:
         residual, entry = self._residual_add()
-        exit_add, output = self._closing_add(residual)
-        region = self._region(residual, output)
+        exit_add, output = self._closing_add(residual, entry)
+        region = self._region(self._start(residual, entry, output), output)
         linears = [n for n in region if is_op(n, aten.linear)]
         self._check_shape(region, linears, output)
         ordered = _by_role(linears) or linears
         activation = next(n for n in region if activation_of(n))
         return LayerMatch(entry, self.attention, residual, tuple(ordered), activation, exit_add)
 
-    def _reached_from(self, start: fx.Node) -> set[fx.Node]:
-        """The nodes of the window that depend on `start`, itself included."""
-        reached = {start}
-        for node in self.window:
-            if any(a in reached for a in node.all_input_nodes):
-                reached.add(node)
-        return reached
-
     def _residual_add(self) -> tuple[fx.Node, fx.Node]:
         """The add that joins attention to the residual stream, and the stream before it."""
-        reached = self._reached_from(self.attention)
+        reached = reached_from(self.attention, self.window)
         for node in self.window:
             if node not in reached or not is_op(node, aten.add):
                 continue
@@ -109,25 +106,32 @@ class _Matcher:
                 return node, outside[0]
         raise self._error(self.attention, "its output joins no residual add", "a residual add after attention")
 
-    def _closing_add(self, residual: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The add whose one operand is the residual and whose other is the MLP of it."""
-        reached = self._reached_from(residual)
+    def _closing_add(self, residual: fx.Node, entry: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The add whose one operand is the residual, and whose other is an MLP of it or of the layer's entry."""
+        reached = reached_from(residual, self.window)
         for node in self.window:
-            others = [a for a in node.all_input_nodes if a is not residual and a in reached]
-            if is_op(node, aten.add) and residual in node.all_input_nodes and len(others) == 1:
+            others = [a for a in node.all_input_nodes if a is not residual]
+            if not is_op(node, aten.add) or residual not in node.all_input_nodes or len(others) != 1:
+                continue
+            if others[0] in reached or entry in ancestors_until(others, {entry}):
                 return node, others[0]
         users = ", ".join(str(n.target) for n in sorted(residual.users))
         raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
 
-    def _region(self, residual: fx.Node, output: fx.Node) -> list[fx.Node]:
+    def _start(self, residual: fx.Node, entry: fx.Node, output: fx.Node) -> fx.Node:
+        linears = [n for n in between(entry, output) if is_op(n, aten.linear)]
+        x = node_arg(linears[0], 0) if linears else entry
+        return mlp_start(residual=residual, entry=entry, x=x, output=output)
+
+    def _region(self, start: fx.Node, output: fx.Node) -> list[fx.Node]:
         """The MLP: single entry, single exit."""
-        inside = self._reached_from(residual) & ancestors_until([output], {residual}) - {residual}
-        region = [n for n in self.window if n in inside]
+        region = [n for n in between(start, output) if n is not start]
+        inside = set(region)
         for node in region:
             escaping = [u for u in node.users if u not in inside]
             if node is not output and escaping:
                 raise self._error(node, f"{node.name} inside the MLP is also used by {escaping[0].name}", "one exit")
-            outside = [a for a in node.all_input_nodes if a not in inside and a is not residual]
+            outside = [a for a in node.all_input_nodes if a not in inside and a is not start]
             free = [a for a in outside if not _is_constant(a)]
             if free:
                 raise self._error(node, f"{node.name} inside the MLP also reads {free[0].name}", "one entry")

@@ -17,7 +17,7 @@ from fastcar_compile.ir.layers import REPLAY, ReplayFacts, Role, mark
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.query import node_arg, output_nodes, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, attribute, call, set_outputs
-from fastcar_compile.ir.sites import attention_site
+from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.passes.patterns.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.patterns.replay_cond import ReplayCond
 
@@ -44,13 +44,15 @@ class ReplayLayer:
 
     def added(self) -> fx.Node:
         """What the closing add joins to the residual stream."""
-        residual = self.nodes[Role.RESIDUAL]
-        (added,) = (n for n in self.nodes[Role.EXIT].all_input_nodes if n is not residual)
-        return added
+        return mlp_output(self.nodes)
 
     def entry(self) -> fx.Node:
         """What the compute branch begins with."""
-        return node_arg(self.nodes[Role.UP_PROJ], 0) if self.gate.caches_input else self.nodes[Role.RESIDUAL]
+        x, residual = node_arg(self.nodes[Role.UP_PROJ], 0), self.nodes[Role.RESIDUAL]
+        if self.gate.caches_input:
+            return x
+        entry = entry_of(residual, self.nodes[Role.ATTENTION])
+        return mlp_start(residual=residual, entry=entry, x=x, output=self.added())
 
     def facts(self) -> ReplayFacts:
         """What the node of role GATE keeps."""

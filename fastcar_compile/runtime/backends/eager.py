@@ -66,8 +66,8 @@ class EagerStepper(Stepper):
         """Move every element of the float32 vectors to its neighbour above or below, the same one in both graphs."""
         draw = torch.Generator().manual_seed(seed)
         moved: dict[str, Tensor] = {}
-        for graph in (self._decode, self._prefill):
-            for name, value in [] if graph is None else graph.named_buffers():
+        for graph in filter(None, (self._decode, self._prefill)):
+            for name, value in graph.named_buffers():
                 if value.dtype == torch.float32 and value.dim() == 1:
                     signs = torch.randint(0, 2, value.shape, generator=draw) * 2.0 - 1.0
                     value.data = moved.setdefault(name, torch.nextafter(value, signs * torch.inf))

@@ -44,6 +44,17 @@ def _select(call: Call) -> Value:
     return call.emit(relax.op.take(call.tensor("self").value, index, axis=call.integer("dim"), mode="clip"))
 
 
+@converts(aten.index.Tensor)
+def _index(call: Call) -> Value:
+    """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
+    x, given = call.tensor("self"), call.optionals("indices")
+    axes = [axis for axis, index in enumerate(given) if index is not None]
+    index = given[axes[0]] if len(axes) == 1 else None
+    if index is None or index.dtype != "int64":
+        return call.stock()
+    return call.emit(relax.op.take(x.value, index.value, axis=axes[0], mode="clip"))
+
+
 @converts(aten.cat.default)
 def _cat(call: Call) -> Value:
     """Emit a tree of joins for many vectors, such as the decisions of all layers; else TVM's own."""

@@ -1,0 +1,149 @@
+"""What the accelerator computes of a decoder, and on which engine: everything that is decided before files are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastcar_compile.codegen.hls.control import control_table, operands_of
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
+from fastcar_compile.codegen.hls.design.footprint import Footprint, require_banks, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.interface import KernelInterface
+from fastcar_compile.codegen.hls.project import kernel_interfaces
+from fastcar_compile.codegen.hls.vitis import weight_ports
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.drs.table import DrsTable
+from fastcar_compile.errors import CompileError
+from fastcar_compile.formats import quant_format
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
+from fastcar_compile.targets import Target
+
+
+@dataclass(frozen=True)
+class AcceleratorPlan:
+    """The engine and its work.
+
+    Args:
+        calls: of linears outside of the MLPs. kept: the linears that the host keeps, with offload="linears".
+        found: the design, and why it is no faster.
+        table: the DRS control table. kernels: as a host calls them.
+    """
+
+    calls: Sequence[LinearCall]
+    kept: Sequence[HostLinear]
+    found: Exploration
+    table: DrsTable
+    kernels: Sequence[KernelInterface]
+
+    @property
+    def design(self) -> Design:
+        """The engine."""
+        return self.found.design
+
+
+def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Target) -> AcceleratorPlan:
+    """Return the plan for a board, whether or not the board's memory holds it.
+
+    Raises:
+        CompileError: the kernel does not fit the fabric, there is none for a shape, the layers differ, or a weight of
+            an MLP is computed in the graph.
+    """
+    _check_equal(program.sites)
+    _check_quantised(program, config)
+    calls, kept = _linears(program) if config.offload == "linears" else ([], [])
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
+    found = explore(_mlp_spec(program, config), board, operands_of(program), linears)
+    table = control_table(program, config, found.design.mlp.cores, found.design.prefetch_bytes)
+    return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))
+
+
+def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
+    """Raise CompileError where the board's memory does not hold the decoder."""
+    ring = program.config.ring
+    positions = config.max_seq_len if ring is None else ring.capacity
+    require_fit(footprint_of(program, board), board, quant=config.quant, positions=positions)
+
+
+def require_weight_banks(plan: AcceleratorPlan, board: Target) -> None:
+    """Raise CompileError where the banks behind the weight ports do not hold the weight streams."""
+    require_banks(board, ports=weight_ports(plan.kernels), stream_bytes=plan.design.weight_bytes)
+
+
+def footprint_of(program: DecoderProgram, board: Target) -> Footprint:
+    """Return what the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
+    weights = program.params.nbytes()
+    if not shares_memory(board):
+        return Footprint(weights, 0, 0)
+    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    cache = sum(s.nbytes for s in program.state if s.role in attention)
+    gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
+    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
+
+
+def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
+    """Return the MLP that all layers share; the exploration chooses the cores."""
+    mlps = [site.mlp for site in program.sites]
+    mlp = mlps[0]
+    return MlpSpec(
+        hidden=mlp.hidden,
+        intermediate=mlp.intermediate,
+        batch=config.batch_size,
+        layers=len(mlps),
+        cores=1,
+        activation=mlp.activation,
+        gated=mlp.gated,
+        quant=config.quant,
+        up_bias=any(bias is not None for m in mlps for bias in m.biases[:-1]),
+        down_bias=any(m.biases[-1] is not None for m in mlps),
+    )
+
+
+def _linears(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
+    """Return the linear calls of a forward, and the linears that stay on the host.
+
+    Raises:
+        CompileError: there is none to offload.
+    """
+    calls, kept = linear_calls(program)
+    if not calls:
+        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
+        raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", hint="use offload='mlp'")
+    return calls, kept
+
+
+def _check_equal(sites: Sequence[LayerSite]) -> None:
+    """Raise CompileError when layers differ: they share one kernel."""
+
+    def shape(site: LayerSite) -> str:
+        kind = f"{'gated' if site.mlp.gated else 'plain'} {site.mlp.activation}"
+        return f"layer {site.layer}: {kind}, {site.mlp.hidden} / {site.mlp.intermediate}"
+
+    different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
+    if different:
+        raise CompileError(
+            f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}",
+            where=different[0].source,
+            hint="compile for a CPU target",
+        )
+
+
+def _check_quantised(program: DecoderProgram, config: CompileConfig) -> None:
+    """Raise CompileError where a linear of an MLP has no quantised weight to pack."""
+    suffix, params = quant_format(config.quant).suffix, program.params
+    for site in program.sites:
+        lacking = [
+            node
+            for node, name in zip(site.mlp.linears, site.mlp.weights, strict=True)
+            if f"{name}_{suffix}" not in params
+        ]
+        if lacking:
+            raise CompileError(
+                f"the accelerator cannot compute the MLP of layer {site.layer}: the weight of {', '.join(lacking)} is "
+                "computed in the graph, so it cannot be packed at compile time",
+                where=site.source,
+                hint="make the weight a parameter of the model, or compile for a CPU target",
+            )

@@ -1,0 +1,127 @@
+"""The dry run of a rewritten program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from fastcar_compile.artifact.sections import LayersSection
+from fastcar_compile.codegen.hls.control import controller_part
+from fastcar_compile.codegen.hls.plan import (
+    AcceleratorPlan,
+    plan_accelerator,
+    require_memory,
+    require_weight_banks,
+)
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.dry_run.fallbacks import has_accelerator
+from fastcar_compile.dry_run.memory import memory_of
+from fastcar_compile.dry_run.placement import placements_of
+from fastcar_compile.dry_run.report import DryRun, Fallback, Problem, Speed
+from fastcar_compile.errors import CompileError
+from fastcar_compile.estimate.artifact import workload_of_sections
+from fastcar_compile.estimate.system import estimate
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program_json import decoder_section, layers_section
+from fastcar_compile.targets import Target
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program that is ready for code generation.
+
+    Args:
+        pipeline: the passes that ran, as text. fallbacks: what runs in another way than asked for.
+    """
+
+    program: DecoderProgram
+    config: CompileConfig
+    board: Target
+    pipeline: str
+    fallbacks: list[Fallback]
+
+
+def dry_run_of(rewritten: Rewritten) -> DryRun:
+    """Return what code generation would be given, and what the hardware model says of it."""
+    program, config, board = rewritten.program, rewritten.config, rewritten.board
+    problems: list[CompileError] = []
+    plan = None
+    if has_accelerator(config, board):
+        _attempt(problems, lambda: require_memory(program, config, board))
+        plan = _attempt(problems, lambda: plan_accelerator(program, config, board))
+    if plan is not None:
+        made = plan
+        _attempt(problems, lambda: require_weight_banks(made, board))
+    decoder, layers = decoder_section(program), layers_section(program)
+    return DryRun(
+        options=config,
+        target=board.name,
+        decoder=decoder.config,
+        layers=layers.layers,
+        pipeline=rewritten.pipeline,
+        placements=tuple(placements_of(program, config, board, plan, rewritten.fallbacks)),
+        fallbacks=tuple(rewritten.fallbacks),
+        problems=tuple(Problem(what=p.what, where=p.where, hint=p.hint) for p in problems),
+        state=decoder.state,
+        memory=memory_of(program, board, plan),
+        design=None if plan is None else plan.design.part,
+        exploration=None if plan is None else plan.found.part,
+        controller=None if plan is None else controller_part(plan.table),
+        speed=() if plan is None else _speed(rewritten, layers, plan, fits=not problems),
+    )
+
+
+def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
+    """Return the step's result; its error joins the problems instead."""
+    try:
+        return step()
+    except CompileError as error:
+        problems.append(error)
+        return None
+
+
+def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan, *, fits: bool) -> tuple[Speed, ...]:
+    """Return the predictions, dense first; of a decoder that does not fit, as if it did."""
+    config = rewritten.config
+    work = workload_of_sections(config, rewritten.program.config, layers.layers)
+    most = replay_ceiling(config, layers)
+    cases = {"dense": 0.0}
+    if most > 0:
+        cases |= {"half of what may replay": most / 2, "all that may replay": most}
+    found: list[Speed] = []
+    for case, ratio in cases.items():
+        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=not fits)
+        found.append(
+            Speed(
+                case=case,
+                replay_ratio=ratio,
+                tokens_per_second=result.tokens_per_second,
+                seconds_per_step=result.seconds_per_step,
+                bandwidth_utilisation=result.bandwidth_utilisation,
+                energy_per_token_j=result.energy_per_token_j,
+                bound_by=result.bound_by,
+            )
+        )
+    return tuple(found)
+
+
+def replay_ceiling(config: CompileConfig, layers: LayersSection) -> float:
+    """Return the largest share of all MLPs of a full sequence that may replay.
+
+    The first frame never does; `max_chain` computes every (n + 1)-th visit of a slot, and `refresh_every` every n-th
+    frame.
+    """
+    replay = config.replay
+    if replay is None:
+        return 0.0
+    able = sum(layer.replay is not None for layer in layers.layers) / len(layers.layers)
+    forwards = config.max_seq_len - 2  # as in report.json: of the positions, the first and the last are no decode step
+    share = able * max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
+    if replay.max_chain is not None:
+        share *= replay.max_chain / (replay.max_chain + 1)
+    if replay.refresh_every is not None:
+        share *= 1 - 1 / replay.refresh_every
+    return share

@@ -1,0 +1,1 @@
+"""The inspection page of an artifact: typed data, and one HTML file that shows it."""

@@ -1,0 +1,238 @@
+"""The data of the inspection page. The page holds it as JSON; every value is derived from the artifact's own files."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Change = Literal["kept", "added", "removed", "replaced"]
+
+
+class PagePart(BaseModel):
+    """Something on the page."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Fact(PagePart):
+    """One line of a table of two columns. group: what it belongs to."""
+
+    label: str
+    value: str
+    group: str = ""
+
+
+class PageNode(PagePart):
+    """One node of a graph.
+
+    Args:
+        id: the name; inside of a branch, `branch/name`.
+        op: operator, or what a placeholder stands for.
+        type: dtype and shape. args: arguments that are no nodes.
+        inputs: ids of the nodes read. weights: ids of the parameters read. branches: of a `cond`.
+        source: file and line in the model. made_by: the pass that made the node; "": the model.
+        reason: key of `PageData.reasons`.
+        change: against the other graph. twin: id of the node there that this one is, replaces or is replaced by.
+        layer: None outside of the layers. branch: "" outside of branches.
+    """
+
+    id: str
+    kind: Literal["input", "state", "weight", "op", "cond"]
+    op: str
+    type: str
+    args: str = ""
+    inputs: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
+    source: str = ""
+    module: str = ""
+    made_by: str = ""
+    reason: str = ""
+    role: str = ""
+    change: Change = "kept"
+    twin: str = ""
+    layer: int | None = None
+    branch: str = ""
+
+
+class PageGroup(PagePart):
+    """Nodes that unfold together, in the order of the graph.
+
+    Args:
+        layer: None in front of the layers and behind them. key: equal for layers of equal structure in both graphs.
+    """
+
+    title: str
+    layer: int | None
+    key: str
+    nodes: tuple[str, ...]
+
+
+class PageGraph(PagePart):
+    """A decode step. outputs: name of each result -> id of its node."""
+
+    nodes: tuple[PageNode, ...]
+    groups: tuple[PageGroup, ...]
+    outputs: dict[str, str]
+
+
+class PassLine(PagePart):
+    """What one pass did. made: nodes of the rewritten graph that it made."""
+
+    name: str
+    options: str
+    modified: bool
+    made: int
+    reason: str
+
+
+class LayerLine(PagePart):
+    """Attention, MLP and replay of one layer. replays: whether it may. Bytes are of its state, by role.
+
+    Args:
+        threshold: compiled in. calibrated: stored in the artifact; "": none. expected: share that replayed in
+            calibration. measured: share that replayed in the trace, of the forwards t >= F.
+    """
+
+    layer: int
+    module: str
+    source: str
+    attention: str
+    mlp: str
+    gate: str
+    replays: bool
+    threshold: str
+    calibrated: str = ""
+    expected: float | None = None
+    measured: float | None = None
+    bytes: dict[str, int]
+
+
+class HeatMap(PagePart):
+    """Share of the rows that replayed, 0 to 1, recorded decisions.
+
+    Args:
+        frames: [layers][frames], mean over the tokens of a frame. tokens: [layers][stride], mean over the frames
+            after the first. total: of all layers, forwards t >= F.
+    """
+
+    forwards: int
+    stride: int
+    rows: int
+    frames: tuple[tuple[float, ...], ...]
+    tokens: tuple[tuple[float, ...], ...]
+    total: float | None
+
+
+class ReplayPage(PagePart):
+    """Gate, thresholds and decisions. facts: gate, limits, calibration."""
+
+    facts: tuple[Fact, ...]
+    layers: tuple[LayerLine, ...]
+    heat: HeatMap | None
+
+
+class Span(PagePart):
+    """A span of the time line, seconds. unit: what it waits for."""
+
+    name: str
+    layer: int
+    unit: str
+    start: float
+    seconds: float
+    bytes: float
+
+
+class OffloadLine(PagePart):
+    """A call of the accelerator, or a linear that stays on the host, and why.
+
+    Args:
+        shape: inputs and outputs. stream_bytes: of weights, one call. cycles: of one call, estimated.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    shape: str = ""
+    stream_bytes: int = 0
+    cycles: int = 0
+    reason: str = ""
+
+
+class SpeedPage(PagePart):
+    """The estimate of a decode step. missing: why there is none.
+
+    Args:
+        shares: unit -> share of the step. resources: name -> used and limit. offload: what the accelerator computes.
+    """
+
+    missing: str = ""
+    facts: tuple[Fact, ...] = ()
+    seconds: float = 0.0
+    shares: dict[str, float] = {}
+    resources: dict[str, tuple[float, float]] = {}
+    spans: tuple[Span, ...] = ()
+    offload: tuple[OffloadLine, ...] = ()
+
+
+class MemoryPiece(PagePart):
+    """Bytes of one kind in a memory."""
+
+    name: str
+    bytes: int
+
+
+class MemoryBar(PagePart):
+    """A memory, a bank of it, or all of a CPU's. capacity: None: it is not known."""
+
+    name: str
+    note: str
+    capacity: int | None
+    pieces: tuple[MemoryPiece, ...]
+
+
+class TensorLine(PagePart):
+    """A parameter, a state tensor or a buffer. layer: None outside of the layers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    role: str
+    layer: int | None = None
+
+
+class MemoryPage(PagePart):
+    """Memories, banks, buffers of the kernels, state and parameters."""
+
+    bars: tuple[MemoryBar, ...]
+    buffers: tuple[TensorLine, ...]
+    state: tuple[TensorLine, ...]
+    weights: tuple[TensorLine, ...]
+
+
+class FileLine(PagePart):
+    """A file of the artifact."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class PageData(PagePart):
+    """Everything on the page.
+
+    Args:
+        name: of the artifact's folder. reasons: text of every key that nodes and passes have.
+    """
+
+    name: str
+    facts: tuple[Fact, ...]
+    passes: tuple[PassLine, ...]
+    before: PageGraph
+    after: PageGraph
+    reasons: dict[str, str]
+    replay: ReplayPage
+    speed: SpeedPage
+    memory: MemoryPage
+    files: tuple[FileLine, ...]

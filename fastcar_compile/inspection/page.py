@@ -1,0 +1,151 @@
+"""The inspection page: one HTML file that holds its data, style and scripts, and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.errors import InputError
+from fastcar_compile.inspection.graphs import page_graphs
+from fastcar_compile.inspection.memory import memory_page
+from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
+from fastcar_compile.inspection.reasons import reason_texts
+from fastcar_compile.inspection.replay import Decisions, replay_page
+from fastcar_compile.inspection.speed import speed_page
+
+STYLES = ("page.css", "graph.css")
+SCRIPTS = (
+    *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
+    *("search.js", "replay.js", "speed.js", "memory.js", "main.js"),
+)
+"""In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
+
+
+def write_page(artifact: StoredArtifact, path: Path, decisions: Decisions | None = None) -> None:
+    """Write the page of an artifact. The same artifact and decisions give the same bytes.
+
+    Args:
+        decisions: recorded replay decisions, bool [forwards, layers, rows]; None: the page has no heat map.
+
+    Raises:
+        InputError: the decisions are of another decoder, or the file cannot be written.
+    """
+    text = page_html(page_data(artifact, decisions))
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError(f"the page cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> PageData:
+    """Return what the page shows.
+
+    Raises:
+        InputError: the decisions are of another decoder.
+    """
+    manifest = artifact.manifest
+    if decisions is not None:
+        _check(decisions, manifest)
+    before, after = page_graphs(artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER))
+    passes = tuple(_passes(manifest, after))
+    keys = {n.reason for graph in (before, after) for n in graph.nodes} | {line.name for line in passes}
+    layer_of = {node.op: node.layer for node in after.nodes if node.kind == "weight"}
+    return PageData(
+        name=artifact.path.resolve().name,
+        facts=tuple(_facts(manifest)),
+        passes=passes,
+        before=before,
+        after=after,
+        reasons=reason_texts(keys),
+        replay=replay_page(manifest, decisions),
+        speed=speed_page(manifest, decisions),
+        memory=memory_page(manifest, artifact.arrays(), layer_of),
+        files=tuple(FileLine(name=n, bytes=f.size, sha256=f.sha256) for n, f in sorted(manifest.files.items())),
+    )
+
+
+def page_html(data: PageData) -> str:
+    """Return the page. Its policy allows the scripts and styles inside of it, and no request.
+
+    Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block.
+    """
+    folder = files("fastcar_compile.inspection") / "static"
+    style = "\n".join((folder / name).read_text("utf-8") for name in STYLES)
+    script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
+    text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
+    return Template((folder / "page.html").read_text("utf-8")).substitute(
+        data=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _check(decisions: Decisions, manifest: Manifest) -> None:
+    """Raise InputError for decisions of another decoder."""
+    expected = (manifest.decoder.config.num_layers, manifest.decoder.config.batch_size)
+    if decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
+        raise InputError(
+            f"the decisions are {list(decisions.shape)}, the artifact has {expected[0]} layers and {expected[1]} rows",
+            hint="record them with `fastcar run --trace` on this artifact",
+        )
+
+
+def _passes(manifest: Manifest, after: PageGraph) -> Iterator[PassLine]:
+    made: dict[str, int] = {}
+    for node in after.nodes:
+        made[node.made_by] = made.get(node.made_by, 0) + 1
+    for entry in manifest.pipeline.log:
+        spec, _, outcome = entry.rpartition(": ")
+        name, brace, options = spec.partition("{")
+        yield PassLine(
+            name=name,
+            options=brace + options,
+            modified=outcome == "modified",
+            made=made.get(name, 0),
+            reason=name,
+        )
+
+
+def _facts(manifest: Manifest) -> Iterator[Fact]:
+    """Return target, sizes, numbers and versions."""
+    options, config, target = manifest.options, manifest.decoder.config, manifest.target
+    sparse = options.sparse_attention
+    window = "all positions" if sparse is None else f"the first {sparse.sinks} and the last {sparse.window} tokens"
+    head = "none (hidden states out)" if config.vocab_size is None else f"{config.vocab_size} tokens"
+    rows = {
+        "key": {
+            "target": target.name,
+            "layers": config.num_layers,
+            "hidden size": config.hidden_size,
+            "rows": config.batch_size,
+            "positions": config.max_seq_len,
+            "tokens per frame": config.tokens_per_frame,
+        },
+        "decoder": {"input": config.input_name, "vocabulary": head, "prefill chunk": config.prefill_chunk or "none"},
+        "options": {
+            "board": target.description,
+            "offload": options.offload,
+            "weights": options.quant,
+            "keys and values": options.kv,
+            "attention reads": window,
+            "libraries": "; ".join(v.instruction_set for v in manifest.host.variants) or "none",
+        },
+        "written by": dict(sorted(manifest.producer.items())),
+    }
+    for group, lines in rows.items():
+        for label, value in lines.items():
+            yield Fact(label=label, value=str(value), group=group)

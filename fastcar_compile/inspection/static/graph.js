@@ -1,0 +1,204 @@
+/* The two graphs side by side: groups that unfold together, runs of equal layers, zoom. */
+(() => {
+  "use strict";
+  const { el } = page;
+  const SIDES = ["before", "after"];
+  const TITLES = { before: "Before the passes", after: "After the passes" };
+  const SMALLEST = 0.78;
+  const NARROW = matchMedia("(max-width: 900px)");
+  const shown = () => (NARROW.matches ? "after" : "both");
+  const open = new Set();
+  const panes = {};
+  let zoom = 1;
+  let fit = true;
+
+  const nameOf = (group) => group.title;
+
+  /* Groups and runs: of equal layers in a row, all behind the first are one line. */
+  function rows(side) {
+    const found = [];
+    const seen = new Map();
+    for (const group of page.graphs[side].groups) {
+      const last = found[found.length - 1];
+      const like = group.layer === null ? undefined : seen.get(group.key);
+      if (like !== undefined && last?.run && last.key === group.key) last.run.push(group);
+      else if (like !== undefined) found.push({ key: group.key, like, run: [group] });
+      else found.push({ group });
+      if (group.layer !== null && like === undefined) seen.set(group.key, group.layer);
+    }
+    return found;
+  }
+
+  function changes(side, group) {
+    const counts = { added: 0, replaced: 0, removed: 0 };
+    for (const id of group.nodes) {
+      const node = page.node(side, id);
+      if (node.kind !== "weight" && node.change !== "kept") counts[node.change] += 1;
+    }
+    const marks = { added: "+", replaced: "~", removed: "−" };
+    const words = { added: "inserted", replaced: "replaced", removed: "removed" };
+    return Object.entries(counts).filter(([, n]) => n).map(([kind, n]) =>
+      el("span", { class: `chip ${kind}`, title: `${n} ${words[kind]}` }, `${marks[kind]}${n}`));
+  }
+
+  function note(side, group) {
+    const ops = group.nodes.filter((id) => ["op", "cond"].includes(page.node(side, id).kind)).length;
+    const line = page.data.replay.layers[group.layer ?? -1];
+    const replay = side === "after" && line?.replays ? ` · replays at ${line.calibrated || line.threshold}` : "";
+    return `${page.plural(ops, "operator")}${replay}`;
+  }
+
+  function header(name, title, detail, chips) {
+    return el("h3", {}, el("button", { type: "button", class: "fold", "aria-expanded": "false", "data-group": name, onclick: () => page.toggle(name) },
+      el("span", { class: "arrow", "aria-hidden": "true" }, "▸"), el("span", { class: "group-title" }, title),
+      el("span", { class: "muted" }, detail), el("span", { class: "chips" }, chips)));
+  }
+
+  function groupElement(side, group, like) {
+    const detail = like === undefined ? note(side, group) : `equal to layer ${like}`;
+    return el("section", { class: "group", "data-name": nameOf(group) }, header(nameOf(group), group.title, detail, changes(side, group)),
+      el("div", { class: "canvas" }));
+  }
+
+  function runElement(side, row) {
+    const [first, last] = [row.run[0], row.run[row.run.length - 1]];
+    if (row.run.length === 1) return groupElement(side, first, row.like);
+    const name = `layers ${first.layer} to ${last.layer}`;
+    const title = `layers ${first.layer} – ${last.layer}`;
+    return el("section", { class: "run", "data-name": name },
+      header(name, title, `${row.run.length} layers, equal to layer ${row.like}`, changes(side, first)),
+      el("div", { class: "members" }, row.run.map((group) => groupElement(side, group, row.like))));
+  }
+
+  function drawPane(side) {
+    const groups = rows(side).map((row) => (row.group ? groupElement(side, row.group) : runElement(side, row)));
+    const body = el("div", { class: "pane-body", tabindex: "-1" }, el("div", { class: "groups" }, groups));
+    const total = page.data[side].nodes.filter((n) => n.kind === "op" || n.kind === "cond").length;
+    panes[side] = el("section", { class: `pane ${side}`, "aria-label": TITLES[side] },
+      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${total} operators`)), body);
+    panes[side].body = body;
+    return panes[side];
+  }
+
+  /* The run that holds a group, or nothing. */
+  const runOf = (name) => {
+    const member = panes.after?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`) ?? panes.before?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`);
+    return member?.closest(".run").dataset.name;
+  };
+
+  /* Unfolds or folds a group or a run in both panes. */
+  page.toggle = (name, wanted = !open.has(name)) => {
+    if (wanted) open.add(name); else open.delete(name);
+    for (const side of SIDES) {
+      const section = panes[side].querySelector(`[data-name="${CSS.escape(name)}"]`);
+      if (!section) continue;
+      section.classList.toggle("open", wanted);
+      section.querySelector(".fold").setAttribute("aria-expanded", String(wanted));
+      const canvas = section.querySelector(":scope > .canvas");
+      if (canvas && wanted && !canvas.firstChild) fillCanvas(side, name, canvas);
+    }
+    resize();
+  };
+
+  function fillCanvas(side, name, canvas) {
+    const graph = page.graphs[side];
+    const group = graph.groups.find((g) => nameOf(g) === name);
+    canvas.append(page.draw(page.layout(graph, group), `${side}-${group.layer ?? group.key}`, (node) => page.select(side, node.id)));
+  }
+
+  function resize() {
+    for (const side of SIDES) {
+      const room = panes[side].body.clientWidth - 26;
+      for (const drawing of panes[side].querySelectorAll(".canvas > svg")) {
+        const { width, height } = drawing.fastcar;
+        const scale = fit ? Math.max(SMALLEST, Math.min(1, room / width)) : zoom;
+        drawing.setAttribute("width", Math.round(width * scale));
+        drawing.setAttribute("height", Math.round(height * scale));
+        if (fit && room > 0) zoom = scale;
+        if (!drawing.placed && room > 0) { drawing.placed = true; panes[side].body.scrollLeft = (width * scale - room) / 2; }
+      }
+    }
+  }
+
+  function setZoom(factor) {
+    fit = factor === null;
+    if (!fit) zoom = Math.max(0.25, Math.min(2, zoom * factor));
+    resize();
+  }
+
+  function clearMarks() {
+    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin, .pane .near")) mark.classList.remove("selected", "twin", "near");
+  }
+
+  /* The box of a node; its group and the run around that are unfolded first. */
+  function reveal(side, id) {
+    const graph = page.graphs[side];
+    const node = graph.nodes.get(id);
+    const shown = node?.kind === "weight" ? graph.nodes.get(node.users[0]) : node;
+    const home = graph.home.get(shown?.id);
+    if (!home) return null;
+    const run = runOf(nameOf(home));
+    if (run && !open.has(run)) page.toggle(run, true);
+    if (!open.has(nameOf(home))) page.toggle(nameOf(home), true);
+    return panes[side].querySelector(`[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`);
+  }
+
+  function bring(element) {
+    element?.scrollIntoView({ block: "center", inline: "center", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+  }
+
+  /* Shows a node: in its graph, its twin in the other one, and its details. */
+  page.select = (side, id) => {
+    page.showTab("graph");
+    bringSide(side);
+    const node = page.node(side, id);
+    const other = SIDES.find((name) => name !== side);
+    page.details(side, node);
+    clearMarks();
+    const element = reveal(side, id);
+    element?.classList.add("selected");
+    bring(element);
+    if (node.twin) {
+      const twin = reveal(other, node.twin);
+      twin?.classList.add("twin");
+      bring(twin);
+    }
+    page.selected = { side, id };
+  };
+
+  /* Shows one graph or both; on a narrow screen "both" is the one after the passes. */
+  function showSide(side) {
+    document.querySelector(".panes").dataset.side = side;
+    for (const button of document.querySelectorAll(".which button")) button.setAttribute("aria-pressed", String(button.dataset.side === side));
+    resize();
+  }
+
+  /* Shows the graph of one side, next to the other one where both are shown. */
+  function bringSide(side) {
+    const view = document.querySelector(".panes");
+    if (view.dataset.side === "both" && !NARROW.matches) return;
+    if (view.dataset.side !== side) showSide(side);
+  }
+
+  function toolbar() {
+    const button = (text, label, action) => el("button", { type: "button", "aria-label": label, title: label, onclick: action }, text);
+    const keys = [["added", "+ inserted"], ["replaced", "~ replaced"], ["removed", "− removed"]];
+    const every = (wanted) => { for (const row of rows("after")) if (row.group) page.toggle(nameOf(row.group), wanted); else fold(row, wanted); };
+    const fold = (row, wanted) => { if (!wanted || row.run.length > 1) page.toggle(row.run.length > 1 ? `layers ${row.run[0].layer} to ${row.run[row.run.length - 1].layer}` : nameOf(row.run[0]), wanted); if (!wanted) for (const g of row.run) page.toggle(nameOf(g), false); };
+    return el("div", { class: "toolbar" },
+      el("div", { class: "which", role: "group", "aria-label": "Graph shown" }, ["before", "both", "after"].map((side) =>
+        el("button", { type: "button", "data-side": side, "aria-pressed": String(side === shown()), onclick: () => showSide(side) }, side))),
+      el("div", { class: "legend", "aria-label": "Colours" }, keys.map(([kind, text]) => el("span", { class: `chip ${kind}` }, text)),
+        ["linear", "attention", "cache", "gate"].map((kind) => el("span", { class: "family" }, el("i", { class: `swatch ${kind}` }), kind))),
+      el("div", { class: "tools", role: "group", "aria-label": "View" },
+        button("fold all", "Fold every part", () => every(false)), button("unfold", "Unfold every distinct part", () => every(true)),
+        button("−", "Zoom out", () => setZoom(1 / 1.2)), button("+", "Zoom in", () => setZoom(1.2)), button("fit", "Fit to the width", () => setZoom(null))));
+  }
+
+  page.addTab("graph", "Graph", (panel) => {
+    panel.append(toolbar(), el("div", { class: "panes", "data-side": shown() }, SIDES.map(drawPane)), page.detailsPanel());
+    const layers = page.graphs.after.groups.filter((g) => g.layer !== null);
+    page.toggle(nameOf(layers[0] ?? page.graphs.after.groups[0]), true);
+    addEventListener("resize", resize);
+  });
+})();

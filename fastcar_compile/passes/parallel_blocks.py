@@ -1,0 +1,75 @@
+"""Layers whose attention and MLP read the same input are brought to one form: (entry + attention) + MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import ancestors_until, in_order
+from fastcar_compile.ir.rewrite import call
+from fastcar_compile.passes.patterns.residual_sum import ParallelSum, parallel_sums
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ParallelBlocks(Pass):
+    """Write the closing sum of every parallel block (Phi, GPT-NeoX, Cohere, Falcon) in one form, in both graphs.
+
+    1. Matches a sum of a layer's entry, its attention and an MLP that does not read the attention, in any order and
+       association: `(attention + mlp) + entry` as well as `entry + (mlp + attention)`.
+    2. Makes `residual = entry + attention` and `residual + mlp`, as in a sequential block. So whatever follows knows
+       one form of a layer. Another association moves the sum by at most two float32 roundings.
+    3. Moves an MLP that stands in front of its attention behind it: replay decides with the attention's query and keys.
+    """
+
+    name: ClassVar[str] = "parallel-blocks"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Return whether there was a block to rewrite."""
+        return any([_rewrite(module.graph) for module in program.graphs()])
+
+
+def _rewrite(graph: fx.Graph) -> bool:
+    modified = False
+    for found in parallel_sums(graph):
+        canonical = found.is_canonical()
+        root = found.root if canonical else _reassociate(graph, found)
+        early = _early(graph, found)
+        for node in early:
+            root.prepend(node)
+        modified |= bool(early) or not canonical
+    return modified
+
+
+def _reassociate(graph: fx.Graph, found: ParallelSum) -> fx.Node:
+    """Replace the sum by (entry + attention) + MLP."""
+    with graph.inserting_before(found.root):
+        attention, mlp = (_sum(graph, parts, found.root) for parts in (found.attention, found.mlp))
+        residual = _sum(graph, (found.entry, attention), found.root)
+        leave = _sum(graph, (residual, mlp), found.root)
+    found.root.replace_all_uses_with(leave)
+    graph.eliminate_dead_code()
+    return leave
+
+
+def _sum(graph: fx.Graph, parts: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
+    total, *rest = parts
+    for part in rest:
+        total = call(graph, aten.add.Tensor, (total, part), origin=origin, made_by=ParallelBlocks.name)
+    return total
+
+
+def _early(graph: fx.Graph, found: ParallelSum) -> list[fx.Node]:
+    """The MLP's own operators in front of the attention, if nothing else reads what they make."""
+    shared = ancestors_until([found.origin], {found.entry})
+    own = {n for n in ancestors_until(found.mlp, {found.entry}) - shared if n.op == "call_function"}
+    early = [n for n in in_order(graph, own) if n < found.origin]
+    closed = all(user in own or user not in shared for node in early for user in node.users)
+    return in_order(graph, own) if early and closed else []

@@ -1,0 +1,1 @@
+"""Every family of decoders that is known to compile, as tiny random models against one independent reference."""

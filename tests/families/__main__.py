@@ -1,0 +1,5 @@
+"""`python -m tests.families` writes docs/reference/models.md."""
+
+from .document import write
+
+write()

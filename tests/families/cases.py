@@ -1,0 +1,9 @@
+"""The list: what docs/reference/models.md says, and what the tests check."""
+
+from __future__ import annotations
+
+from .case import Case
+from .plain import PLAIN
+from .transformers_cases import TRANSFORMERS
+
+CASES: list[Case] = [*TRANSFORMERS, *PLAIN]

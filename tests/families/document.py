@@ -1,0 +1,62 @@
+"""docs/reference/models.md, written from the list of cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .case import Case
+from .cases import CASES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+_HEAD = """\
+# Models
+
+A decoder is compiled for what its graph is, not for what its class is called. These families are known to compile,
+because a test compiles a tiny random model of each. `python -m tests.families` writes this page from the list in
+`tests/families/`, and a test fails where page and list differ.
+
+A test decodes a sequence twice: without replay, and with thresholds that replay about half of the MLPs. It compares
+every logit and every replay decision with an independent reference. That is the original model in eager attention and
+without a cache, with hooks on its MLPs that follow [the gates' definition](gates.md). Logits differ by at most 2e-5,
+and no decision is another one.
+
+Every run of the tests decodes every case on `eager`, and the cases with a star on all backends that are named.
+`make families` decodes all cases on all of theirs. `hls-csim` is C simulation of the accelerator. There, a w8a8
+artifact gives the logits of `cpu` bit for bit.
+
+## What compiles
+
+| family | model | its structure | backends |
+|---|---|---|---|
+"""
+
+_REFUSED = """
+## What is refused
+
+Each of these is a `CompileError`. The text is a part of it.
+
+| family | model | its structure | text of the refusal |
+|---|---|---|---|
+"""
+
+
+def document() -> str:
+    """Return the page."""
+    right = "".join(_right(case) for case in CASES if case.refused is None)
+    refused = "".join(_refused(case) for case in CASES if case.refused is not None)
+    return _HEAD + right + (_REFUSED + refused if refused else "")
+
+
+def write() -> None:
+    """Write the page."""
+    DOCUMENT.write_text(document(), "utf-8")
+
+
+def _right(case: Case) -> str:
+    backends = "eager, cpu, onnxruntime" + (", hls-csim" if case.hls else "")
+    return f"| {case.family} | `{case.model}` | {case.what} | {backends}{' *' if case.full else ''} |\n"
+
+
+def _refused(case: Case) -> str:
+    return f"| {case.family} | `{case.model}` | {case.what} | {case.refused} |\n"

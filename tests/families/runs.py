@@ -1,0 +1,92 @@
+"""How a case is compiled and decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastcar_compile as fc
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.session import Session
+
+from .case import BATCH, CHUNK, VOCAB, WIDTH, Case
+from .reference import Run
+
+TOLERANCE = 2e-5
+
+
+def inputs_of(case: Case) -> Tensor:
+    """Return the sequence of a case: token ids, or embeddings of a headless decoder."""
+    generator = torch.Generator().manual_seed(1)
+    if case.headless:
+        return torch.randn(BATCH, case.length, WIDTH, generator=generator)
+    ids = torch.randint(0, VOCAB, (BATCH, case.length), generator=generator)
+    if case.classes:
+        ids[:, 0] = VOCAB + torch.arange(BATCH) % case.classes
+    return ids
+
+
+def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none") -> fc.Artifact:
+    """Return the artifact of a case."""
+    return fc.compile(
+        case.build(),
+        target,
+        quant=quant,
+        tokens_per_frame=case.frame,
+        max_seq_len=case.length,
+        batch_size=BATCH,
+        prefill_chunk=CHUNK,
+        replay=fc.ReplayConfig(gate=case.gate),
+        output=output,
+    )
+
+
+def rewritten(case: Case) -> Session:
+    """Return a session over the rewritten graph in eager PyTorch. Nothing is lowered, so this takes a second."""
+    replay = fc.ReplayConfig(gate=case.gate)
+    config = fc.CompileConfig(
+        target="cpu", tokens_per_frame=case.frame, max_seq_len=case.length, batch_size=BATCH, replay=replay
+    )
+    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
+    program = capture(case.build(), prefill_chunk=CHUNK, **sizes)
+    run_pipeline(program, analysis_pipeline())
+    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    stepper = EagerStepper(
+        program.graph_module, program.outputs, program.prefill, program.prefill_outputs, program.state, CHUNK
+    )
+    thresholds = replay.thresholds(len(program.sites))
+    return Session(stepper, program.config, thresholds, record=True, gate=case.gate)
+
+
+def decode(session: Session, case: Case, inputs: Tensor) -> Tensor:
+    """Return the logits [B, T, V] from the prompt's last token on."""
+    session.reset()
+    out = [session.prefill(inputs[:, : case.prompt])]
+    return torch.stack(out + [session.step(inputs[:, i]) for i in range(case.prompt, case.length)], 1)
+
+
+def check(session: Session, case: Case, plain: Run, replay: Run) -> None:
+    """Decode dense and with replay: logits are those of the reference, and every decision is.
+
+    Args:
+        session: a recording one. plain, replay: what the reference did.
+    """
+    inputs = inputs_of(case)
+    session.set_threshold(None)
+    _within(decode(session, case, inputs), plain.logits, case)
+    session.set_threshold(replay.thresholds)
+    found = decode(session, case, inputs)
+    expected = np.stack([one.numpy() for one in replay.decisions], 1)
+    flipped = int((session.stats.decisions != expected).sum())
+    assert flipped == 0, f"{flipped} of {expected.size} decisions are flipped"
+    _within(found, replay.logits, case)
+
+
+def _within(found: Tensor, expected: Tensor, case: Case) -> None:
+    torch.testing.assert_close(found, expected[:, case.prompt - 1 :].float(), atol=TOLERANCE, rtol=0)

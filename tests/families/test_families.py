@@ -1,0 +1,75 @@
+"""Every case of the list, against the independent reference.
+
+Every case runs as a rewritten graph. Those that `full` marks are compiled once too and run on every backend: they have
+between them every operator. FAMILIES=all (`make families`) compiles all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastcar_compile.errors import CompileError
+
+from .case import Case
+from .cases import CASES
+from .reference import Run, dense, replayed
+from .runs import check, compiled, decode, inputs_of, rewritten
+
+BACKENDS = ("eager", "cpu", "onnxruntime")
+EVERY = os.environ.get("FAMILIES") == "all"
+RIGHT = [case for case in CASES if case.refused is None]
+
+
+def by_name(case: Case) -> str:
+    return case.name
+
+
+def expected(case: Case) -> tuple[Run, Run]:
+    """The dense and the replayed decode of the original model."""
+    inputs = inputs_of(case)
+    return dense(case, inputs), replayed(case, inputs)
+
+
+@pytest.mark.parametrize("case", [c for c in RIGHT if not (EVERY or c.full)], ids=by_name)
+def test_the_rewritten_graph_decodes_as_the_original(case: Case) -> None:
+    check(rewritten(case), case, *expected(case))
+
+
+@pytest.mark.parametrize("case", [c for c in RIGHT if EVERY or c.full], ids=by_name)
+def test_every_backend_decodes_as_the_original(case: Case, tmp_path: Path) -> None:
+    artifact, runs = compiled(case, tmp_path / "built"), expected(case)
+    for backend in BACKENDS:
+        check(artifact.session(backend, record=True), case, *runs)
+
+
+@pytest.mark.parametrize("case", [c for c in RIGHT if c.hls and (EVERY or c.full)], ids=by_name)
+def test_the_accelerator_decodes_as_the_cpu(
+    case: Case, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
+) -> None:
+    """Its MLPs are integers, so that logits of C simulation are those of the CPU bit for bit."""
+    require_tool("g++")
+    require_module("hls4ml")
+    artifact = compiled(case, tmp_path / "built", "zcu102", "w8a8")
+    cpu, hls = (artifact.session(backend, record=True) for backend in ("cpu", "hls-csim"))
+    thresholds = expected(case)[1].thresholds
+    for session in (cpu, hls):
+        session.set_threshold(thresholds)
+    logits = [decode(session, case, inputs_of(case)) for session in (cpu, hls)]
+    assert 0.1 < cpu.stats.replay_ratio < 0.8
+    np.testing.assert_array_equal(cpu.stats.decisions, hls.stats.decisions)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.refused is not None], ids=by_name)
+def test_what_is_refused_says_why(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as refusal:
+        compiled(case, tmp_path / "none")
+    assert case.refused is not None
+    assert case.refused in str(refusal.value)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,140 @@
+"""A dry run: what it finds, what it refuses, and that it writes nothing. That it tells what `compile` emits is tested
+where an artifact is there: tests/test_offload_linears.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import PlainBlock, PlainDecoder, llama
+from torch import Tensor
+from torch.nn import functional as F
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.sections import LayersSection
+from fastcar_compile.dry_run.build import replay_ceiling
+from fastcar_compile.errors import CompileError
+
+MODEL = Path(__file__).parents[1] / "examples" / "moving_shapes" / "model"
+FRAME, LAYERS, HIDDEN, ROWS = 256, 4, 128, 2049
+
+
+@pytest.fixture(scope="module")
+def report() -> fc.DryRun:
+    """Of the shipped decoder for zcu102."""
+    return fc.compile(MODEL, "zcu102", dry_run=True)
+
+
+def test_layers_are_found_with_their_source_lines(report: fc.DryRun) -> None:
+    assert [layer.module_path for layer in report.layers] == [f"model.layers.{i}.mlp" for i in range(LAYERS)]
+    assert all(layer.source.startswith("transformers/models/llama/modeling_llama.py:") for layer in report.layers)
+    assert all(layer.replay is not None and layer.replay.gate == "tas" for layer in report.layers)
+
+
+def test_bytes_are_those_of_the_state(report: fc.DryRun) -> None:
+    cache, slots = LAYERS * ROWS * HIDDEN * 4, LAYERS * FRAME
+    assert report.memory.state == {
+        "key_cache": cache, "value_cache": cache, "mlp_cache": slots * HIDDEN * 4, "chain_count": slots * 4,
+    }  # fmt: skip
+    (bank,) = report.memory.banks
+    assert bank.used == report.memory.weights + sum(report.memory.state.values())
+    assert bank.fits
+
+
+def test_the_speed_is_predicted_dense_and_with_replay(report: fc.DryRun) -> None:
+    assert [s.case for s in report.speed] == ["dense", "half of what may replay", "all that may replay"]
+    assert [s.replay_ratio for s in report.speed] == pytest.approx([0, 1791 / 2047 / 2, 1791 / 2047])
+
+
+def test_chain_and_refresh_lower_the_ceiling(report: fc.DryRun) -> None:
+    rule = fc.ReplayConfig(max_chain=3, refresh_every=4)
+    config = report.options.model_copy(update={"replay": rule})
+    assert replay_ceiling(config, LayersSection(layers=report.layers)) == pytest.approx(1791 / 2047 * 3 / 4 * 3 / 4)
+
+
+def test_a_config_alone_is_enough_and_nothing_is_written(
+    report: fc.DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(MODEL / "config.json", folder)
+    monkeypatch.chdir(tmp_path)
+    assert fc.compile(folder, "zcu102", dry_run=True).to_json() == report.to_json()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
+    with pytest.raises(CompileError, match=r"the model folder has no \*.safetensors file"):
+        fc.compile(folder, "zcu102")
+
+
+def test_json_holds_everything(report: fc.DryRun) -> None:
+    text = json.dumps(report.to_json(), allow_nan=False)
+    assert fc.DryRun.model_validate(json.loads(text)) == report
+
+
+def test_every_problem_of_the_hardware_is_listed(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 65536, "num_hidden_layers": 6, "head_dim": 64}
+    config = llama().config
+    config.update(sizes | {"architectures": ["LlamaForCausalLM"], "tokens_per_frame": 8})
+    config.save_pretrained(tmp_path)
+    found = fc.compile(tmp_path, "zcu102", dry_run=True)
+    assert not found.ok
+    assert "the decoder does not fit the memory of zcu102" in found.problems[0].what
+    assert not found.memory.banks[0].fits
+    assert found.speed, "predicted as if it did fit"
+
+
+class ComputedWeight(PlainBlock):
+    """The down projection's weight is a product."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.down.weight * 2, self.down.bias)
+
+
+class ComputedDecoder(PlainDecoder):
+    block = ComputedWeight
+
+
+def test_strict_refuses_every_fallback_at_once(tmp_path: Path) -> None:
+    replay = fc.ReplayConfig(gate="random")
+    options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "replay": replay, "output": tmp_path / "artifact"}
+    with pytest.warns(UserWarning, match="256 is assumed"), pytest.raises(CompileError) as error:
+        fc.compile(ComputedDecoder(rows=300), strict=True, **options)
+    text = str(error.value)
+    assert "tokens_per_frame: 256 is assumed; the model's config gives none" in text
+    assert "linear blocks.1 of layer 1: it is computed in float32; its weight is computed in the graph" in text
+    assert "gate of layers 0, 1: the host decides; the DRS controller does not have the score of gate random" in text
+    assert len(error.value.problems) >= 4
+    assert not (tmp_path / "artifact").exists()
+
+
+def test_a_weight_that_cannot_be_packed_is_a_problem() -> None:
+    found = fc.compile(ComputedDecoder(), "zcu102", tokens_per_frame=4, dry_run=True)
+    (problem,) = found.problems
+    assert "the accelerator cannot compute the MLP of layer 0: the weight of" in problem.what
+    assert problem.where.startswith("decoders.py:")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"target": "zcu102", "quant": "none"}, "accelerator", "the kernels are int8, and quant is 'none'"),
+        ({"target": "cpu"}, None, "target cpu has no accelerator"),
+    ],
+)
+def test_without_an_engine_the_host_computes_all(options: dict[str, Any], kind: str | None, reason: str) -> None:
+    found = fc.compile(PlainDecoder(), tokens_per_frame=4, dry_run=True, **options)
+    assert [f.kind for f in found.fallbacks if f.kind != "library"] == ([] if kind is None else [kind])
+    (place,) = found.placements
+    assert (place.unit, place.reason) == ("host", reason)
+    assert (found.design, found.speed, found.ok) == (None, (), True)
+
+
+def test_an_exported_program_has_no_prefill() -> None:
+    arguments = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "cache_position": torch.zeros(1, dtype=torch.int64)}
+    exported = torch.export.export(PlainDecoder().eval(), (), arguments)
+    found = fc.compile(exported, "cpu", tokens_per_frame=4, max_seq_len=33, dry_run=True)
+    (fallback,) = found.fallbacks
+    assert (fallback.kind, fallback.instead) == ("prompt", "it goes through the decode step, token by token")
