@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,8 @@ from gates.networks import networks
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
-from fastcar_compile.gates import GateWeights
+from fastcar_compile.gates import GATES, GateWeights
+from fastcar_compile.gates.input_delta import BoundGate
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
@@ -54,10 +55,25 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by `bound`."""
-    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "batch": 4, "num_hidden_layers": 1}
-    changes |= {"target": "u280"}
+    """One layer, batch 2, w8a8: the accelerator decides by `bound`, over keys in float16."""
+    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "num_hidden_layers": 1}
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
+
+
+class ForeignGate(BoundGate):
+    """As `bound`, but of another package."""
+
+    name = "foreign"
+
+
+@pytest.fixture(scope="session")
+def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
+    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
+    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "foreign", "batch": 4, "num_hidden_layers": 1}
+    changes |= {"target": "u280"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(GATES._registered, "foreign", ForeignGate)
+        yield built_once(tmp_path_factory, "foreign", lambda output: compiled(output, **changes))
 
 
 @pytest.fixture(scope="session")
