@@ -48,6 +48,7 @@ def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> La
             key_cache=f"key_cache_{layer}",
             value_cache=f"value_cache_{layer}",
             scale=0.2,
+            cache_rows=32,
             **heads,
         ),
         mlp=MlpPart(input="x", output="y", linears=("a", "b", "c"), weights=("a", "b", "c"), biases=(None,) * 3, **mlp),

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fastcar_compile.artifact.manifest import Sections
-from fastcar_compile.artifact.sections import ATTENTION_ROLES, AcceleratorSection, LayerPart, ReplayPart, State
+from fastcar_compile.artifact.sections import (
+    ATTENTION_ROLES,
+    AcceleratorSection,
+    LayerPart,
+    ReplayPart,
+    State,
+)
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
@@ -34,7 +41,16 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         texts[-1] += _offload(sections.accelerator, part.layer, f"layer_{part.layer}")
     if layer is None and (rest := _offload(sections.accelerator, None, None)):
         texts.append(f"outside of the layers:\n{rest}")
-    return head + _sparse(sections) + "\n".join(texts)
+    return head + _sparse(sections) + _windows(sections) + "\n".join(texts)
+
+
+@dataclass(frozen=True)
+class OwnWindow:
+    """A layer that sees the last `window` tokens only, over caches of `cache_rows` rows."""
+
+    layer: int
+    window: int
+    cache_rows: int
 
 
 def _sparse(sections: Sections) -> str:
@@ -49,6 +65,31 @@ def _sparse(sections: Sections) -> str:
         f"  sparse    {ring.sinks} sinks and the last {ring.window} tokens, rotary positions {where}; "
         f"{ring.capacity} rows of keys and values instead of {config.max_seq_len}, "
         f"{kept / MIB:.3f} MiB instead of {full / MIB:.3f}\n"
+    )
+
+
+def own_windows(sections: Sections) -> list[OwnWindow]:
+    """Return the layers whose model sees a sliding window only, where sparse attention does not bound them more."""
+    ring = sections.decoder.config.ring
+    option = None if ring is None else (ring.sinks, ring.window)
+    sites = [(s.layer, s.attention) for s in sections.layers.layers]
+    return [
+        OwnWindow(layer, a.window, a.cache_rows)
+        for layer, a in sites
+        if a.window is not None and (a.sinks, a.window) != option
+    ]
+
+
+def _windows(sections: Sections) -> str:
+    """Return the windows of the model's own, layers that are alike in one line."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for one in own_windows(sections):
+        alike.setdefault((one.window, one.cache_rows), []).append(one.layer)
+    longest = sections.decoder.config.max_seq_len
+    return "".join(
+        f"  window    the last {window} tokens in layers {', '.join(map(str, layers))}, as the model has it; "
+        f"{rows} rows of keys and values instead of {longest}\n"
+        for (window, rows), layers in alike.items()
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
-from fastcar_compile.artifact.explain import kv_bytes
+from fastcar_compile.artifact.explain import kv_bytes, own_windows
 from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import StateRole
@@ -36,6 +37,7 @@ def build_report(sections: Sections) -> dict[str, Any]:
         "state_bytes": {k: v for k, v in state.items() if v},
         "gate": _gate(sections),
         "sparse_attention": _sparse(sections),
+        "windows": [asdict(window) for window in own_windows(sections)],
         "mlp_share_of_block_weights": share,
         "max_replay_ratio": ceiling,
         "ceiling_speedup_at_max_replay": 1 / (1 - share * ceiling),

@@ -20,6 +20,7 @@ from fastcar_compile.calibration.layers import Attend, Stages
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate, GateValues
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.rings import ring_of
 from fastcar_compile.ops.replay import ReplayRule, decide
 from fastcar_compile.ops.window import row_of
 
@@ -269,7 +270,8 @@ class _LayerReplay:
     def __init__(self, owner: Evaluator, layer: int, threshold: float | None) -> None:
         config = owner._config
         self.config, self.rules, self.layer = config, owner._rules, layer
-        self.gate, self.scale = owner._rules.gates[layer], owner._stages.layers[layer].scale
+        nodes = owner._stages.layers[layer]
+        self.gate, self.scale, self.ring = owner._rules.gates[layer], nodes.scale, ring_of(nodes.key_cache)
         self.threshold = self.gate.comparison.never if threshold is None else threshold
         frame, rows, width = config.tokens_per_frame, config.batch_size, config.hidden_size
         self.outputs, self.inputs = torch.zeros(frame, rows, width), torch.zeros(frame, rows, width)
@@ -309,7 +311,7 @@ class _LayerReplay:
         """Return the gate's scores [tokens * B]: the tokens of a chunk become rows of the gate's own operator."""
         count, rows = now.shape[:2]
         earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
-        ring = self.config.ring
+        ring = self.ring
         rows_of = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
         keys = key_cache[:, :, rows_of].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
         values = GateValues(

@@ -126,7 +126,7 @@ def compile_command(
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "compile") as show:
         show("checking the model")
-        artifact: Artifact = fc.compile(load_model(model), output=str(output), progress=show, **options)
+        artifact = fc.compile(load_model(model), dry_run=False, output=str(output), progress=show, **options)
     _show_artifact(artifact, as_json)
     return ExitCode.OK
 

@@ -46,6 +46,16 @@ class GateScore:
     heads: tuple[Heads, ...] | None = None
     distance_weight: float = 0.0
 
+    @property
+    def weighted(self) -> bool:
+        """Whether query heads have a weight each: some layer chooses heads."""
+        return any(chosen is not None for chosen in self.heads or ())
+
+    @property
+    def input_words(self) -> int:
+        """128-bit words of one row of the MLP's input."""
+        return -(-self.width // FLOATS_PER_WORD)
+
     def problems(self, shape: AttentionShape, layers: int) -> list[str]:
         """Return what is out of the format's range, as texts."""
         name, wrong = self.kind.name.lower(), list[str]()
@@ -71,7 +81,7 @@ class GateScore:
 
     def head_weights(self, layers: int, shape: AttentionShape) -> tuple[tuple[float, ...], ...] | None:
         """Return float32 per layer and query head; None where every layer takes the mean over all heads."""
-        if self.heads is None or not any(chosen is not None for chosen in self.heads):
+        if not self.weighted:
             return None
         return tuple(self._weights_of(layer, shape.heads) for layer in range(layers))
 
@@ -137,7 +147,7 @@ def build_table(
         instructions=tuple(_program(layer, rows) for layer in range(layers)),
         gate=score.kind,
         units=score.units,
-        input_words=-(-score.width // FLOATS_PER_WORD),
+        input_words=score.input_words,
         distance_weight=float32(score.distance_weight),
         refresh_period=period,
         head_weights=score.head_weights(layers, shape),

@@ -8,12 +8,7 @@ from typing import TypeVar
 
 from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.codegen.hls.control import controller_part
-from fastcar_compile.codegen.hls.plan import (
-    AcceleratorPlan,
-    plan_accelerator,
-    require_memory,
-    require_weight_banks,
-)
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.fallbacks import has_accelerator
 from fastcar_compile.dry_run.memory import memory_of
@@ -52,9 +47,6 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
     if has_accelerator(config, board):
         _attempt(problems, lambda: require_memory(program, config, board))
         plan = _attempt(problems, lambda: plan_accelerator(program, config, board))
-    if plan is not None:
-        made = plan
-        _attempt(problems, lambda: require_weight_banks(made, board))
     decoder, layers = decoder_section(program), layers_section(program)
     return DryRun(
         options=config,

@@ -30,7 +30,7 @@ def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: 
     Raises:
         UserError: the layers differ in size; the model has one size for all.
     """
-    ring = config.ring
+    rows = round(sum(s.attention.cache_rows for s in layers) / len(layers))
     return Workload(
         shape_of_sections(config, layers),
         options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
@@ -38,10 +38,21 @@ def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: 
         batch=options.batch_size,
         offload=options.offload,
         kv=kv_type(options.kv).dtype,
-        sink_window=None if ring is None else (ring.sinks, ring.window),
-        kv_rows=None if ring is None else ring.capacity,
+        sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
+        kv_rows=None if rows == options.max_seq_len else rows,
         gate=GateModel.of_sections(options.replay, layers),
     )
+
+
+def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] | None:
+    """Return sinks and window of the layers; where they differ, one window of their mean. None: no layer has one."""
+    own = [(a.sinks, a.window) for a in (s.attention for s in layers) if a.window is not None]
+    if not own:
+        return None
+    if len(set(own)) == 1 and len(own) == len(layers):
+        return own[0]
+    seen = sum(min(context, sinks + window) for sinks, window in own) + (len(layers) - len(own)) * context
+    return 0, round(seen / len(layers))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

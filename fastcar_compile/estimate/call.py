@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork
 from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 
@@ -17,30 +18,48 @@ class NamedProduct:
     inner: bool = False
 
 
+CONTROL_NAMES = {ControlOp.GATE: "TAS, DRS", ControlOp.TABLE: "load table"}
+"""Names of the controller's span where the call is made for its sake."""
+
+
 @dataclass(frozen=True)
 class EngineCall:
-    """What one start of the engine has to do.
+    """What one start of the engine has to do: the controller first, then the array or the prefetch buffer.
 
     Args:
-        products: one, or the two of an MLP. load: of the array. ports: weight ports, 128 bits each.
-        held: words of every port that the prefetch buffer holds. copied: rows that are copied from the cache.
+        control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
+        load: of the array. ports: weight ports, 128 bits each.
+        held: words of every port that the prefetch buffer holds. filled: that go into it, of the next layer's weights.
+        copied: rows that are copied from the cache.
     """
 
+    control: ControlWork
     products: tuple[NamedProduct, ...]
     load: Load
     ports: int
     held: int = 0
+    filled: int = 0
     copied: int = 0
 
     @property
+    def control_name(self) -> str:
+        """The controller's span on the time line."""
+        return CONTROL_NAMES.get(self.control.op, "control")
+
+    @property
     def words(self) -> int:
-        """128-bit words of weights that pass one port, those of the prefetch buffer included."""
+        """128-bit words of weights that the array takes of one port, those of the prefetch buffer included."""
         return sum(p.product.port_words for p in self.products)
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights and scales that pass all ports."""
-        return self.words * self.ports * WORD_BYTES
+    def streamed(self) -> int:
+        """128-bit words of weights that one port reads from the memory."""
+        return self.words - self.held + self.filled
+
+    def product_bytes(self, number: int) -> int:
+        """Return the bytes of weights and scales that all ports read from the memory for a product."""
+        held = self.held if number == 0 else 0
+        return (self.products[number].product.port_words - held) * self.ports * WORD_BYTES
 
     @property
     def results(self) -> int:
@@ -50,7 +69,10 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class CallPart:
-    """A span of a call on the time line. unit: what it waits for: memory, ports, compute, or edge: rows in and out."""
+    """A span of a call on the time line.
+
+    unit: what it waits for: drs: TAS unit and controller; memory, ports, compute: the array; edge: rows in and out.
+    """
 
     name: str
     unit: str

@@ -1,7 +1,7 @@
 """Time of one start of the emitted engine, in closed form.
 
-Loops come from the loop table (codegen/hls/design/loops.py). The cycle model (fastcar_compile.simulation) runs the same
-loops against each other; a test holds the two within 5 % of each other.
+Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py). The cycle model
+(fastcar_compile.simulation) runs the same loops against each other; a test holds the two within 5 % of each other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.loops import Load, load_loop, quantize_loops, tile_loops
+from fastcar_compile.codegen.hls.design.loops import (
+    STREAM_DEPTH,
+    Load,
+    load_loop,
+    places_loop,
+    quantize_loops,
+    tile_loops,
+)
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
@@ -30,10 +38,10 @@ class RowLoad(NamedTuple):
 
 
 class EngineModel(ABC):
-    """The engine of a design on a board, and how long its calls take."""
+    """The engine of a design on a board, and how long its calls take. control: sizes of its control table."""
 
-    def __init__(self, design: Design, target: Target) -> None:
-        self.design, self.target = design, target
+    def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
+        self.design, self.target, self.control = design, target, control
         self.memory = memory_of(design, target)
         self._known: dict[EngineCall, tuple[CallPart, ...]] = {}
 
@@ -52,13 +60,52 @@ class EngineModel(ABC):
         """Bytes per second of an undisturbed weight stream."""
         return min(float(self.design.ports), self.memory.rate) * WORD_BYTES * self.clock_hz
 
-    def call_of(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
-        """Return one start: of a linear, or of the two of an MLP."""
-        design, last = self.design, len(linears) - 1
-        products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
-        work = Load(load.rows, load.passes, design.mlp.cores, design.scale_rows)
-        copied = design.mlp.batch - load.rows if last else 0
-        return EngineCall(products, work, design.ports, copied=copied)
+    def linear_call(self, linear: LinearShape, load: RowLoad) -> EngineCall:
+        """Return one start for a linear: the host sequences them, so the controller only places the rows."""
+        product = NamedProduct(linear.name, self._product(linear))
+        return EngineCall(self._work(ControlOp.PLACE), (product,), self._load(load), self.design.ports)
+
+    def mlp_call(
+        self,
+        linears: Sequence[LinearShape],
+        load: RowLoad,
+        op: ControlOp = ControlOp.SCHEDULE,
+        *,
+        held: bool = False,
+    ) -> EngineCall:
+        """Return one start for an MLP.
+
+        Args:
+            op: EXECUTE: the controller has decided; SCHEDULE: the host's mask places the rows.
+            held: whether the prefetch buffer holds the beginning of these weights.
+        """
+        first, last = (NamedProduct(x.name, self._product(x), i == 0) for i, x in enumerate(linears))
+        return EngineCall(
+            self._work(op, 2),
+            (first, last),
+            self._load(load),
+            self.design.ports,
+            held=self.design.prefetch_words if held else 0,
+            copied=self.design.mlp.batch - load.rows,
+        )
+
+    def gate_call(self, load: RowLoad, *, fills: bool) -> EngineCall:
+        """Return one start for a decision. fills: whether the buffer is filled with the next layer's weights."""
+        work = self._work(ControlOp.GATE, 2 if load.rows or fills else 1)
+        filled = self.design.prefetch_words if fills else 0
+        return EngineCall(work, (), self._load(RowLoad(0, 0)), self.design.ports, filled=filled)
+
+    def table_call(self) -> EngineCall:
+        """Return the start that loads the control table, once."""
+        return EngineCall(self._work(ControlOp.TABLE), (), self._load(RowLoad(0, 0)), self.design.ports)
+
+    def _work(self, op: ControlOp, of_layer: int = 0) -> ControlWork:
+        """Return the controller's part. of_layer: records besides one per row; 0: there are none."""
+        scheduled = op in (ControlOp.GATE, ControlOp.SCHEDULE)
+        return ControlWork(op, self.control, self.control.rows + of_layer if scheduled else 0)
+
+    def _load(self, load: RowLoad) -> Load:
+        return Load(load.rows, load.passes, self.design.mlp.cores, self.design.scale_rows)
 
     def parts_of(self, call: EngineCall) -> tuple[CallPart, ...]:
         """Return the spans of a call; a call that is known is not timed again."""
@@ -83,27 +130,51 @@ class ClosedForm(EngineModel):
 
     def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
+        decided = control_clocks(call.control, self.memory) / self.clock_hz
+        parts = [CallPart(call.control_name, "drs", decided)]
+        if call.filled:
+            parts.append(self._fill(call))
+        return (*parts, *(self._array(call) if call.products else ()))
+
+    def _fill(self, call: EngineCall) -> CallPart:
+        rate, unit = _stream(call, self.memory)
+        clocks = self.memory.latency + call.filled / rate + STREAM_DEPTH
+        return CallPart("prefetch", unit, clocks / self.clock_hz, call.streamed * call.ports * WORD_BYTES)
+
+    def _array(self, call: EngineCall) -> tuple[CallPart, ...]:
         parts, gap = list[CallPart](), _load_clocks(call, self.memory)
         left = _write_clocks(call, self.memory)
         for number, named in enumerate(call.products):
             gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
             ready = call.held if number == 0 else 0
             clocks, unit = _product_clocks(call, named, self.memory, ready, gap)
-            moved = named.product.port_words * call.ports * WORD_BYTES
             parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
-            parts.append(CallPart(named.name, unit, clocks / self.clock_hz, moved))
+            parts.append(CallPart(named.name, unit, clocks / self.clock_hz, call.product_bytes(number)))
             left, gap = left - gap - clocks, 0.0
         if left > 0:
             parts.append(CallPart("rows out", "edge", left / self.clock_hz))
         return tuple(parts)
 
 
+def control_clocks(work: ControlWork, memory: Memory) -> float:
+    """Return the clocks of the controller's loops, one after the other; one that moves words waits for the first."""
+    free = 1 - memory.refreshing
+    return sum(
+        loop.cycles if not loop.moves else loop.interval * loop.trips / free + loop.depth + memory.latency
+        for loop in control_loops(work)
+    )
+
+
+def _stream(call: EngineCall, memory: Memory) -> tuple[float, str]:
+    """Return the words per clock that every weight port gets, and what bounds them."""
+    free, shared = 1 - memory.refreshing, memory.rate / call.ports
+    return min(free, shared), "memory" if shared < free else "ports"
+
+
 def _load_clocks(call: EngineCall, memory: Memory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
-    inputs, rows = call.products[0].product.inputs, call.load.rows
-    return float(
-        max(memory.latency + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency))
-    )
+    inputs, rows, ready = call.products[0].product.inputs, call.load.rows, max(places_loop().cycles, memory.latency)
+    return float(max(ready + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
 
 
 def _write_clocks(call: EngineCall, memory: Memory) -> float:
@@ -120,7 +191,7 @@ def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held:
         held: words that the prefetch buffer has. gap: clocks before the first tile, in which the FIFOs fill.
     """
     product = named.product
-    rate = min(1 - memory.refreshing, memory.rate / call.ports)
+    rate = _stream(call, memory)[0]
     stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
     ahead = min(gap * rate, FIFO_WORDS + memory.window) + held

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
-from fastcar_compile.codegen.hls.design.footprint import GB, capacity, require_banks, require_fit
+from fastcar_compile.codegen.hls.design.footprint import GB, bank_excess, capacity, require_banks, require_fit
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.controller import controller_clocks
 from fastcar_compile.estimate.engine import EngineModel
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Decisions, draw_decisions
@@ -44,7 +44,19 @@ class Question:
 
     def board(self, model: type[EngineModel]) -> Board:
         """Return the board with a model of its engine."""
-        return _board_of(self.workload, self.target, model(self.design, self.target), self.gated)
+        work = self.workload
+        control = ControlShape.of(work.control_table(self.design.mlp.cores))
+        return Board(
+            model(self.design, self.target, control),
+            host_of(self.target),
+            work.shape,
+            work.quant,
+            work.batch,
+            fabric_linears=work.offload in ("linears", "all"),
+            fabric_attention=work.offload == "all",
+            kv_bytes=work.kv_bytes(1) // work.shape.layers,
+            gate=work.gate if self.gated else None,
+        )
 
 
 def ask(
@@ -74,10 +86,11 @@ def ask(
     reasons = _require_emitted(workload, target, what_if=what_if)
     found = None
     if design is None:
-        found = explore(workload.mlp_spec(), target, workload.attention(), workload.linear_specs())
+        found = explore(workload.kernel_spec(), target, banks=not what_if)
         design = found.design
-    if not what_if:
-        require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
+    elif not what_if:
+        held = bank_excess(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
+        require_banks(target, [held])
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
     attended = np.full(len(trace), workload.attended)
@@ -102,25 +115,6 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
     if footprint.total > (room := capacity(target)):
         return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
     return reasons
-
-
-def _board_of(workload: Workload, target: Target, engine: EngineModel, gated: bool) -> Board:
-    """Return the board. `gated`: whether something decides, the unit or the host; a dense decoder has no gate."""
-    on_host = workload.gate.on_host
-    unit, table = gated and not on_host, workload.control_table(engine.cores)
-    return Board(
-        engine,
-        host_of(target),
-        workload.shape,
-        workload.quant,
-        workload.batch,
-        fabric_linears=workload.offload in ("linears", "all"),
-        fabric_attention=workload.offload == "all",
-        controller_seconds=controller_clocks(table, engine.memory.latency, decides=unit) / engine.clock_hz,
-        unit_decides=unit,
-        gate=workload.gate if gated and (on_host or workload.gate.caches_input) else None,
-        kv_bytes=workload.kv_bytes(1) // workload.shape.layers,
-    )
 
 
 def synthetic_decisions(workload: Workload) -> Decisions:

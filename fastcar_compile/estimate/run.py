@@ -22,6 +22,11 @@ class Run:
     busy: dict[str, float]
     typical: Step
 
+    @property
+    def streaming(self) -> float:
+        """Seconds in which the array or the weight ports work."""
+        return sum(self.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
+
     @classmethod
     def of(
         cls,
@@ -32,10 +37,11 @@ class Run:
     ) -> Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
-        kinds, kind_of, counts = np.unique(loads, axis=0, return_inverse=True, return_counts=True)
+        keys = np.column_stack([_held(trace), loads.reshape(len(trace), -1)])
+        kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
         steps = [
-            simulate_step(board, [RowLoad(*layer) for layer in kind], mean_attended)
+            simulate_step(board, list(map(RowLoad, kind[1::2], kind[2::2])), mean_attended, held=bool(kind[0]))
             for kind, mean_attended in zip(kinds.tolist(), means, strict=True)
         ]
         share = counts / counts.sum()
@@ -52,3 +58,8 @@ class Run:
             {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
             min(steps, key=lambda s: abs(s.seconds - seconds)),
         )
+
+
+def _held(trace: Decisions) -> NDArray[np.bool_]:
+    """Return per forward whether the one before wholly replayed in its last layer, which prefetches for the first."""
+    return np.concatenate([[False], trace[:-1, -1].all(-1)])

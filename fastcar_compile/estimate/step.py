@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.estimate.call import EngineCall
 from fastcar_compile.estimate.engine import EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
@@ -38,9 +39,7 @@ class Board:
 
     Args:
         kv_bytes: of one position of one layer's key and value caches, all rows.
-        controller_seconds: of one call of the TAS unit and DRS controller.
-        unit_decides: whether that unit decides in every layer. Else the launch of the MLP places its rows.
-        gate: where the host decides, and in every layer; None: it does not.
+        gate: of every layer; None: the decoder is compiled without replay.
     """
 
     engine: EngineModel
@@ -51,9 +50,22 @@ class Board:
     fabric_linears: bool
     fabric_attention: bool
     kv_bytes: int
-    controller_seconds: float
-    unit_decides: bool
     gate: GateModel | None = None
+
+    @property
+    def unit_decides(self) -> bool:
+        """Whether the TAS unit decides. Else the launch of an MLP places its rows, by the host's mask."""
+        return self.gate is not None and not self.gate.on_host
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a decision after which nothing computes fills the prefetch buffer."""
+        return self.unit_decides and self.engine.design.prefetch_words > 0
+
+    @property
+    def dense(self) -> Board:
+        """The same board and array, and the same decoder compiled without replay: no gate, no cache, no prefetch."""
+        return replace(self, gate=None)
 
 
 @dataclass
@@ -76,18 +88,27 @@ class Step:
         self.bytes += moved
         self.busy[unit] += seconds
 
+    def call(self, name: str, layer: int, board: Board, call: EngineCall) -> None:
+        """Append one start of the engine: its launch, the controller, its rows, its weights."""
+        self.add(f"start {name}", layer, "launch", board.host.call_seconds)
+        self.calls.append((self.seconds, call))
+        for part in board.engine.parts_of(call):
+            self.weight_bytes += part.bytes
+            self.add(part.name, layer, part.unit, part.seconds, part.bytes)
 
-def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:
+
+def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float, *, held: bool = False) -> Step:
     """Return the time line of one forward.
 
-    The host waits for every call of a kernel. Filling the prefetch buffer is one of those: it takes the memory as long
-    as it spares the next layer, so it is left out.
+    The host waits for every call of a kernel. A decision that fills the prefetch buffer ends when the buffer is full,
+    so nothing overlaps with it.
 
     Args:
         loads: per layer the rows that compute in the MLP; none: every row replays.
         attended: positions that attention reads.
+        held: whether the prefetch buffer holds the weights of the first layer: the forward before ended with a replay.
     """
-    run = _Simulation(board)
+    run = _Simulation(board, 0 if held and board.prefetches else None)
     for layer, load in enumerate(loads):
         run.layer(layer, load, attended)
     run.head()
@@ -95,8 +116,8 @@ def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> St
 
 
 class _Simulation:
-    def __init__(self, board: Board) -> None:
-        self.board, self.step = board, Step()
+    def __init__(self, board: Board, held: int | None) -> None:
+        self.board, self.step, self._held = board, Step(), held
 
     def layer(self, layer: int, load: RowLoad, attended: float) -> None:
         board, shape = self.board, self.board.shape
@@ -105,17 +126,19 @@ class _Simulation:
         self._linear(qkv, layer)
         width = (shape.heads + shape.kv_heads) * shape.head_dim
         self._rows("rope", layer, ROPE_BYTES * width)
-        if board.unit_decides:
-            self._control(layer)
+        if board.gate is not None and board.unit_decides and not board.gate.caches_input:
+            self._decide(layer, load)
         self._attention(layer, attended)
         self._linear(o, layer)
-        norm_done = self._gate(layer)
+        norm_done = self._gate(layer, load)
         if load.rows == 0:
-            self._copy(layer)
-            return
-        if not norm_done:
-            self._norm(layer)
-        self._call("mlp", layer, self.board.shape.mlp_linears, load)
+            self._rows_of_cache("replay", layer, 1)
+        else:
+            if not norm_done:
+                self._norm(layer)
+            self._mlp(layer, load)
+        if board.gate is not None:
+            self._rows_of_cache("cache", layer, 2 if self.board.unit_decides and board.gate.caches_input else 1)
 
     def head(self) -> None:
         shape = self.board.shape
@@ -123,8 +146,8 @@ class _Simulation:
         if shape.head is not None:
             self._linear(shape.head, shape.layers)
 
-    def _gate(self, layer: int) -> bool:
-        """Add what the host does for a decision; return whether the MLP's norm was computed for it."""
+    def _gate(self, layer: int, load: RowLoad) -> bool:
+        """Add a decision that follows attention; return whether the MLP's norm was computed for it."""
         board, shape = self.board, self.board.shape
         if board.gate is None:
             return False
@@ -134,6 +157,8 @@ class _Simulation:
             moved = board.gate.moved_bytes(shape, board.batch)
             seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
             self.step.add("gate", layer, "host", seconds, moved)
+        elif board.gate.caches_input:
+            self._decide(layer, load)
         return board.gate.caches_input
 
     def _norm(self, layer: int) -> None:
@@ -146,31 +171,33 @@ class _Simulation:
     def _linear(self, linear: LinearShape, layer: int) -> None:
         board = self.board
         if board.fabric_linears:
-            self._call(linear.name, layer, [linear], RowLoad(board.batch, -(-board.batch // board.engine.cores)))
+            load = RowLoad(board.batch, -(-board.batch // board.engine.cores))
+            self._call(linear.name, layer, board.engine.linear_call(linear, load))
             return
         size = linear.weight_bytes(board.quant)
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
 
-    def _control(self, layer: int) -> None:
-        """Add a call of the TAS unit and DRS controller."""
-        self.step.add("start DRS", layer, "launch", self.board.host.call_seconds)
-        self.step.add("TAS, DRS", layer, "drs", self.board.controller_seconds)
+    def _decide(self, layer: int, load: RowLoad) -> None:
+        """Add a call of the TAS unit and DRS controller; when nothing computes, it prefetches for the next layer."""
+        board, following = self.board, (layer + 1) % self.board.shape.layers
+        fills = board.prefetches and load.rows == 0 and self._held != following
+        self._call("DRS", layer, board.engine.gate_call(load, fills=fills))
+        self._held = following if fills else self._held
 
-    def _copy(self, layer: int) -> None:
-        """Add a replay: the rows are copied where they are."""
-        moved = 2 * 4 * self.board.shape.hidden * self.board.batch
-        self.step.add("replay", layer, "host", self.board.host.seconds(bytes_read=moved), moved)
+    def _mlp(self, layer: int, load: RowLoad) -> None:
+        board, held = self.board, self._held == layer
+        op = ControlOp.EXECUTE if board.unit_decides else ControlOp.SCHEDULE
+        self._call("mlp", layer, board.engine.mlp_call(board.shape.mlp_linears, load, op, held=held))
+        self._held = None if held else self._held
 
-    def _call(self, name: str, layer: int, linears: Sequence[LinearShape], load: RowLoad) -> None:
-        """Add one start of the engine: its registers, its rows, its weights."""
-        board = self.board
-        self.step.add(f"start {name}", layer, "launch", board.host.call_seconds)
-        call = board.engine.call_of(linears, load)
-        self.step.calls.append((self.step.seconds, call))
-        for part in board.engine.parts_of(call):
-            self.step.weight_bytes += part.bytes
-            self.step.add(part.name, layer, part.unit, part.seconds, part.bytes)
+    def _rows_of_cache(self, name: str, layer: int, times: int) -> None:
+        """Add a copy of all rows on the host: out of the MLP cache, or into the slots of this forward."""
+        moved = times * 2 * 4 * self.board.shape.hidden * self.board.batch
+        self.step.add(name, layer, "host", self.board.host.seconds(bytes_read=moved), moved)
+
+    def _call(self, name: str, layer: int, call: EngineCall) -> None:
+        self.step.call(name, layer, self.board, call)
 
     def _attention(self, layer: int, attended: float) -> None:
         board, shape = self.board, self.board.shape

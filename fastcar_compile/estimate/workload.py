@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec
+from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.drs.builder import GateScore, build_table
@@ -71,28 +73,35 @@ class Workload:
         """Positions that attention reads."""
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
-    def attention(self) -> AttentionShape:
-        """Return the widest row that the controller keeps: the key's, or the MLP's input as one head."""
-        return self._heads() if self.gate.kind.reads_query else AttentionShape(1, 1, self.shape.hidden)
-
-    def _heads(self) -> AttentionShape:
+    def heads(self) -> AttentionShape:
+        """Return the heads of q and k that the controller reads; one head of one element where it reads neither."""
+        if not self.gate.kind.reads_query:
+            return AttentionShape(1, 1, 1)
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
-    def control_table(self, cores: int) -> DrsTable:
-        """Return a control table of these sizes, every layer with a gate."""
-        layers, kind = self.shape.layers, self.gate.kind
-        score = GateScore(
+    def score(self) -> GateScore:
+        """Return the score that the controller computes."""
+        kind = self.gate.kind
+        return GateScore(
             kind,
             width=self.shape.hidden if kind.reads_input else 0,
             units=self.gate.units if kind is GateKind.LEARNED else 0,
             distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
         )
+
+    def kernel_spec(self) -> KernelSpec:
+        """Return what the kernel has to do."""
+        return KernelSpec(self.mlp_spec(), ControllerSpec(self.heads(), self.score()), self.linear_specs())
+
+    def control_table(self, cores: int) -> DrsTable:
+        """Return a control table of these sizes, every layer with a gate."""
+        layers = self.shape.layers
         return build_table(
             *(layers, self.batch, cores, self.shape.tokens_per_frame),
             [0.0] * layers,
-            attention=self._heads() if kind.reads_query else None,
+            attention=self.heads(),
             scales=[1.0] * layers,
-            gate=score,
+            gate=self.score(),
         )
 
     def mlp_spec(self) -> MlpSpec:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
+from fastcar_compile.frontend.stored_names import StoredNames
 
 T = TypeVar("T")
 
@@ -63,7 +64,9 @@ class Checkpoint:
         if skeleton is not None:
             self.skeleton = skeleton
             unreadable = {PurePosixPath(p.where).name for p in problems}
-            lost = {tensor for tensor, file in (listed or {}).items() if file in unreadable}
+            gone = [tensor for tensor, file in (listed or {}).items() if file in unreadable]
+            names = skeleton.stored_names(gone)
+            lost = {*names.stored, *names.converted}
             if listed or not problems:
                 problems += self._tensor_problems(lost)
         if problems:
@@ -115,11 +118,13 @@ class Checkpoint:
                 buffer.copy_(self.read(name))
         return model
 
+    @cached_property
+    def _names(self) -> StoredNames:
+        return self.skeleton.stored_names(self.tensors)
+
     def _stored(self, group: Iterable[str]) -> str | None:
-        """The first name of a group of tied parameters that is in the files, with or without the model's own prefix."""
-        prefix = f"{self.skeleton.prefix}."
-        names = [n for name in group for n in (name, prefix + name, name.removeprefix(prefix))]
-        return next((n for n in names if n in self.tensors), None)
+        """The name in the files of the first of a group of tied parameters that is there."""
+        return next((self._names.stored[name] for name in group if name in self._names.stored), None)
 
     def _tensor_problems(self, skip: Iterable[str]) -> list[CompileError]:
         problems: list[CompileError] = []
@@ -127,7 +132,7 @@ class Checkpoint:
         for group in self.skeleton.parameter_groups:
             stored, shape = self._stored(group), self.skeleton.shapes[group[0]]
             if stored is None:
-                missing += [] if set(group) & set(skip) else [group[0]]
+                missing += [] if self._excused(group, skip, problems) else [group[0]]
                 continue
             found = self.tensors[stored]
             place = str(self.folder / found.file)
@@ -142,6 +147,15 @@ class Checkpoint:
             what = f"tensor {name} is missing"
             problems.append(CompileError(what, where=str(self.folder), hint=_MEND_COPY))
         return problems
+
+    def _excused(self, group: Iterable[str], skip: Iterable[str], problems: list[CompileError]) -> bool:
+        """Whether something else is wrong than that the tensor is missing: its shard is lost, or it is converted."""
+        converted = [self._names.converted[name] for name in group if name in self._names.converted]
+        if converted:
+            what = f"transformers computes {next(iter(group))} out of {converted[0]} when it loads this checkpoint"
+            hint = "load it with from_pretrained, and compile the module, or save it again in today's form"
+            problems.append(CompileError(what, where=str(self.folder), hint=hint))
+        return bool(converted) or not set(skip).isdisjoint(group)
 
 
 def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
@@ -173,7 +187,10 @@ def _architecture(folder: Path) -> str:
     if not file.is_file():
         raise CompileError("the model folder has no config.json", where=str(folder), hint=_MEND_CONFIG)
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["architectures"][0])
+        name = json.loads(file.read_text(encoding="utf-8"))["architectures"][0]
+        if not isinstance(name, str) or len(name) < 2:
+            raise TypeError("architectures is no list of names")
+        return name
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"config.json names no architecture ({error})"
         raise CompileError(what, where=str(file), hint=_MEND_CONFIG) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,22 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, PreTrainedModel
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.stored_names import StoredNames
 
+MOST_LAYERS = 1000
+"""Several times the layers of any published decoder: a folder with more is broken."""
+
+MOST = 1 << 30
+"""Of every other size: no tensor of a decoder is larger."""
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -26,17 +41,41 @@ def load_config(folder: Path) -> Any:
     """The transformers config of a folder.
 
     Raises:
-        CompileError: transformers does not know the model type, or the config describes quantised weights.
+        CompileError: transformers does not know the model type, a field does not fit it, or the config describes
+            quantised weights.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         hint = "use a model type that this version of transformers knows, or give the module itself"
         raise CompileError(f"transformers cannot read config.json: {error}", where=str(folder), hint=hint) from error
+    except Exception as error:  # a config that does not fit its type: each model checks its own fields in its own way
+        what = f"config.json does not fit its model type: {error.__cause__ or error}"
+        raise CompileError(what, where=str(folder), hint="correct the field named") from error
     if getattr(config, "quantization_config", None):
         hint = "give the unquantised checkpoint and choose quant= here"
         raise CompileError("config.json describes quantised weights", where=str(folder), hint=hint)
+    _check_sizes(config, str(folder))
     return config
+
+
+def _check_sizes(config: Any, where: str) -> None:
+    """Raise CompileError for sizes that no decoder has; transformers would build it all the same, or fail anywhere."""
+    decoder = _decoder_config(config)
+    most = dict.fromkeys(_SIZES, MOST) | {"num_hidden_layers": MOST_LAYERS}
+    given = {name: getattr(decoder, name, None) for name in _SIZES}
+    given["tokens_per_frame"] = getattr(config, "tokens_per_frame", None)
+    problems = [
+        CompileError(
+            f"config.json says {name} = {value!r}",
+            where=where,
+            hint=f"give a whole number from 1 to {most.get(name, MOST)}",
+        )
+        for name, value in given.items()
+        if value is not None and not (type(value) is int and 1 <= value <= most.get(name, MOST))
+    ]
+    if problems:
+        raise CompileError.collect(problems)
 
 
 class Skeleton:
@@ -58,10 +97,9 @@ class Skeleton:
         self._class: type[PreTrainedModel] = kind
         self._full = self._build(config)
 
-    @property
-    def prefix(self) -> str:
-        """What a checkpoint may or may not put before the names of the backbone."""
-        return self._full.base_model_prefix
+    def stored_names(self, names: Iterable[str]) -> StoredNames:
+        """What tensors of these names in a checkpoint are called in the model."""
+        return StoredNames.of(self._full, names)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -90,14 +128,16 @@ class Skeleton:
     @cached_property
     def layers_path(self) -> str | None:
         """Path of the list of decoder layers; None if it cannot be told."""
-        count = getattr(self.config, "num_hidden_layers", None)
-        lists = [n for n, m in self._full.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        return lists[0] if len(lists) == 1 else None
+        decoder = self._full.get_decoder()
+        lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
+        if len(lists) != 1:
+            return None
+        return next(name for name, module in self._full.named_modules() if module is lists[0])
 
     @property
     def layers(self) -> int:
         """Decoder layers."""
-        return int(getattr(self.config, "num_hidden_layers", 0) or 0)
+        return int(getattr(_decoder_config(self.config), "num_hidden_layers", 0) or 0)
 
     @cached_property
     def captured_layers(self) -> int:
@@ -119,20 +159,17 @@ class Skeleton:
             plain = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"}
             tensors = {k: tuple(t.shape) for k, t in module.named_parameters(recurse=False)}
             described.append((path, type(module), plain, tensors))
-        options = {k: v[index] for k, v in self._per_layer().items()}
+        options = {k: v[index] for k, v in _per_layer(_decoder_config(self.config)).items()}
         return described, options
-
-    def _per_layer(self) -> dict[str, list[Any]]:
-        count = self.config.num_hidden_layers
-        return {k: v for k, v in vars(self.config).items() if isinstance(v, list) and len(v) == count}
 
     def model(self, layers: int | None = None) -> PreTrainedModel:
         """The float32 model with its first layers only (None: all); parameters are fake tensors, buffers are real."""
         config = copy.deepcopy(self.config)
         if layers is not None:
-            for name, values in self._per_layer().items():
-                setattr(config, name, values[:layers])
-            config.num_hidden_layers = layers
+            decoder = _decoder_config(config)
+            for name, values in _per_layer(decoder).items():
+                setattr(decoder, name, values[:layers])
+            decoder.num_hidden_layers = layers
         model = self._build(config)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         made: dict[int, nn.Parameter] = {}
@@ -152,6 +189,17 @@ class Skeleton:
         except Exception as error:  # model code raises what it likes on a config that does not fit it
             what = f"transformers cannot build {self.architecture}: {type(error).__name__}: {error}"
             raise CompileError(what, where=self.where, hint="correct config.json") from error
+
+
+def _decoder_config(config: Any) -> Any:
+    """The part of a config that describes the decoder: of a model that sees pictures too, its language model."""
+    return config.get_text_config(decoder=True)
+
+
+def _per_layer(config: Any) -> dict[str, list[Any]]:
+    """The options that have one value per layer."""
+    count = getattr(config, "num_hidden_layers", None)
+    return {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == count}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of,
 from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import activation_of, ancestors_until, between, is_op, node_arg, optional_arg, shape_of
+from fastcar_compile.ir.rings import window_of
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
@@ -21,7 +22,10 @@ QUANTISED_LINEARS = (fastcar.linear_w8a8, fastcar.linear_w4a8)
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """The attention of a layer: its node, what it reads (node names) and its dimensions."""
+    """The attention of a layer: its node, what it reads (node names) and its dimensions.
+
+    A query sees the first `sinks` positions and the last `window` ones, itself included; `window` None: all of them.
+    """
 
     node: str
     query: str
@@ -31,6 +35,9 @@ class AttentionSite:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    cache_rows: int
+    window: int | None = None
+    sinks: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,12 @@ def attention_site(node: fx.Node) -> AttentionSite:
     if not isinstance(scale, float):
         raise InternalError(f"the scale of {node.name} is {scale!r}, not a number")
     _, heads, _, dim = shape_of(query)
-    return AttentionSite(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim)
+    window = window_of(node)
+    return AttentionSite(
+        *(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim, shape_of(keys)[2]),
+        window=None if window is None else window.window,
+        sinks=0 if window is None else window.sinks,
+    )
 
 
 def entry_of(residual: fx.Node, attention: fx.Node) -> fx.Node:

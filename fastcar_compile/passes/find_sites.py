@@ -20,7 +20,7 @@ class FindSites(Pass):
     """Write layer and role of every node (`ir/layers.py`), in both graphs.
 
     A layer matches where
-    1. `fastcar.attention` reads a cache that is written in the same step;
+    1. `fastcar.attention` or `fastcar.window_attention` reads a cache that is written in the same step;
     2. an add joins its result to the residual stream: role `residual`;
     3. a later add closes the MLP: one operand is that sum, the other follows from it: role `exit`;
     4. what is between is one region with a single entry and a single exit;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +32,8 @@ class NormalizeState(Pass):
     """Lift hidden KV caches to named inputs and outputs, in both graphs.
 
     1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`.
-    2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds.
+    2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds; with a
+       sliding window in the mask, `fastcar.window_attention`.
     3. Each cache becomes the state `key_cache_<l>` or `value_cache_<l>`, in the order of the attentions.
     4. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
     Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
@@ -62,6 +63,7 @@ class _Normalizer:
         self.position = placeholder(module.graph, "position")
         self.functional = Functionalizer(module.graph, self.position)
         self.problems = self.functional.problems
+        self._windows: dict[tuple[fx.Node, int, int], int | str] = {}
 
     def run(self) -> list[StateSpec]:
         self.functional.run()
@@ -118,16 +120,19 @@ class _Normalizer:
             self._problem(node, f"layer {layer}: {what}", "attend over the whole written static cache")
             return []
         options = _sdpa_options(node)
-        if problem := self._mask_problem(options, keys.node, query):
-            self._problem(node, f"layer {layer}: {problem}", "use a causal mask over cache positions and no dropout")
+        window = self._window(options, keys.node, query)
+        if isinstance(window, str):
+            hint = "use a causal mask over cache positions, with or without a sliding window, and no dropout"
+            self._problem(node, f"layer {layer}: {window}", hint)
             return []
         given = options["scale"]
         scale = float(given) if isinstance(given, int | float) and given else shape_of(query)[-1] ** -0.5
-        arguments = (query, keys.node, values.node, self.position, scale)
+        arguments: tuple[Any, ...] = (query, keys.node, values.node, self.position, scale)
+        target = torch.ops.fastcar.attention.default
+        if window < shape_of(keys.node)[2]:
+            target, arguments = torch.ops.fastcar.window_attention.default, (*arguments, 0, window)
         with self.graph.inserting_before(node):
-            new = call(
-                self.graph, torch.ops.fastcar.attention.default, arguments, origin=node, made_by=NormalizeState.name
-            )
+            new = call(self.graph, target, arguments, origin=node, made_by=NormalizeState.name)
         if value_of(new).stride() != value_of(node).stride():
             free_views(node)
         node.replace_all_uses_with(new)
@@ -152,24 +157,33 @@ class _Normalizer:
                 return None
         return writes[current]
 
-    def _mask_problem(self, options: dict[str, object], cache: fx.Node, query: fx.Node) -> str:
+    def _window(self, options: dict[str, object], cache: fx.Node, query: fx.Node) -> int | str:
+        """Return how many positions a query sees, itself included: at most the cache's. A text: what is wrong."""
         if options["dropout_p"] != 0.0:
             return f"attention dropout {options['dropout_p']} in a decode step"
         mask = options["attn_mask"]
         if not isinstance(mask, fx.Node):
             return "attention has no mask, so it sees cache rows that were not written yet"
-        capacity, steps = cache.meta["val"].shape[2], query.meta["val"].shape[2]
-        for start in self._probe_positions(capacity, steps):
-            value = self._at(mask, start)
-            if value is None:
+        key = (mask, shape_of(cache)[2], shape_of(query)[2])
+        if key not in self._windows:
+            self._windows[key] = self._window_of_mask(*key)
+        return self._windows[key]
+
+    def _window_of_mask(self, mask: fx.Node, capacity: int, steps: int) -> int | str:
+        window = self._seen_at_the_end(mask, capacity, steps)
+        edges = [window - 1, window, window + 1] if isinstance(window, int) else []
+        for start in [*self._probe_positions(capacity, steps), *edges]:
+            value = self._at(mask, min(start, capacity - steps))
+            if value is None or not isinstance(window, int):
                 return "the attention mask depends on more than the position"
-            seen = value if value.dtype == torch.bool else value > _MASKED
-            causal = torch.arange(capacity)[None, :] <= torch.arange(start, start + steps)[:, None]
-            if not torch.equal(seen.expand(*seen.shape[:-2], steps, capacity), causal.expand(*seen.shape[:-2], -1, -1)):
-                return f"the attention mask at position {start} is not causal over the cache"
-            if value.dtype != torch.bool and bool((value[seen] != 0).any()):
-                return "the attention mask adds a bias, which is not supported"
-        return ""
+            if problem := _mask_problem(value, min(start, capacity - steps), steps, window):
+                return problem
+        return window
+
+    def _seen_at_the_end(self, mask: fx.Node, capacity: int, steps: int) -> int | None:
+        """Return how many positions the last one sees; None: that depends on more than the position."""
+        value = self._at(mask, capacity - steps)
+        return None if value is None else max(1, int(_seen(value)[..., -1, :].reshape(-1, capacity)[0].sum()))
 
     def _lift(self, write: CacheWrite, role: StateRole, layer: int) -> StateSpec:
         name = f"{role}_{layer}"
@@ -182,6 +196,22 @@ class _Normalizer:
 
     def _problem(self, node: fx.Node, what: str, hint: str) -> None:
         self.problems.append(CompileError(what, where=where(node), hint=hint))
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > _MASKED
+
+
+def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:
+    """Return what is wrong with a mask at a position, if a query sees the last `window` positions; else nothing."""
+    seen, capacity = _seen(mask), mask.shape[-1]
+    columns, rows = torch.arange(capacity)[None, :], torch.arange(start, start + steps)[:, None]
+    expected = (columns <= rows) & (columns > rows - window)
+    if not torch.equal(seen.expand(*seen.shape[:-2], steps, capacity), expected.expand(*seen.shape[:-2], -1, -1)):
+        return f"the attention mask at position {start} is not causal over the cache, with or without a sliding window"
+    if mask.dtype != torch.bool and bool((mask[seen] != 0).any()):
+        return "the attention mask adds a bias, which is not supported"
+    return ""
 
 
 def _sdpa_options(node: fx.Node) -> dict[str, object]:

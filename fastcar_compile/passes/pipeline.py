@@ -22,6 +22,7 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.window_caches import WindowCaches
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
@@ -41,6 +42,7 @@ PASSES: dict[str, type[Pass]] = {
         InsertReplay,
         SkipRows,
         SparsifyAttention,
+        WindowCaches,
         QuantizeKvCache,
         OffloadGate,
         OffloadMlp,
@@ -73,6 +75,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
+    passes.append(WindowCaches())
     if config.kv != "float32":
         passes.append(QuantizeKvCache(config.kv))
     return passes

@@ -1,13 +1,24 @@
-"""One start of the engine as a network: the processes of fastcar_engine_processes.hpp and what lies between them.
+"""One start of the engine as a network: controller, then the processes of fastcar_engine_processes.hpp with what lies
+between them.
 
-Trips and depths come from the loop table (codegen/hls/design/loops.py), which the closed form of `estimate` uses too.
+Trips and depths come from the loop tables (codegen/hls/design/loops.py, control_loops.py), which the closed form of
+`estimate` uses too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
-from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_loops, tile_loops
+from fastcar_compile.codegen.hls.design.control_loops import control_loops
+from fastcar_compile.codegen.hls.design.loops import (
+    STREAM_DEPTH,
+    Loop,
+    load_loop,
+    places_loop,
+    quantize_loops,
+    tile_loops,
+)
 from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.estimate.call import EngineCall
@@ -27,6 +38,9 @@ from fastcar_compile.simulation.network import (
 ARRAY = "mac_tile"
 """The process whose waiting is followed to its root: the multipliers."""
 
+CONTROL = "control"
+"""The TAS unit and controller, and the decoding of the call: its loops run before the array starts."""
+
 MEMORY = "memory"
 SMALL_FIFO = 16
 """Words of the FIFOs besides those of the weight ports (FASTCAR_FIFO in fastcar_engine.cpp.j2)."""
@@ -34,8 +48,8 @@ SMALL_FIFO = 16
 HEAD_COPIES, COPIES = 3, 2
 """Copies of the blocks between the processes of a tile: heads skip the multiplication (FASTCAR_BLOCKS)."""
 
-STREAM_DEPTH = 2
-"""Clocks in which a word passes through a loop that only moves it. Estimate."""
+STARTED = ("read_rows", "read_weights", "share_weights", "compute", "write_rows")
+"""Processes that wait for nothing else in the region."""
 
 TILE_BLOCKS = (
     ("head", HEAD_COPIES, "fetch_tile", "scale_tile"),
@@ -47,7 +61,36 @@ TILE_BLOCKS = (
 
 
 def engine_network(call: EngineCall, memory: Memory) -> Network:
-    """Return the network of a call."""
+    """Return the network of a call: the controller alone, with the prefetch buffer, or with the array."""
+    if call.products:
+        return _array_network(call, memory)
+    if call.filled:
+        ports = {"ports": Fifo(FIFO_WORDS, "read_weights", "share_weights")}
+        filling = {"read_weights": _read_weights(call, memory), "share_weights": _share_weights(call)}
+        return _behind_control(call, memory, Network(filling, ports))
+    return _behind_control(call, memory, Network({}))
+
+
+def _behind_control(call: EngineCall, memory: Memory, region: Network) -> Network:
+    """Return a DATAFLOW region that starts when the controller is done. Its processes start together."""
+    starts = {name: f"start of {name}" for name in region.processes if name in STARTED}
+    processes = {CONTROL: _control(call, memory, tuple(starts.values()))} | {
+        name: chain([Take(starts[name]), Free(starts[name])], actions) if name in starts else actions
+        for name, actions in region.processes.items()
+    }
+    started = {text: Blocks(1, CONTROL, name) for name, text in starts.items()}
+    return Network(processes, region.fifos, {**started, **region.blocks}, {MEMORY: memory})
+
+
+def _control(call: EngineCall, memory: Memory, starts: tuple[str, ...]) -> Iterator[Action]:
+    for loop in control_loops(call.control):
+        latency = loop.depth + 1 + (memory.latency if loop.moves else 0)
+        yield Run(loop.label, loop.trips, loop.interval, latency, memory=MEMORY if loop.moves else None)
+    for start in starts:
+        yield from (Claim(start), Post(start))
+
+
+def _array_network(call: EngineCall, memory: Memory) -> Network:
     processes = {
         "read_rows": _read_rows(call, memory),
         "read_weights": _read_weights(call, memory),
@@ -69,7 +112,7 @@ def engine_network(call: EngineCall, memory: Memory) -> Network:
     blocks = {name: Blocks(copies, writer, reader) for name, copies, writer, reader in TILE_BLOCKS}
     blocks["start of a product"] = Blocks(1, "compute", "fetch_tile")
     blocks["end of a product"] = Blocks(1, "send_tile", "compute")
-    return Network(processes, fifos, blocks, {MEMORY: memory})
+    return _behind_control(call, memory, Network(processes, fifos, blocks))
 
 
 def _run(loop: Loop, name: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> list[Run]:
@@ -83,17 +126,21 @@ def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
 
 
 def _read_weights(call: EngineCall, memory: Memory) -> list[Action]:
-    left = call.words - call.held
-    return [Run("weights", left, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)] if left else []
+    if not call.streamed:
+        return []
+    return [Run("weights", call.streamed, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
 
 
 def _share_weights(call: EngineCall) -> list[Action]:
+    if call.filled:
+        return [Run("fill", call.filled, 1, STREAM_DEPTH, reads=("ports",))]
     left = call.words - call.held
     held = [Run("held words", call.held, 1, STREAM_DEPTH, writes=("weights",))] if call.held else []
     return [*held, *([Run("words", left, 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))] if left else [])]
 
 
 def _compute(call: EngineCall) -> Iterator[Action]:
+    yield from _run(places_loop(), "places")
     yield from _run(load_loop(call.products[0].product.inputs, call.load), "load rows", reads=("rows_in",))
     for named in call.products:
         for loop in quantize_loops(named.product, call.load):

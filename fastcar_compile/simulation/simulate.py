@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,15 +18,12 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate.artifact import design_of, workload_of
 from fastcar_compile.estimate.call import EngineCall
 from fastcar_compile.estimate.engine import RowLoad
+from fastcar_compile.estimate.prediction import Prediction, Runs
 from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, Question, ask
 from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, draw_decisions, passes_of
-from fastcar_compile.estimate.run import Run
 from fastcar_compile.estimate.step import Step
 from fastcar_compile.simulation.engine import CycleModel
-from fastcar_compile.simulation.network import Result
-
-LEFT_OUT = ("typical", "calls", "decisions")
-"""Fields of a Simulation that are no plain values."""
+from fastcar_compile.simulation.network import ProcessResult, Result
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class ProcessTime:
     stalls: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """A prediction for one step.
+@dataclass(frozen=True, kw_only=True)
+class Simulation(Prediction):
+    """A prediction by the cycle model.
 
     Attributes:
-        what_if: what of it the compiler does not emit. mapping: of rows to cores.
-        seconds_per_step: mean of the forwards. clocks_per_step: the same in clocks of the fabric.
-        seconds: unit -> mean seconds: memory, ports, compute and edge of engine calls, drs, launch, host, attention.
+        mapping: of rows to cores. forwards: simulated. cores: of the array. clock_hz: of the fabric.
+        clocks_per_step: the step in clocks of the fabric.
+        seconds: unit -> mean seconds: drs, memory, ports, compute and edge of engine calls, launch, host, attention.
         stream_of_memory: bytes of weights in the time of the engine's calls, of those that the memory could deliver to
             its ports in that time.
         passes: mean over forwards and layers that compute, of the core that has most.
@@ -53,18 +50,10 @@ class Simulation:
         deadlock: the calls whose networks came to their end; one that does not is an error that names the circle.
     """
 
-    target: str
-    shape: str
-    quant: str
-    offload: str
-    batch: int
-    context: int
-    what_if: tuple[str, ...]
     mapping: str
-    replay_ratio: float
     forwards: int
-    tokens_per_second: float
-    seconds_per_step: float
+    cores: int
+    clock_hz: float
     clocks_per_step: float
     seconds: dict[str, float]
     stream_of_memory: float
@@ -74,15 +63,9 @@ class Simulation:
     deadlock: str
     typical: Step
     calls: dict[EngineCall, Result]
-    clock_hz: float
     decisions: Decisions
-    cores: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; the time line of the processes is that of `chrome_trace`."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in LEFT_OUT}
-        plain["processes"] = {name: asdict(process) for name, process in self.processes.items()}
-        return plain | {"time_line": [asdict(segment) for segment in self.typical.segments]}
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"typical", "calls", "decisions"})
 
 
 def simulate(
@@ -124,13 +107,13 @@ def simulate(
 def simulate_question(question: Question, table: DrsTable | None = None, mapping: Mapping = Mapping.DRS) -> Simulation:
     """Simulate a decode step of a question; `table`: the one that was emitted, else the compiler's for these sizes."""
     board = question.board(CycleModel)
-    run = Run.of(board, question.decisions, question.attended, mapping)
     engine = board.engine
     if not isinstance(engine, CycleModel):
         raise InternalError("the board's engine is not the cycle model")
+    runs = Runs.of(question, board, mapping)
     if mapping is Mapping.DRS:
         check_dispatch(table or question.workload.control_table(engine.cores), question.decisions, engine.cores)
-    return _simulation(question, run, engine, mapping)
+    return _simulation(question, runs, engine, mapping)
 
 
 def check_dispatch(table: DrsTable, decisions: Decisions, cores: int) -> None:
@@ -149,45 +132,36 @@ def check_dispatch(table: DrsTable, decisions: Decisions, cores: int) -> None:
             raise InternalError(f"layer {layer}: the control table dispatches {found}, the model counts {wanted}")
 
 
-def _simulation(question: Question, run: Run, engine: CycleModel, mapping: Mapping) -> Simulation:
-    work, decisions, counts = question.workload, question.decisions, Counter(call for _at, call in run.typical.calls)
-    streaming = sum(run.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
+def _simulation(question: Question, runs: Runs, engine: CycleModel, mapping: Mapping) -> Simulation:
+    run, counts = runs.step, Counter(call for _at, call in runs.step.typical.calls)
+    passes = passes_of(question.decisions, engine.cores, mapping)
     delivered = engine.memory.rate * WORD_BYTES * engine.clock_hz
-    passes = passes_of(decisions, engine.cores, mapping)
     return Simulation(
-        target=question.target.name,
-        shape=work.shape.name,
-        quant=work.quant,
-        offload=work.offload,
-        batch=work.batch,
-        context=work.context,
-        what_if=question.what_if,
+        **runs.common(question, engine.cores),
         mapping=mapping.value,
-        replay_ratio=float(decisions.mean()),
-        forwards=len(decisions),
-        tokens_per_second=work.batch / run.seconds,
-        seconds_per_step=run.seconds,
+        forwards=len(question.decisions),
+        cores=engine.cores,
+        clock_hz=engine.clock_hz,
         clocks_per_step=run.seconds * engine.clock_hz,
         seconds=run.busy,
-        stream_of_memory=run.weight_bytes / streaming / delivered if streaming else 0.0,
+        stream_of_memory=run.weight_bytes / run.streaming / delivered if run.streaming else 0.0,
         passes=float(passes[passes > 0].mean()) if passes.any() else 0.0,
         processes=_processes(counts, engine),
         roots=_sum({call: engine.results[call].roots for call in counts}, counts),
         deadlock=f"none: {len(engine.results)} networks of calls came to their end",
         typical=run.typical,
         calls={call: engine.results[call] for call in counts},
-        clock_hz=engine.clock_hz,
-        decisions=decisions,
-        cores=engine.cores,
+        decisions=question.decisions,
     )
 
 
 def _processes(counts: Counter[EngineCall], engine: CycleModel) -> dict[str, ProcessTime]:
-    """Return what every process does over the calls of a step."""
+    """Return what every process does over the calls of a step. In a call without it, a process has nothing to do."""
     names = dict.fromkeys(name for call in counts for name in engine.results[call].processes)
+    absent = ProcessResult(0.0, {}, {}, 0.0, ())
     found = {}
     for name in names:
-        each = {call: engine.results[call].processes[name] for call in counts}
+        each = {call: engine.results[call].processes.get(name, absent) for call in counts}
         stalls = _sum({call: process.stalls for call, process in each.items()}, counts)
         idle = sum(counts[call] * (engine.results[call].clocks - process.end) for call, process in each.items())
         busy = sum(counts[call] * process.busy for call, process in each.items())

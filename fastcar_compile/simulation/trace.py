@@ -48,7 +48,9 @@ def _call_events(
 ) -> list[dict[str, Any]]:
     events = []
     for number, name in enumerate(names):
-        process = result.processes[name]
+        process = result.processes.get(name)
+        if process is None:
+            continue
         if not detail:
             events.append(_event("as before", ENGINE, number, (start, process.end / clock_hz), {"busy": process.busy}))
             continue

@@ -74,6 +74,7 @@ public:
             const int cpu = kDLCPU, device = 0, pooled = 2;
             machine->GetFunction("vm_initialization").value()(cpu, device, pooled);
             run_ = machine->GetFunction("run").value();
+            check_ = machine->GetFunction("check").value();
             machine_ = machine;
         } catch (const std::exception& error) {
             throw Error(std::string("the library cannot be loaded: ") + error.what(), path,
@@ -84,14 +85,18 @@ public:
         }
     }
 
-    // Results by name. Throws Error: a kernel failed.
-    Tensors operator()(const Tensors& feeds) const {
+    // Results by name; the feeds of all calls have the same shapes. Throws std::exception: they do not fit the library.
+    Tensors operator()(const Tensors& feeds) {
         std::vector<tvm::ffi::AnyView> arguments;
         for (const std::string& name : spec_.inputs) {
             arguments.push_back(feeds.at(name));
         }
         arguments.insert(arguments.end(), params_.begin(), params_.end());
         tvm::ffi::Any result;
+        if (!checked_) {  // kernels do not check what they are given
+            check_.CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+            checked_ = true;
+        }
         run_.CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
         const auto values = result.cast<tvm::ffi::Array<tvm::ffi::Tensor>>();
         Tensors named;
@@ -104,7 +109,8 @@ public:
 private:
     ProgramSpec spec_;
     std::optional<tvm::ffi::Module> machine_;  // what run_ runs in
-    tvm::ffi::Function run_;
+    tvm::ffi::Function run_, check_;
+    bool checked_ = false;
     std::vector<tvm::ffi::Tensor> params_;
 };
 

@@ -11,7 +11,7 @@ import pytest
 from hls.library import DESIGNS
 
 from fastcar_compile.codegen.hls.design.banks import bank_map, tag_range
-from fastcar_compile.codegen.hls.design.footprint import require_banks
+from fastcar_compile.codegen.hls.design.footprint import bank_excess, require_banks
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.vitis import Bench, Benches, connections, vitis_files
@@ -178,16 +178,18 @@ LLAMA_7B = 32 * 202_375_168 + 32_000 * 4_096
 def test_every_bank_holds_its_part_of_a_7b_decoder() -> None:
     """One pseudo channel per port, as `HBM[p]` for 8 ports, cannot: 826 MB of 268 MB."""
     for ports in (8, 16, 30):
-        require_banks(U280, ports=ports, stream_bytes=LLAMA_7B)
+        assert bank_excess(U280, ports=ports, stream_bytes=LLAMA_7B) is None
     hbm = U280.memories[0]
     one_each = hbm.model_copy(update={"connections": hbm.connections[:8], "ports": 8, "channels": 8})
     one_each = one_each.model_copy(update={"capacity_bytes": 8 * 256 * 2**20})
-    with pytest.raises(CompileError) as caught:
-        require_banks(U280.model_copy(update={"memories": (one_each,)}), ports=8, stream_bytes=LLAMA_7B)
-    assert "each of 8 weight ports has 0.826 GB, the banks behind it hold 0.268 GB (port 0 in HBM[0], port 1" in str(
-        caught.value
-    )
-    require_banks(load_target("zcu102"), ports=4, stream_bytes=10**12)  # one memory, which require_fit has checked
+    small = U280.model_copy(update={"memories": (one_each,)})
+    text = "each of 8 weight ports has 0.826 GB, the banks behind it hold 0.268 GB (HBM[0] behind the first)"
+    assert bank_excess(small, ports=8, stream_bytes=LLAMA_7B) == text
+    assert bank_excess(small, ports=9, stream_bytes=1) == "9 weight ports, and hbm2 has 8 connections"
+    with pytest.raises(CompileError, match=r"do not fit the banks of u280: first; second"):
+        require_banks(small, ["first", "second", "first"])
+    require_banks(small, ["first", None])  # one of them fits
+    assert bank_excess(load_target("zcu102"), ports=4, stream_bytes=10**12) is None  # one memory: require_fit checks it
 
 
 def test_make_would_run_exactly_these_commands(project: Path) -> None:

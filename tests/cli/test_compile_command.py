@@ -22,7 +22,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     """Replaces `fc.compile`; the keyword arguments of each call are appended, the model under "model"."""
     seen: list[dict[str, Any]] = []
 
-    def fake_compile(model: Any, progress: Callable[[str], None], **options: Any) -> FakeArtifact:
+    def fake_compile(model: Any, progress: Callable[[str], None], dry_run: bool, **options: Any) -> FakeArtifact:
+        assert not dry_run
         progress("capturing")
         seen.append({"model": model, **options})
         return FakeArtifact(tmp_path / "artifact")

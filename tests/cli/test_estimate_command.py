@@ -15,7 +15,8 @@ from manifests import layer_part
 from typer.testing import Result
 
 from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
-from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec
+from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.drs.table import AttentionShape
 from fastcar_compile.gates import GateWeights
@@ -33,7 +34,8 @@ def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     import fastcar_compile
 
     weights = GateWeights("ab" * 32)
-    design = explore(MlpSpec(128, 352, 2, 3, 1), load_target("zcu102"), AttentionShape(4, 4, 32)).design
+    wanted = KernelSpec(MlpSpec(128, 352, 2, 3, 1), ControllerSpec(AttentionShape(4, 4, 32)))
+    design = explore(wanted, load_target("zcu102")).design
     replay = fastcar_compile.ReplayConfig(gate="learned", gate_weights=weights)
     gate = ReplayPart(gate="learned", threshold=0.5, gate_units=4)
     changes = {
@@ -122,7 +124,9 @@ def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path)
     report = json.loads(fastcar("estimate", compiled, "--trace", tmp_path / "trace.npy", "--json").stdout)
     assert report["replay_ratio"] == 0.5
     assert (report["gate"]["name"], report["gate"]["units"]) == ("learned", 4)
-    assert report["speedup_over_dense"] > 1
+    faster = report["tokens_per_second"] / report["comparison"]["dense"]
+    assert report["speedup_over_dense"] == pytest.approx(faster)
+    assert report["tokens_per_second"] > report["comparison"]["nothing_replays"]
 
 
 def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) -> None:

@@ -51,12 +51,14 @@ class Case:
     def at_most(self) -> bool:
         return self.score.kind.at_most
 
-    def table(self, threshold: float, **options: int) -> DrsTable:
+    def table(self, threshold: float, refresh_every: int | None = None) -> DrsTable:
         """A table whose layers replay where the score passes `threshold`."""
         sign = -1 if self.at_most else 1
         sizes = (LAYERS, ROWS, 2, FRAME, [sign * threshold] * LAYERS)
         shape = HEADS if self.score.kind.reads_query else None
-        return build_table(*sizes, attention=shape, scales=[SCALE] * LAYERS, gate=self.score, **options)
+        return build_table(
+            *sizes, attention=shape, scales=[SCALE] * LAYERS, gate=self.score, refresh_every=refresh_every
+        )
 
 
 def network(layer: int) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from drs.conftest import WORDS
 from drs.tables import FRAME, LATER, LIMITS, Controller, call_for, table_for
 from drs.test_document import TEXT
 from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import (
     Traffic,
     controller_cycles,
@@ -23,6 +24,7 @@ from fastcar_compile.codegen.hls.design.controller import (
     controller_usage,
     load_cycles,
 )
+from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
@@ -148,13 +150,27 @@ def test_clocks_and_memories_are_those_of_the_explanation() -> None:
     """docs/explanation/accelerator.md: the example, and LLaMA-2-7B with one row."""
     text = (Path(__file__).parents[2] / "docs" / "explanation" / "accelerator.md").read_text()
     example = build_table(4, 2, 2, 256, [0.0] * 4, attention=AttentionShape(4, 4, 32), scales=[1.0] * 4)
-    assert controller_cycles(example) == 1 + 3 * 32 + 2 * (32 + 32 + 1) + 8 + 19
     assert f"The example (B = 2, four heads of 32) takes {controller_cycles(example)}" in text
     table = llama(1)
     assert f"LLaMA-2-7B with one row takes {controller_cycles(table):,}" in text
     assert f"Loading its table takes {load_cycles(table)} clocks" in text
+    trips = sum(loop.trips for loop in loops_of(example))
+    assert trips == (1 + 2 * (32 + 32) + 19) + 3 * 32 + 8 + 2 + 32 + (3 + 2 * 1 + 2 + 1)
     usage = controller_usage(limits_of(table))
     assert f"{usage.dsp} DSP and {usage.bram36} BRAM36" in text
+
+
+def loops_of(table: DrsTable) -> tuple[Loop, ...]:
+    """The loops of a decision after which every row computes."""
+    return control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table), table.rows + 2))
+
+
+def test_the_loops_move_what_is_counted() -> None:
+    """Beats are those of C simulation (see above); every loop that moves words asks for them in one run."""
+    for table in (llama(1), llama(32, 8)):
+        moving = [loop for loop in loops_of(table) if loop.moves]
+        assert sum(loop.trips for loop in moving) == controller_traffic(table).beats
+        assert len(moving) == 2 * table.rows + 2
 
 
 def test_a_table_of_the_limits_is_loaded(controller: Controller) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.footprint import require_banks
+from fastcar_compile.codegen.hls.design.footprint import bank_excess
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.targets import load_target
 
@@ -75,8 +75,8 @@ def test_a_board_without_a_measurement_has_its_model_alone() -> None:
 def test_a_7b_engine_streams_its_share_of_what_was_measured(board: str, share: float, quant: str) -> None:
     """Ports times clock, and what the memory gives them; and every bank holds its part."""
     target, work = load_target(board), Workload(load_shape("vila-u-7b"), quant, 512)
-    design = explore(work.mlp_spec(), target, work.attention(), work.linear_specs()).design
+    design = explore(work.kernel_spec(), target).design
     ports = design.ports * 16 * design.budget.clock_mhz * 1e6
     rate = min(ports, memory_rate(target, design.ports))
     assert share * measured_cap(target) <= rate <= measured_cap(target)
-    require_banks(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
+    assert bank_excess(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes) is None

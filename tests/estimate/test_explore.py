@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from fastcar_compile.codegen.hls.design import exploration as module
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate
-from fastcar_compile.codegen.hls.design.exploration import Exploration, budget_of, explore, resources_of
+from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.drs.table import AttentionShape
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.estimate import Workload, load_shape
+from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.targets import Fabric, Target, available_targets, load_target
 
 BOARDS = [name for name in available_targets() if name != "cpu"]
@@ -38,7 +40,7 @@ def no_uram(board: str) -> Fabric | None:
 def explored(shape: str, quant: str, batch: int, target: Target, offload: str = "mlp") -> Exploration:
     """The best engine for a shape."""
     work = Workload(load_shape(shape), quant, 1, batch, offload)  # pyright: ignore[reportArgumentType]
-    return explore(work.mlp_spec(), target, work.attention(), work.linear_specs())
+    return explore(work.kernel_spec(), target)
 
 
 @pytest.mark.parametrize("offload", ["mlp", "linears"])
@@ -47,9 +49,24 @@ def explored(shape: str, quant: str, batch: int, target: Target, offload: str = 
 def test_no_design_exceeds_its_target(board: str, shape: str, batch: int, offload: str) -> None:
     target = load_target(board)
     design = explored(shape, "w4a8", batch, target, offload).design
-    heads = Workload(load_shape(shape), "w4a8", 1).attention()
-    for name, row in resources_of(design, heads, target).items():
+    controller = Workload(load_shape(shape), "w4a8", 1).kernel_spec().controller
+    for name, row in resources_of(design, controller, target).items():
         assert row["used"] <= row["limit"], name
+
+
+def test_room_is_left_for_the_unit_of_the_chosen_gate() -> None:
+    """A network keeps its features and units on chip, and multiplies by bfloat16 weights."""
+    tas, learned = (
+        Workload(load_shape("tinyllama-1.1b"), "w4a8", 1, gate=GateModel.named(name)) for name in ("tas", "learned")
+    )
+    target = load_target("zcu102")
+    used = [controller_usage(w.kernel_spec().controller.limits(w.mlp_spec())) for w in (tas, learned)]
+    assert used[0].bram36 < used[1].bram36
+    found = [
+        resources_of(explore(w.kernel_spec(), target).design, w.kernel_spec().controller, target)
+        for w in (tas, learned)
+    ]
+    assert found[1]["dsp"]["used"] - found[0]["dsp"]["used"] == used[1].dsp - used[0].dsp != 0
 
 
 def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
@@ -64,10 +81,11 @@ def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
 
 def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), small_board(dsp=400)
-    spec, heads = work.mlp_spec(), work.attention()
-    found = explore(spec, target, heads)
-    budget = module._beside(budget_of(target), module.controller_usage_of(heads, spec))
-    alone = explore(replace(spec, batch=1), target, heads).design
+    wanted = replace(work.kernel_spec(), linears=())
+    spec = wanted.mlp
+    found = explore(wanted, target)
+    budget = module._beside(budget_of(target), controller_usage(wanted.controller.limits(spec)))
+    alone = explore(replace(wanted, mlp=replace(spec, batch=1)), target).design
     candidates = [d for n in module.core_choices(8) for d in module.designs(replace(spec, cores=n), budget)]
     candidates = [d for d in candidates if d.ports >= alone.ports]
     fitting = [d for d in candidates if not d.excess()]
@@ -94,7 +112,8 @@ def test_a_small_decoder_gets_a_core_per_row_up_to_the_most(batch: int) -> None:
     """What rows cost outside of the tiles does not count against cores."""
     spec = MlpSpec(hidden=128, intermediate=352, batch=batch, layers=4, cores=1)
     linears = [LinearSpec("qkv", 128, 384), LinearSpec("o", 128, 128)]
-    made = explore(spec, load_target("zcu102"), AttentionShape(4, 4, 32), linears).design
+    wanted = KernelSpec(spec, ControllerSpec(AttentionShape(4, 4, 32)), linears)
+    made = explore(wanted, load_target("zcu102")).design
     assert (made.ports, made.mlp.cores) == (4, min(batch, module.MAX_CORES))
 
 
@@ -139,9 +158,9 @@ def test_fewer_ports_when_nothing_fits_beside_them() -> None:
 
 def test_the_cores_can_be_given() -> None:
     work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), load_target("zcu102")
-    found = explore(work.mlp_spec(), target, work.attention(), cores=[2])
+    found = explore(replace(work.kernel_spec(), linears=()), target, cores=[2])
     assert found.design.mlp.cores == 2
-    assert found.tried < explore(work.mlp_spec(), target, work.attention()).tried
+    assert found.tried < explore(replace(work.kernel_spec(), linears=()), target).tried
 
 
 def test_nothing_fits() -> None:

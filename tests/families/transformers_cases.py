@@ -137,6 +137,33 @@ TRANSFORMERS = [
         "a window of at least the context",
         transformer(MistralForCausalLM, MistralConfig, sliding_window=LENGTH),
     ),
+    Case(
+        "mistral-window",
+        "Mistral",
+        "a sliding window of 6 tokens",
+        transformer(MistralForCausalLM, MistralConfig, sliding_window=6),
+    ),
+    Case(
+        "qwen2-window",
+        "Qwen2",
+        "a sliding window of 4 tokens in the second layer",
+        transformer(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    ),
+    Case(
+        "gemma3-window",
+        "Gemma 3",
+        "local and global layers",
+        transformer(
+            Gemma3ForCausalLM,
+            Gemma3TextConfig,
+            head_dim=8,
+            query_pre_attn_scalar=6,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        full=True,
+        hls=True,
+    ),
     Case("qwen2", "Qwen2", "biases of q, k, v", transformer(Qwen2ForCausalLM, Qwen2Config)),
     Case("qwen3", "Qwen3", "norms of q and k", transformer(Qwen3ForCausalLM, Qwen3Config, head_dim=8)),
     Case(

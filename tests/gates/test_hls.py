@@ -19,6 +19,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
 from fastcar_compile.estimate import estimate
 from fastcar_compile.gates.weights import weight_bytes
+from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimStepper
 
@@ -39,8 +40,15 @@ def tokens() -> np.ndarray:
 
 def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
     """A random Llama for a board, w8a8."""
-    sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
-    return fc.compile(llama(), "zcu102", **sizes, replay=replay, output=output)
+    return fc.compile(
+        llama(),
+        "zcu102",
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=ROWS,
+        replay=replay,
+        output=output,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +177,8 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     assert all(simulated._stepper._gate.decides(layer) for layer in range(LAYERS))
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)
-    states = [session._stepper._state.arrays for session in (cpu, simulated)]
+    assert isinstance(cpu._stepper, CpuStepper)
+    states = [stepper._state.arrays for stepper in (cpu._stepper, simulated._stepper)]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)

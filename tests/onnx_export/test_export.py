@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +53,56 @@ def test_names_if_and_state(tmp_path: Path) -> None:
     assert [n.op_type for n in inlined.graph.node].count("If") == 1  # layer 1 never replays
 
 
+def test_a_viewer_finds_modules_source_lines_and_passes(tmp_path: Path) -> None:
+    export_onnx(program("w8a8", (0.0, 0.0)), tmp_path / "decoder.onnx")
+    model = onnx.load(tmp_path / "decoder.onnx")
+    assert [(n.op_type, n.name) for n in model.graph.node] == [
+        ("prologue", "prologue"),
+        ("layer", "model.layers.0"),
+        ("layer", "model.layers.1"),
+        ("epilogue", "epilogue"),
+    ]
+    assert "insert-replay" in model.graph.node[1].doc_string
+    layer = next(f for f in model.functions if f.name == "layer")
+    notes = {n.name: {p.key: p.value for p in n.metadata_props} for n in layer.node}
+    linear = notes["self_attn.k_proj/linear_w8a8"]
+    assert linear["source"].startswith("transformers/models/llama/modeling_llama.py:")
+    assert (linear["module"], linear["made_by"]) == ("self_attn.k_proj", "quantize-w8a8")
+    assert notes["self_attn.k_proj/linear_w8a8/MatMulInteger"] == linear
+    assert "made_by" not in notes["self_attn/neg"], "an operator of the model"
+    branches = next(n for n in layer.node if n.op_type == "If").attribute
+    inner = {n.name for a in branches if a.name == "else_branch" for n in a.g.node}
+    assert "mlp.down_proj/linear_w8a8" in inner
+    operators = [n for n in layer.node if n.op_type not in ("Constant", "Identity")]
+    assert sum(not n.metadata_props for n in operators) <= len(operators) // 20, "next to all have an origin"
+    assert "layer_self_attn_q_proj_weight_int8" in layer.input
+    assert "layer_mlp_cache" in layer.input
+
+
+def test_metadata_of_the_model(tmp_path: Path) -> None:
+    export_onnx(program(), tmp_path / "decoder.onnx")
+    model = onnx.load(tmp_path / "decoder.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert (model.producer_name, model.producer_version) == ("fastcar_compile", version("fastcar_compile"))
+    sizes = {p.key: p.value for p in model.metadata_props}
+    assert (sizes["tokens_per_frame"], sizes["num_layers"]) == (str(FRAME), "2")
+    values = {v.name: v.doc_string for v in (*model.graph.input, *model.graph.output)}
+    assert values["key_cache_1"] == "state: key cache of layer 1"
+    assert values["mlp_cache_0_out"] == "state: mlp cache of layer 0, updated"
+    assert all(values.values()), "every input and output has a note"
+
+
 def test_bodies_do_not_grow_with_the_layers(tmp_path: Path) -> None:
     counts = []
     for layers in (2, 5):
         export_onnx(program("w8a8", (0.0,) * layers), tmp_path / "decoder.onnx")
         model = onnx.load(tmp_path / "decoder.onnx")
         counts.append({f.name: len(f.node) for f in model.functions})
-        assert [n.op_type for n in model.graph.node].count("segment_1") == layers
+        assert [n.op_type for n in model.graph.node].count("layer") == layers
     few, many = counts
     grown = {name for name in few if few[name] != many[name]}
     assert few.keys() == many.keys()
-    assert grown == {"segment_0"}  # a threshold per layer
+    assert grown == {"prologue"}  # a threshold per layer
 
 
 @pytest.mark.parametrize("quant", ["w4a8"])

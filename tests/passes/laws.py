@@ -62,7 +62,7 @@ def check_origins(program: DecoderProgram, name: str) -> int:
         lacking = {"stack_trace", "nn_module_stack", "val"} - set(node.meta)
         assert not lacking, f"{node.name} lacks {lacking}"
     quantize = {"bfloat16-weights", "quantize-w8a8", "quantize-w4a8"}
-    passes = {"normalize-state", "insert-replay", "skip-rows", "sparse-attention"}
+    passes = {"normalize-state", "insert-replay", "skip-rows", "sparse-attention", "window-caches"}
     passes |= {"offload-gate", "offload-mlp", "offload-linears"}
     known = {"import"} | quantize | passes
     assert {n.meta["made_by"] for n in nodes_of(program) if "made_by" in n.meta} <= known

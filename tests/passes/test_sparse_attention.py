@@ -74,7 +74,7 @@ def test_replay_after_a_ring_that_drops_its_key_is_refused() -> None:
         CompileError, match=r"gate tas reads the key of 3 tokens ago.*ring of 5 rows.*one of 3"
     ) as caught:
         after(*analysis_pipeline(), SPARSE, REPLAY)
-    assert caught.value.hint == "name insert-replay before sparse-attention in the pipeline"
+    assert caught.value.hint == "name insert-replay before sparse-attention and window-caches in the pipeline"
     after(*analysis_pipeline(), SPARSE, InsertReplay((0.0,), gate="input_delta"))
 
 

@@ -63,6 +63,14 @@ class TinyBlock(nn.Module):
         return torch.arange(ROWS)[None, :] <= position[:, None]
 
 
+class Windowed(TinyBlock):
+    """Every token sees the last four."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        columns = torch.arange(ROWS)[None, :]
+        return (columns <= position[:, None]) & (columns > position[:, None] - 4)
+
+
 class TinyDecoder(nn.Module):
     """A decoder of the step protocol. `blocks` are (kind of block) per layer."""
 

@@ -8,11 +8,13 @@ from random import Random
 
 import pytest
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, control_loops
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.interface import weight_ports
 from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate import DecoderShape, Workload, load_shape
 from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
+from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.memory import BURST_BEATS, BURSTS, Memory
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import draw_decisions
@@ -29,7 +31,6 @@ EXAMPLE = DecoderShape(
 )  # fmt: skip
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
 LARGE = load_shape("vila-u-7b").model_copy(update={"layers": 1})
-ENGINE = ("memory", "ports", "compute", "edge")
 BOARDS = ("zcu102", "kv260", "zcu104", "u280")
 POINTS = Random(17).sample(list(product(BOARDS, (EXAMPLE, TINY), ("w8a8", "w4a8"), (1, 4), (0.0, 0.5, 0.8))), 8)
 WIDE = Random(18).sample(list(product(("zcu102", "u280"), (EXAMPLE,), ("w8a8", "w4a8"), (32,), (0.0, 0.5, 0.8))), 3)
@@ -41,7 +42,7 @@ def engine_seconds(model: type[EngineModel], work: Workload, board: str) -> floa
     decisions = draw_decisions((4, work.shape.layers, work.batch), work.replay)
     question = ask(work, load_target(board), decisions=decisions, recorded=False, what_if=True)
     run = Run.of(question.board(model), question.decisions, question.attended)
-    return sum(run.busy.get(unit, 0.0) for unit in ENGINE)
+    return run.streaming + run.busy.get("drs", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -60,17 +61,19 @@ def test_the_closed_form_is_within_five_per_cent(
 @pytest.fixture(scope="module")
 def cycles() -> CycleModel:
     """TinyLlama's sizes in w4a8 on zcu102, eight rows."""
-    question = ask(Workload(TINY, "w4a8", 64, 8), load_target("zcu102"))
-    return CycleModel(question.design, question.target)
+    engine = ask(Workload(TINY, "w4a8", 64, 8), load_target("zcu102")).board(CycleModel).engine
+    assert isinstance(engine, CycleModel)
+    return engine
 
 
 def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleModel) -> None:
     """Nothing is lost on the way: every process works as long as its loops, whatever it waits for."""
-    call = cycles.call_of(TINY.mlp_linears, RowLoad(3, 1))
+    call = cycles.mlp_call(TINY.mlp_linears, RowLoad(3, 1))
     result = simulate_network(engine_network(call, cycles.memory))
     rows = 3 * (TINY.hidden // 4 + call.results)
     copied = 2 * (cycles.design.mlp.batch - 3) * call.results
-    assert result.words["memory"] == pytest.approx(call.words * call.ports + rows + copied, rel=1e-4)
+    decided = sum(loop.trips for loop in control_loops(call.control) if loop.moves)
+    assert result.words["memory"] == pytest.approx(call.words * call.ports + rows + copied + decided, rel=1e-4)
     for number, name in enumerate(("fetch_tile", "mac_tile", "scale_tile", "finish_tile")):
         loops = [tile_loops(p.product, call.load, inner=p.inner).stages[number] for p in call.products]
         works = sum(p.product.tiles * loop.cycles for p, loop in zip(call.products, loops, strict=True))
@@ -78,8 +81,47 @@ def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleMode
     assert all(s >= 0 for p in result.processes.values() for s in p.stalls.values())
 
 
+@pytest.mark.parametrize("gate", ["tas", "input_delta", "learned"])
+@pytest.mark.parametrize("board", ["zcu102", "u280"])
+def test_calls_of_the_controller_are_within_five_per_cent(board: str, gate: str) -> None:
+    """A decision, one that fills the prefetch buffer, and the load of the table."""
+    question = ask(Workload(TINY, "w8a8", 64, 4, replay=0.5, gate=GateModel.named(gate)), load_target(board))
+    closed, cycles = (question.board(model).engine for model in (ClosedForm, CycleModel))
+    row = RowLoad(1, 1)
+    decisions = [closed.gate_call(row, fills=fills) for fills in (False, question.design.prefetch_words > 0)]
+    for call in (*decisions, closed.table_call(), closed.mlp_call(TINY.mlp_linears, row, ControlOp.EXECUTE)):
+        first, second = (model.parts_of(call) for model in (closed, cycles))
+        assert first[0].unit == second[0].unit == "drs"
+        assert first[0].seconds == pytest.approx(second[0].seconds, rel=0.05)
+        if call.filled:
+            assert first[1] == replace(second[1], seconds=pytest.approx(second[1].seconds, rel=0.05))
+            assert second[1].bytes == question.design.prefetch_bytes
+
+
+def test_the_array_waits_for_the_controller(cycles: CycleModel) -> None:
+    """The queue is on chip: executing it costs a fraction of a decision, placing the rows of a linear still less."""
+    mlp = [cycles.mlp_call(TINY.mlp_linears, RowLoad(1, 1), op) for op in (ControlOp.EXECUTE, ControlOp.SCHEDULE)]
+    calls = [
+        cycles.linear_call(TINY.attention_linears[0], RowLoad(1, 1)),
+        *mlp,
+        cycles.gate_call(RowLoad(1, 1), fills=False),
+    ]
+    seconds = [cycles.parts_of(call)[0].seconds for call in calls]
+    assert seconds == sorted(seconds)
+    assert seconds[2] < seconds[3] / 4
+    result = cycles.results[mlp[0]]
+    assert result.processes["compute"].stalls["blocks empty: start of compute"] == result.processes["control"].end
+    assert result.roots["busy: control"] == pytest.approx(result.processes["control"].end)
+
+
+def test_held_words_do_not_come_from_the_memory(cycles: CycleModel) -> None:
+    first, held = (cycles.mlp_call(TINY.mlp_linears, RowLoad(1, 1), held=held) for held in (False, True))
+    words = [simulate_network(engine_network(call, cycles.memory)).words["memory"] for call in (first, held)]
+    assert words[0] - words[1] == pytest.approx(cycles.design.prefetch_bytes / 16, rel=1e-4)
+
+
 def test_passes_are_work_of_the_array_and_not_of_the_ports(cycles: CycleModel) -> None:
-    one, four = (cycles.call_of(TINY.mlp_linears, RowLoad(8, passes)) for passes in (1, 4))
+    one, four = (cycles.mlp_call(TINY.mlp_linears, RowLoad(8, passes)) for passes in (1, 4))
     results = [simulate_network(engine_network(call, cycles.memory)) for call in (one, four)]
     assert results[1].words == pytest.approx(results[0].words)
     assert results[1].clocks > 2.5 * results[0].clocks
@@ -88,7 +130,7 @@ def test_passes_are_work_of_the_array_and_not_of_the_ports(cycles: CycleModel) -
 
 
 def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
-    call = cycles.call_of(TINY.attention_linears[:1], RowLoad(1, 1))
+    call = cycles.linear_call(TINY.attention_linears[0], RowLoad(1, 1))
     slow = replace(cycles.memory, rate=cycles.memory.rate / 4)
     result = simulate_network(engine_network(call, slow), watch="mac_tile")
     assert bound_of(result) == "memory"
@@ -98,7 +140,7 @@ def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
 
 def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:
     """Heads skip the multiplication, so two copies cost time; without a block of sums, a circle is named."""
-    call = cycles.call_of(TINY.attention_linears[:1], RowLoad(1, 1))
+    call = cycles.linear_call(TINY.attention_linears[0], RowLoad(1, 1))
 
     def with_copies(**copies: int) -> Network:
         network = engine_network(call, cycles.memory)

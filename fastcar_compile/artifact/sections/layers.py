@@ -6,7 +6,13 @@ from fastcar_compile.artifact.sections.base import Float, Part, Section
 
 
 class AttentionPart(Part):
-    """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale."""
+    """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale.
+
+    Args:
+        cache_rows: positions that a cache has room for.
+        window, sinks: a query sees the first `sinks` positions and the last `window` ones, itself included; `window`
+            None: all of them.
+    """
 
     node: str
     query: str
@@ -16,6 +22,9 @@ class AttentionPart(Part):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    cache_rows: int
+    window: int | None = None
+    sinks: int = 0
 
 
 class MlpPart(Part):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.sections.accelerator import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.controller_project import limits_of
-from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.scores import pack_network
@@ -74,15 +74,6 @@ def heads_of(program: DecoderProgram) -> AttentionShape:
     return attention_of(program) if gate_kind(program).reads_query else AttentionShape(1, 1, 1)
 
 
-def operands_of(program: DecoderProgram) -> AttentionShape:
-    """Return the widest row that the controller keeps: the key's, or the MLP's input as one head.
-
-    Raises:
-        CompileError: the layers have different attention shapes.
-    """
-    return heads_of(program) if gate_kind(program).reads_query else AttentionShape(1, 1, program.sites[0].mlp.hidden)
-
-
 def networks_of(program: DecoderProgram) -> Mapping[int, LayerWeights]:
     """Return the networks that the controller reads, by layer; empty for other gates than `learned`."""
     if gate_kind(program) is not GateKind.LEARNED:
@@ -95,6 +86,15 @@ def network_stream(weights: LayerWeights) -> NDArray[np.uint8]:
     """Return a layer's network as the controller reads it."""
     w1, b1, w2, b2 = (weights.params()[name].float().numpy() for name in PARAMETERS)
     return pack_network(w1, b1, w2, b2).view(np.uint8).reshape(-1)
+
+
+def controller_spec(program: DecoderProgram) -> ControllerSpec:
+    """Return what the controller has to be built for.
+
+    Raises:
+        CompileError: the layers have different attention shapes.
+    """
+    return ControllerSpec(heads_of(program), gate_score(program))
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:

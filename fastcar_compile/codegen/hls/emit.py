@@ -20,7 +20,7 @@ from fastcar_compile.codegen.hls.control import controller_part, network_stream,
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.plan import plan_accelerator, require_memory, require_weight_banks
+from fastcar_compile.codegen.hls.plan import plan_accelerator, require_memory
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.drs.scores import network_words
 from fastcar_compile.formats import quant_format
@@ -57,7 +57,6 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         return None
     require_memory(program, config, board)
     plan = plan_accelerator(program, config, board)
-    require_weight_banks(plan, board)
     design, table = plan.design, plan.table
     streams: dict[str, tuple[int, Stream]] = {
         f"layer_{s.layer}": (design.stream_bytes, partial(_mlp_stream, program, s, design)) for s in program.sites

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.codegen.hls.control import control_table, operands_of
+from fastcar_compile.codegen.hls.control import control_table, controller_spec
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
-from fastcar_compile.codegen.hls.design.footprint import Footprint, require_banks, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
+from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, require_fit, shares_memory
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.interface import KernelInterface
 from fastcar_compile.codegen.hls.project import kernel_interfaces
-from fastcar_compile.codegen.hls.vitis import weight_ports
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.drs.table import DrsTable
 from fastcar_compile.errors import CompileError
@@ -46,31 +45,28 @@ class AcceleratorPlan:
 
 
 def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Target) -> AcceleratorPlan:
-    """Return the plan for a board, whether or not the board's memory holds it.
+    """Return the plan for a board, whether or not the board's memory holds the decoder.
+
+    Where it does, the banks behind every weight port hold that port's part.
 
     Raises:
-        CompileError: the kernel does not fit the fabric, there is none for a shape, the layers differ, or a weight of
-            an MLP is computed in the graph.
+        CompileError: no kernel fits the fabric and the banks, there is none for a shape, the layers differ, or a weight
+            of an MLP is computed in the graph.
     """
     _check_equal(program.sites)
     _check_quantised(program, config)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    found = explore(_mlp_spec(program, config), board, operands_of(program), linears)
+    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears)
+    found = explore(wanted, board, banks=footprint_of(program, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores, found.design.prefetch_bytes)
     return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))
 
 
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
     """Raise CompileError where the board's memory does not hold the decoder."""
-    ring = program.config.ring
-    positions = config.max_seq_len if ring is None else ring.capacity
+    positions = max(s.shape[2] for s in program.state if s.role is StateRole.KEY_CACHE)
     require_fit(footprint_of(program, board), board, quant=config.quant, positions=positions)
-
-
-def require_weight_banks(plan: AcceleratorPlan, board: Target) -> None:
-    """Raise CompileError where the banks behind the weight ports do not hold the weight streams."""
-    require_banks(board, ports=weight_ports(plan.kernels), stream_bytes=plan.design.weight_bytes)
 
 
 def footprint_of(program: DecoderProgram, board: Target) -> Footprint:

@@ -16,9 +16,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.manifest import producer_versions
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
+from fastcar_compile.codegen.onnx.names import PRODUCER, call_origin, function_names, model_notes, value_notes
 from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_functions
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
@@ -85,30 +87,36 @@ class _Builder:
         for name, node in returned:
             if self._value(node) != name:
                 self.nodes.append(helper.make_node("Identity", [self._value(node)], [name]))
-        inputs = [_info(str(n.target), n) for n in placeholders]
-        outputs = [_info(name, node) for name, node in returned]
+        notes = value_notes(self.program)
+        inputs = [_info(str(n.target), n, notes) for n in placeholders]
+        outputs = [_info(name, node, notes) for name, node in returned]
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
         known = {o.domain for o in opsets}
         domains = {o.domain: o for f in self.functions for o in f.opset_import if o.domain not in known}
-        return helper.make_model(
+        model = helper.make_model(
             graph,
             functions=self.functions,
             opset_imports=[*opsets, *(domains[d] for d in sorted(domains))],
-            producer_name="fastcar_compile",
+            producer_name=PRODUCER,
+            producer_version=producer_versions()[PRODUCER],
             ir_version=IR_VERSION,
         )
+        model_notes(model, self.program.config)
+        return model
 
     def _calls(self, segments: Sequence[Segment]) -> None:
         """One node per segment; equal segments call one function."""
         distinct = {part.key: part for part in reversed(segments)}
-        names = {key: f"segment_{i}" for i, key in enumerate(dict.fromkeys(part.key for part in segments))}
+        names = function_names(segments)
         self.functions = segment_functions({name: distinct[key] for key, name in names.items()})
         for part in segments:
             for node in part.outputs:
                 self.values.setdefault(node, f"value.{node.name}")
             inputs, outputs = ([self._value(n) for n in nodes] for nodes in (part.inputs, part.outputs))
-            self.nodes.append(helper.make_node(names[part.key], inputs, outputs, domain=DOMAIN))
+            call = helper.make_node(names[part.key], inputs, outputs, domain=DOMAIN)
+            call_origin(call, part, names[part.key])
+            self.nodes.append(call)
 
     def _value(self, node: fx.Node) -> str:
         return str(node.target) if node.op == "get_attr" else self.values[node]
@@ -149,9 +157,9 @@ def _external(name: str, kind: int, shape: tuple[int, ...], place: Placement) ->
     return tensor
 
 
-def _info(name: str, node: fx.Node) -> onnx.ValueInfoProto:
+def _info(name: str, node: fx.Node, notes: Mapping[str, str]) -> onnx.ValueInfoProto:
     val = node.meta["val"]
-    return helper.make_tensor_value_info(name, _TYPES[val.dtype], [int(d) for d in val.shape])
+    return helper.make_tensor_value_info(name, _TYPES[val.dtype], [int(d) for d in val.shape], notes.get(name, ""))
 
 
 def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:

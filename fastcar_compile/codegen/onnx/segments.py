@@ -12,11 +12,12 @@ import onnx
 import torch
 from onnx import helper
 from torch import fx
+from torch.onnx._internal.exporter._core import export
 
-from fastcar_compile.codegen.onnx.ops import translation_table
+from fastcar_compile.codegen.onnx.names import function_origins, input_names
+from fastcar_compile.codegen.onnx.registry import OPSET, translations
 from fastcar_compile.codegen.segment import Segment
 
-OPSET = 18
 DOMAIN = "fastcar"
 """Of the functions."""
 
@@ -39,18 +40,17 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
     examples = tuple(_example(node) for part in parts.values() for node in part.inputs)
     exported = torch.export.export(joined, examples, strict=False)
     with quiet_exporter():
-        program = torch.onnx.export(
-            exported, dynamo=True, custom_translation_table=translation_table(), opset_version=OPSET, verbose=False
-        )
-    assert program is not None
-    proto = program.model_proto
-    strip(proto)
-    functions, first = list(proto.functions), 0
+        # What torch.onnx.export calls once it has made the table.
+        proto = export(exported, registry=translations(), opset_version=OPSET, verbose=False).model_proto
+    functions, first = [], 0
     for name, part in parts.items():
         outputs = [value.name for value in proto.graph.output[first : first + len(part.outputs)]]
-        functions.append(_function(proto, name, inputs[name], outputs))
+        function = _function(proto, name, inputs[name], outputs)
+        function_origins(function, part)
+        functions.append(function)
         first += len(part.outputs)
-    return functions
+    strip(proto)
+    return [*proto.functions, *functions]
 
 
 def _joined(parts: Mapping[str, Segment]) -> tuple[fx.GraphModule, dict[str, list[str]]]:
@@ -58,8 +58,8 @@ def _joined(parts: Mapping[str, Segment]) -> tuple[fx.GraphModule, dict[str, lis
     graph = fx.Graph()
     modules: dict[str, fx.GraphModule] = {name: part.copy() for name, part in parts.items()}
     inputs: dict[str, list[str]] = {}
-    for name, module in modules.items():
-        inputs[name] = [f"{name}_{n.name}" for n in module.graph.nodes if n.op == "placeholder"]
+    for name in modules:
+        inputs[name] = [f"{name}_{readable}" for readable in input_names(parts[name])]
     places = {name: [graph.placeholder(i) for i in names] for name, names in inputs.items()}
     calls = {name: graph.call_module(name, tuple(places[name])) for name in modules}
     counts = {name: len(part.outputs) for name, part in parts.items()}

@@ -91,7 +91,13 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def compile_module(module: tvm.IRModule, isa: InstructionSet) -> relax.VMExecutable:
-    """Return the virtual machine's executable of an imported module, with the kernels of an instruction set."""
-    executable = tvm.compile(module, target=host_target(isa), relax_pipeline=tvm.transform.Sequential(cpu_passes(isa)))
+    """Return the virtual machine's executable of an imported module, with the kernels of an instruction set.
+
+    Kernels do not check their arguments: that code was twice the kernels' own. The function `check` checks those of the
+    entry, and all others are buffers that the entry makes itself.
+    """
+    with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
+        steps = tvm.transform.Sequential(cpu_passes(isa))
+        executable = tvm.compile(module, target=host_target(isa), relax_pipeline=steps)
     assert isinstance(executable, relax.VMExecutable)
     return executable

@@ -18,7 +18,7 @@ from fastcar_compile.ir.query import activation_of, ancestors, ancestors_until, 
 from fastcar_compile.ir.sites import mlp_start
 from fastcar_compile.passes.patterns.residual_sum import reached_from
 
-aten = torch.ops.aten
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
 _EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
 
 
@@ -52,7 +52,7 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
         CompileError: every layer that cannot be matched, with what was found and what was expected.
     """
     order = list(graph.nodes)
-    starts = [i for i, n in enumerate(order) if is_op(n, torch.ops.fastcar.attention)]
+    starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
     if not starts:
         hint = "the decoder must call scaled_dot_product_attention on a key cache written in the same step"
         raise CompileError("no attention over a written cache was found", hint=hint)

@@ -17,6 +17,7 @@ from fastcar_compile.ir.layers import REPLAY, ReplayFacts, Role, mark
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.query import node_arg, output_nodes, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, attribute, call, set_outputs
+from fastcar_compile.ir.rings import ring_of
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.passes.patterns.earlier_key import earlier_key, reads_earlier_key
 from fastcar_compile.passes.patterns.replay_cond import ReplayCond
@@ -124,8 +125,8 @@ class ReplayInserter:
         return x, self.call(fastcar.slot_read.default, inputs, self.step)
 
     def _values(self, layer: ReplayLayer, x: fx.Node | None, cached: fx.Node | None) -> GateValues[Any]:
-        position, stride = earlier_key(self.graph, self.config, self.origin, self.made_by)
         attention = layer.nodes[Role.ATTENTION]
+        position, stride = earlier_key(self.config, node_arg(attention, 1), self.origin, self.made_by)
         return GateValues(
             query=node_arg(attention, 0),
             key_cache=node_arg(attention, 1),
@@ -144,17 +145,18 @@ class ReplayInserter:
         )
 
     def _check_key(self, layer: ReplayLayer, score: fx.Node) -> None:
-        """Raise CompileError where sparse attention came first and its ring drops the key that the score reads."""
-        ring, config = self.config.ring, self.config
+        """Raise CompileError where a ring came first and drops the key that the score reads."""
+        ring, config = ring_of(node_arg(layer.nodes[Role.ATTENTION], 1)), self.config
         if ring is None or not reads_earlier_key(score):
             return
         needed = config.tokens_per_frame + max(config.prefill_chunk, 1)
         if ring.rows < needed:
             what = (
                 f"gate {layer.gate.name} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
-                f"of {needed} rows, but sparse-attention made one of {ring.rows}"
+                f"of {needed} rows, but an earlier pass made one of {ring.rows}"
             )
-            raise CompileError(what, hint="name insert-replay before sparse-attention in the pipeline")
+            hint = "name insert-replay before sparse-attention and window-caches in the pipeline"
+            raise CompileError(what, hint=hint)
 
     def _decide(self, layer: ReplayLayer, score: fx.Node, chain: fx.Node) -> fx.Node:
         threshold = self.call(operator.getitem, self.each_threshold, layer.number)

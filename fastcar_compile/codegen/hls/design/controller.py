@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
+from fastcar_compile.drs.builder import GateScore
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.scores import BFLOATS_PER_WORD, network_words
 from fastcar_compile.drs.table import (
     FLOATS_PER_WORD,
-    MAX_ROWS,
+    AttentionShape,
     DrsTable,
     GateKind,
     Limits,
+    table_words,
 )
 
 PRODUCT_DSP = 2
@@ -70,6 +74,33 @@ class ScoreUnit:
 _CHANGE = ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD)
 _COSINES = 3 * FLOATS_PER_WORD
 
+
+@dataclass(frozen=True)
+class ControllerSpec:
+    """What the score unit and controller beside an engine are built for.
+
+    Args:
+        attention: heads of q and k; one head of one element where the gate reads neither.
+        score: the score, and the sizes of what else it reads.
+    """
+
+    attention: AttentionShape
+    score: GateScore = field(default_factory=GateScore)
+
+    def limits(self, mlp: MlpSpec) -> Limits:
+        """Return what a controller has to hold for these layers and rows."""
+        shape, score, kind = self.attention, self.score, self.score.kind
+        weighted = shape.heads if score.weighted else 0
+        return Limits(
+            table_words=table_words(mlp.layers, mlp.batch, weighted),
+            query_words=shape.query_words if kind.reads_query else 1,
+            key_words=max(shape.key_words if kind.reads_query else 1, score.input_words),
+            gate=kind,
+            units=max(score.units, 1),
+            heads=shape.heads if kind is GateKind.BOUND else weighted,
+        )
+
+
 SCORE_UNITS = {
     GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
     GateKind.INPUT_DELTA: _CHANGE,
@@ -90,46 +121,21 @@ SCORE_UNITS = {
 head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
 the scaling and bias of both."""
 
-REMAINDER_CLOCKS = 32
-"""The number of the forward modulo the refresh period, a bit per clock."""
-
-HASH_CLOCKS = 9 * 4
-"""Nine products of the hash, each with its reduction. Estimate."""
-
 
 def controller_cycles(table: DrsTable, records: int = 0) -> int:
-    """Return the clocks of one call for a layer with a gate, from the loops of fastcar_drs.hpp; memory latency is left out.
-
-    The table is on chip; loading it takes `load_cycles` once.
+    """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip.
 
     Args:
         records: that are dispatched; 0: all that a layer without replay has.
     """
-    rows, stride = table.rows, len(table.instructions[0])
-    scores = rows * _score_cycles(table) + table.weighted_heads
-    fixed = 3 * MAX_ROWS + (REMAINDER_CLOCKS if table.refresh_period else 0)
-    return _counts_beats(rows) + fixed + scores + stride + _answer_beats(records or rows + 2)
-
-
-def _score_cycles(table: DrsTable) -> int:
-    """Return the clocks of one row's score: every operand once, a head's cosine, a network's weights and features."""
-    operands = table.row_query_words + table.row_key_words + 2 * table.input_words + 1
-    match table.gate:
-        case GateKind.BOUND:
-            return operands + table.attention.heads
-        case GateKind.LEARNED:
-            weights = network_words(table.units, FLOATS_PER_WORD * table.input_words)
-            return operands + 2 * table.input_words + weights + table.units
-        case GateKind.RANDOM:
-            return operands + HASH_CLOCKS
-        case _:
-            return operands
+    shape = ControlShape.of(table)
+    loops = control_loops(ControlWork(ControlOp.GATE, shape, records or table.rows + 2))
+    return sum(loop.cycles for loop in loops)
 
 
 def load_cycles(table: DrsTable) -> int:
-    """Return the clocks of loading the table; memory latency is left out."""
-    words, stride = table.words, len(table.instructions[0])
-    return words + table.layers * (stride + 1)
+    """Return the clocks of loading the table, without memory latency."""
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, ControlShape.of(table))))
 
 
 @dataclass(frozen=True)

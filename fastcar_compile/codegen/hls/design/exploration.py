@@ -8,14 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from fastcar_compile.artifact.sections.accelerator import ExplorationPart
-from fastcar_compile.codegen.hls.design.controller import controller_usage
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import memory_rate
+from fastcar_compile.codegen.hls.design.footprint import bank_excess, require_banks
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, check_linears
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
-from fastcar_compile.drs.table import AttentionShape, Limits, table_words
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.targets import Target
 
@@ -51,7 +51,7 @@ class Exploration:
     Attributes:
         seconds_per_step: predicted time of the engine's work in a step in which everything computes.
         bound_by: "memory" (DRAM bandwidth), "ports" (AXI ports times clock), "compute" (scaling of the sums), or the
-            resource that a faster design would need more of (LUT, FF, DSP, BRAM36, URAM).
+            resource that a faster design would need more of (LUT, FF, DSP, BRAM36, URAM, banks).
         tried: designs compared. rejected: of those, the ones that do not fit.
         faster: why the fastest design that does not fit was refused; empty when none is faster.
     """
@@ -69,12 +69,23 @@ class Exploration:
         return ExplorationPart(**{name: getattr(self, name) for name in ExplorationPart.model_fields})
 
 
+@dataclass(frozen=True)
+class KernelSpec:
+    """What one kernel has to do.
+
+    Args:
+        mlp: that all layers share; its `cores` are chosen by the exploration.
+        controller: what the gate's unit and the controller are built for; the engine leaves room for them.
+        linears: every other linear of a step that the engine computes, in call order.
+    """
+
+    mlp: MlpSpec
+    controller: ControllerSpec
+    linears: Sequence[LinearSpec] = ()
+
+
 def explore(
-    mlp: MlpSpec,
-    target: Target,
-    attention: AttentionShape,
-    linears: Sequence[LinearSpec] = (),
-    cores: Sequence[int] | None = None,
+    wanted: KernelSpec, target: Target, cores: Sequence[int] | None = None, *, banks: bool = True
 ) -> Exploration:
     """Compare ports, cores, tile lengths and tile memories.
 
@@ -83,35 +94,57 @@ def explore(
     fastest does, that is taken which is fastest when every row computes, and of equally fast ones the one with most cores.
 
     Args:
-        mlp: its `cores` are chosen here.
-        attention: heads that the TAS unit is built for; the engine has to leave room for it.
-        linears: every other linear of a step that the engine computes, in call order.
         cores: numbers of cores to compare; None: those of `core_choices`.
+        banks: whether the memory banks behind every weight port have to hold its part of the weights.
 
     Raises:
         CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
         TargetError: the target has no fabric.
     """
-    budget = _beside(budget_of(target), controller_usage_of(attention, mlp))
+    mlp, linears = wanted.mlp, wanted.linears
+    budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)))
     numbers = cores or core_choices(mlp.batch)
+    held = _Banks(target) if banks else None
     alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
-    ports = min(((s, _share(d), d.ports) for s, d in alone if not d.excess()), default=(0.0, 0.0, 1))[2]
+    ports = min(((s, _share(d), d.ports) for s, d in alone if not _excess(d, held)), default=(0.0, 0.0, 1))[2]
     every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
-    fitting = [(step_seconds(d, target), d) for d in every if not d.excess()]
+    fitting = [(step_seconds(d, target), d) for d in every if not _excess(d, held)]
     if not fitting:
+        require_banks(target, [held.excess(d) for d in every if not d.excess()] if held else [])
         raise _too_large(min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
     seconds, design = _best(fitting, ports, target)
     found = [(step_seconds(d, target), d) for d in every if d.ports >= design.ports]
-    beyond = [(s, d) for s, d in found if d.excess() and s < seconds / AS_FAST]
-    faster = min(beyond, key=lambda item: item[0])[1].excess() if beyond else []
+    refused = [(s, texts) for s, d in found if (texts := _excess(d, held))]
+    faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(0.0, []))[1]
     return Exploration(
         design=with_prefetch(design),
         seconds_per_step=seconds,
-        bound_by=faster[0].split()[0] if faster else _bound(design, target),
+        bound_by=faster[0].split()[0].rstrip(":") if faster else _bound(design, target),
         tried=len(found),
-        rejected=sum(bool(d.excess()) for _s, d in found),
+        rejected=len(refused),
         faster=tuple(faster),
     )
+
+
+class _Banks:
+    """What the banks of a board say to designs, which mostly have the same streams."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._known: dict[tuple[int, int], str | None] = {}
+
+    def excess(self, design: Design) -> str | None:
+        """Return how they fall short of a design's weights; None: they do not."""
+        key = design.axi_weight_ports, design.weight_bytes
+        if key not in self._known:
+            self._known[key] = bank_excess(self._target, ports=key[0], stream_bytes=key[1])
+        return self._known[key]
+
+
+def _excess(design: Design, banks: _Banks | None) -> list[str]:
+    """Return what a design needs more of than the board has: of the fabric, and of the banks behind a port."""
+    text = banks.excess(design) if banks else None
+    return [*design.excess(), *([f"banks: {text}"] if text else [])]
 
 
 def core_choices(batch: int) -> list[int]:
@@ -250,21 +283,14 @@ def budget_of(target: Target) -> BoardBudget:
     )
 
 
-def controller_usage_of(attention: AttentionShape, mlp: MlpSpec) -> Usage:
-    """Return the resources of the TAS unit and DRS controller beside the engine."""
-    words = table_words(mlp.layers, mlp.batch)
-    limits = Limits(table_words=words, query_words=attention.query_words, key_words=attention.key_words)
-    return controller_usage(limits)
-
-
 def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
     return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
 
 
-def resources_of(design: Design, attention: AttentionShape, target: Target) -> dict[str, Any]:
+def resources_of(design: Design, controller: ControllerSpec, target: Target) -> dict[str, Any]:
     """Return per resource the estimated use of engine and controller, the limit for a design, and the share of it."""
-    limits, controller = target.budget(), asdict(controller_usage_of(attention, design.mlp))
-    used = {name: count + controller[name] for name, count in asdict(design.usage).items()}
+    limits, beside = target.budget(), asdict(controller_usage(controller.limits(design.mlp)))
+    used = {name: count + beside[name] for name, count in asdict(design.usage).items()}
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in used.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.design.banks import bank_map
@@ -70,24 +71,37 @@ def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: 
     )
 
 
-def require_banks(target: Target, *, ports: int, stream_bytes: int) -> None:
-    """Raise CompileError where the banks behind a weight port cannot hold its part of the weight streams.
+def bank_excess(target: Target, *, ports: int, stream_bytes: int) -> str | None:
+    """Return how the banks behind a weight port fall short of its part of the weight streams; None: they do not.
 
     Args:
         ports: AXI ports that read weights, of the memory's width. stream_bytes: of all streams together, padding included.
-
-    Raises:
-        CompileError: they do not fit; the text names every bank and the options.
     """
+    memories = target.weight_memories
+    if len(memories) == 1 and 0 < len(memories[0].connections) < ports:
+        return f"{ports} weight ports, and {memories[0].name} has {len(memories[0].connections)} connections"
     banks = bank_map(target, ports)
     if banks is None or banks.bank_bytes is None:
-        return
+        return None
     section = -(-stream_bytes // ports)
     if section <= banks.bank_bytes:
+        return None
+    return (
+        f"each of {ports} weight ports has {section / GB:.3f} GB, the banks behind it hold {banks.bank_bytes / GB:.3f} GB "
+        f"({banks.weights[0]} behind the first)"
+    )
+
+
+def require_banks(target: Target, excess: Sequence[str | None]) -> None:
+    """Raise CompileError where every number of weight ports that was tried has an excess (`bank_excess`).
+
+    Raises:
+        CompileError: they do not fit; the text has all numbers and the options.
+    """
+    short = [text for text in dict.fromkeys(excess) if text is not None]
+    if None in excess or not short:
         return
-    table = ", ".join(f"port {port} in {tag}" for port, tag in enumerate(banks.weights))
     raise CompileError(
-        f"the weight streams do not fit the banks of {target.name}: each of {ports} weight ports has "
-        f"{section / GB:.3f} GB, the banks behind it hold {banks.bank_bytes / GB:.3f} GB ({table})",
-        hint="use fewer bits, or a number of weight ports that divides the banks with less left over",
+        f"the weight streams do not fit the banks of {target.name}: {'; '.join(short)}",
+        hint="use fewer bits or layers, or a board whose banks are larger",
     )

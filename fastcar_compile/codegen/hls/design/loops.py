@@ -1,7 +1,7 @@
-"""The loops of the engine's processes: how often each iterates, and how long its pipeline is.
+"""The loops of the array's processes: how often each iterates, and how long its pipeline is.
 
-The closed form (`product_cycles`) and the cycle model use the same loops. All intervals are one clock; `recurrences.py` says
-why. Depths are estimates: the sum of the stages on the longest path, by the operators' names in published reports of
+The closed form (`product_cycles`) and the cycle model use the same loops; those of the controller are in `control_loops.py`.
+All intervals here are one clock; `recurrences.py` says why. Depths are estimates: the sum of the stages on the longest path, by the operators' names in published reports of
 Vitis HLS for UltraScale+ at 250 to 300 MHz.
 """
 
@@ -13,6 +13,7 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
 from fastcar_compile.codegen.hls.design.recurrences import ADD_CLOCKS
+from fastcar_compile.codegen.hls.design.spec import MAX_ROWS
 
 READ, WRITE, COMPARE, INTEGER = 2, 1, 2, 1
 """Stages: of a block RAM's read and write, a float comparison, and an integer addition."""
@@ -34,27 +35,34 @@ ACTIVATION_DEPTH = 2 * COMPARE + MULTIPLY + ROUND_DEPTH + READ + CASCADE // 2 + 
 FINISH_DEPTH = READ + ACTIVATION_DEPTH + MULTIPLY + WRITE
 SEND_DEPTH = READ + WRITE
 AMAX_DEPTH = READ + 3 * INTEGER
+STREAM_DEPTH = 2
+"""Clocks in which a word passes through a loop that only moves it. Estimate."""
+
 QUANTIZE_DEPTH = READ + MULTIPLY + 2 * COMPARE + ROUND_DEPTH + WRITE
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop with an interval of one clock.
+    """One pipelined loop.
 
     Args:
         process: function in the sources. label: of the loop there.
-        trips: iterations. depth: clocks from the start of an iteration to its end.
+        trips: iterations. depth: clocks from the start of an iteration to its end, the first not counted.
+        interval: clocks from one iteration to the next.
+        moves: whether every iteration moves a 128-bit word over an AXI port, so that the first waits for the memory.
     """
 
     process: str
     label: str
     trips: int
     depth: int
+    interval: int = 1
+    moves: bool = False
 
     @property
     def cycles(self) -> int:
-        """Clocks from the first iteration's start to the last one's end; 0 without an iteration."""
-        return self.trips + self.depth if self.trips else 0
+        """Clocks from the first iteration's start to the last one's end, without the memory; 0 without an iteration."""
+        return self.interval * (self.trips - 1) + 1 + self.depth if self.trips else 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,11 @@ def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoop
         Loop("finish_tile", "channels", load.passes * channels, FINISH_DEPTH),
         Loop("send_tile", "words", sent, SEND_DEPTH * load.rows),
     )
+
+
+def places_loop() -> Loop:
+    """Return the loop that finds which places of the array are occupied, before it loads rows."""
+    return Loop("compute", "places", MAX_ROWS, READ + INTEGER)
 
 
 def load_loop(inputs: int, load: Load) -> Loop:

@@ -1,19 +1,29 @@
-"""How kernels are made: each one once, and where TVM's parser is quick.
+"""How kernels are made: each one once, by a parser that reads a source once.
 
-The parser asks for all frames of the stack with their source lines, twice per kernel and once per call of an inlined
-function. For a frame of evaluated text, Python looks through all loaded modules: this took longer than parsing.
+TVM's own parser compiles a Python expression for each name, call and subscript, parses an inlined function anew for
+each of its calls, and asks for all frames of the stack with their source lines: two thirds of its time. Here calls and
+subscripts of known values are simply made, and trees of sources are kept. What is built is the same.
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, cached_property, lru_cache, wraps
+from threading import RLock
+from types import CodeType
+from typing import Any, ParamSpec, cast
 
-from tvm.script.parser.core import utils
-from tvm.script.parser.core.entry import scan_macro
+import tvm
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.parser.core import doc, utils
+from tvm.script.parser.core.diagnostics import Source
+from tvm.script.parser.core.error import ParserError
+from tvm.script.parser.core.evaluator import ExprEvaluator
+from tvm.script.parser.core.parser import Parser, ScriptMacro
 from tvm.tirx import PrimFunc
 from tvm.tirx.script.parser.entry import TIRMacro
 
@@ -21,26 +31,52 @@ P = ParamSpec("P")
 KEPT = 256
 """Kernels kept of each kind, more than any model has."""
 
+_PARSING = RLock()
+"""Held while a kernel is made: kernels share trees, in which the parser marks what it is at."""
+
+_parser: ContextVar[Parser | None] = ContextVar("fastcar_kernel_parser", default=None)
+"""The parser of the kernel that is being made."""
+
 
 def kernel(make: Callable[P, PrimFunc]) -> Callable[P, PrimFunc]:
-    """A decorator of functions that return a kernel and whose arguments tell it: equal arguments, the same kernel.
+    """A decorator of functions that return a kernel and whose arguments tell it: equal arguments, the same kernel."""
+    return cast("Callable[P, PrimFunc]", wraps(make)(lru_cache(KEPT, typed=True)(make)))
 
-    It is made on a thread of its own, whose stack is short.
+
+def prim_func(*, private: bool, s_tir: bool) -> Callable[[Callable[..., Any]], PrimFunc]:
+    """T.prim_func for the functions in this package: a decorator that parses a function of TVMScript.
+
+    It is written `@script.prim_func(private=True, s_tir=True)`: the parser reads the two from the source.
     """
+    caller = inspect.currentframe()
+    around = caller.f_back.f_locals if caller is not None and caller.f_back is not None else {}
 
-    @lru_cache(KEPT, typed=True)
-    @wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> PrimFunc:
-        with ThreadPoolExecutor(1) as short:
-            return short.submit(make, *args, **kwargs).result()
+    def parse(function: Callable[..., Any]) -> PrimFunc:
+        # Names of annotations, which are texts, are no closure: they are in the frame of the caller.
+        return _parsed(function, {**around, **utils.inspect_function_capture(function)})
 
-    return made  # pyright: ignore[reportReturnType]
+    setattr(parse, "dispatch_token", "tirx")  # noqa: B010  (how the parser knows the decorator)
+    return parse
+
+
+def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
+    source = _source(function.__code__, function.__code__.co_filename)
+    parser = _Parser(source, {function.__name__: function.__annotations__})
+    with _PARSING, _current(parser), IRBuilder() as builder:
+        try:
+            parser.parse(extra_vars=names)
+        except ParserError as error:
+            parser.report_error(error.node, error.args[0])
+        made: Any = builder.get()
+    tvm.s_tir.analysis.verify_well_formed(tvm.IRModule.from_expr(made))
+    made.__name__ = function.__name__
+    return made
 
 
 def inlined(function: Callable[..., None]) -> Callable[..., None]:
     """A decorator like T.macro: a function of TVMScript whose statements stand in the kernel that calls it."""
-    source, captured = scan_macro(function, utils.inspect_function_capture(function))
-    macro = _Inlined(source, captured, function, True)
+    source = _source(function.__code__, function.__code__.co_filename)
+    macro = _Inlined(source, utils.inspect_function_capture(function), function, True)
 
     def call(*args: Any, **kwargs: Any) -> None:
         macro(*args, **kwargs)
@@ -48,13 +84,87 @@ def inlined(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+@contextmanager
+def _current(parser: Parser) -> Generator[None]:
+    token = _parser.set(parser)
+    try:
+        yield
+    finally:
+        _parser.reset(token)
+
+
+class _Source(Source):
+    """A function's source, whose tree is made once."""
+
+    @cached_property
+    def _tree(self) -> doc.AST:
+        return super().as_ast()
+
+    def as_ast(self) -> doc.AST:
+        """Return the tree."""
+        return self._tree
+
+
+@cache
+def _source(code: CodeType, _file: str) -> _Source:
+    """Return the source of a function of this package. Equal code of two files is not the same."""
+    return _Source(cast(Any, code))
+
+
 class _Inlined(TIRMacro):
     """Finds its caller's parser without reading source lines."""
 
     def _find_parser_def(self) -> Any:
-        frame = inspect.currentframe()
-        while frame is not None:
-            if (parser := frame.f_globals.get(self.parser_object_name)) is not None:
-                return parser
-            frame = frame.f_back
-        return super()._find_parser_def()
+        return _parser.get() or super()._find_parser_def()
+
+
+class _Parser(Parser):
+    """Evaluates expressions with `_Evaluator`."""
+
+    def eval_expr(self, node: Any, extra_vars: dict[str, Any] | None = None) -> Any:
+        """Return the value of an expression."""
+        values = {**self.var_table.get(), **(extra_vars or {}), ScriptMacro.parser_object_name: self}
+        return self.annotate_current_source_span(_Evaluator(self, values).value(node))
+
+
+class _Evaluator(ExprEvaluator):
+    """Makes calls, attributes and subscripts of values itself; of all other expressions Python does, as TVM has it."""
+
+    def value(self, node: Any) -> Any:
+        """Return the value of an expression."""
+        return self._eval_expr(self._visit(node))
+
+    def _eval_expr(self, v: Any) -> Any:
+        match v:
+            case doc.Name():
+                return self.value_table[v.id] if v.id in self.value_table else getattr(builtins, v.id)
+            case doc.Constant():
+                return v.value
+            case doc.Attribute():
+                return getattr(self._eval_expr(v.value), v.attr)
+            case doc.Subscript():
+                return self._eval_expr(v.value)[self._eval_expr(v.slice)]
+            case doc.Tuple():
+                return tuple(self._elements(v.elts))
+            case doc.List():
+                return self._elements(v.elts)
+            case doc.Call():
+                return self._eval_expr(v.func)(*self._elements(v.args), **self._keywords(v.keywords))
+            case _:
+                return super()._eval_expr(v)
+
+    def _elements(self, nodes: Sequence[Any]) -> list[Any]:
+        found: list[Any] = []
+        for node in nodes:
+            if isinstance(node, doc.Starred):
+                found += self._eval_expr(node.value)
+            else:
+                found.append(self._eval_expr(node))
+        return found
+
+    def _keywords(self, nodes: Sequence[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for node in nodes:
+            value = self._eval_expr(node.value)
+            found |= value if node.arg is None else {node.arg: value}
+        return found

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
@@ -112,7 +112,7 @@ def chunk_attention(
     loop = T.parallel if pieces else T.serial
     transpose, attend = _transpose_keys(shape), _attend_tile(shape)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def attend_chunk(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, size), dtype),

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
@@ -51,7 +51,7 @@ def decode_attention(
         later = j + softmax.ahead
         return T.if_then_else(later < last, later, later - last + s)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def attend(
         q: T.Buffer((b, hq, 1, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),

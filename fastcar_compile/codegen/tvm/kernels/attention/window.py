@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
@@ -23,7 +23,7 @@ from fastcar_compile.ops.cached import row_size
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     """Return the ring row of position - back, clamped to position 0: int64 [1]."""
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         with T.sblock("row"):
@@ -77,7 +77,7 @@ def window_attention(
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def attend_to_window(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.float16 import from_float32
@@ -61,7 +61,7 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
         return _append_blocks(cache, rows, row_of)
     b, h, s, d = cache
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def append(
         keys: T.Buffer((b, h, s, d), dtype),
         value: T.Buffer((b, h, rows, d), "float32"),
@@ -87,7 +87,7 @@ def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) 
     width = row_size(d, "int8")
     write_row = _write_row(d)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def append_blocks(
         keys: T.Buffer((b, h, s, width), "int8"),
         value: T.Buffer((b, h, rows, d), "float32"),

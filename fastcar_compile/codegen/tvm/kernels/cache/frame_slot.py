@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 
@@ -20,7 +20,7 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
     """Return the slot of `step` of a cache float32 [F, B, H]: float32 [B, H]."""
     slots, rows, width = shape
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def read_slot(
         cache: T.Buffer((slots, rows, width), "float32"),
         step: T.Buffer((1,), "int64"),
@@ -41,7 +41,7 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
     """Write value float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place."""
     slots, rows, width = shape
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def write_slot(
         cache: T.Buffer((slots, rows, width), "float32"),
         value: T.Buffer((rows, width), "float32"),
@@ -61,7 +61,7 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
 def chain_read(slots: int, rows: int) -> PrimFunc:
     """Return the slot of `step` of the counters int32 [F, B]: int32 [B]."""
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def read_chain(
         chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
     ):
@@ -79,7 +79,7 @@ def chain_read(slots: int, rows: int) -> PrimFunc:
 def chain_write(slots: int, rows: int) -> PrimFunc:
     """Write value int32 [B] to the slot of `step` of the counters int32 [F, B], in place."""
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def write_chain(
         chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
     ):

@@ -10,7 +10,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import finite_or_nan, limited
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import units as fixed_units
@@ -131,7 +131,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     lanes, block = vector_lanes(width), next(n for n in UNIT_BLOCKS if units % n == 0)
     round_features, add_units = _round_features(width), _add_units(width, block)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def gate_network(
         x: T.Buffer((rows, width), "float32"),
         cached: T.Buffer((rows, width), "float32"),

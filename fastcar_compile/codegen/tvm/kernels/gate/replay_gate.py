@@ -8,7 +8,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 
@@ -28,7 +28,7 @@ def gate(
     refreshed = 1 if refresh_every > 0 else 0
     sign = -1.0 if at_most else 1.0
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def decide(
         score: T.Buffer((batch,), "float32"),
         threshold: T.Buffer((1,), "float32"),

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import (
     finite_or_nan,
@@ -45,7 +45,7 @@ def input_delta(rows: int, width: int) -> PrimFunc:
         sums[ramp(0, lanes)] += fixed_magnitude(change[ramp(0, lanes)], lanes)
         sums[ramp(lanes, lanes)] += fixed_magnitude(T.fabs(x[i, ramp(c * lanes, lanes)]), lanes)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def relative_change(
         x: T.Buffer((rows, width), "float32"),
         cached: T.Buffer((rows, width), "float32"),
@@ -146,7 +146,7 @@ def output_bound(
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
     add_key, add_head, factor = _add_key(keys_of, lanes), _add_head(keys_of, lanes), distance_factor(hq)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def temporal_bound(
         change: T.Buffer((b,), "float32"),
         q: T.Buffer((b, hq, t, d), "float32"),
@@ -198,7 +198,7 @@ def random_score(rows: int, layer: int) -> PrimFunc:
     offset = (layer + 1) * by_layer
     low_bits = 2 ** (31 - HASH_BITS)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def hashed_score(step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "float32")):
         T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import rounded
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
@@ -98,7 +98,7 @@ def tas(
     group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, hq)
     prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
@@ -144,7 +144,7 @@ def tas_heads(
     group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, 1)
     prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),

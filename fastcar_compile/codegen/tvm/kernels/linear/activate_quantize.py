@@ -12,7 +12,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import (
     TABLE_LANES,
     blend,
@@ -33,7 +33,7 @@ def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
     """
     knots, steps, loop = KNOTS, k // TABLE_LANES, row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def activate_quantize_i8(
         g: T.Buffer((m, k), "float32"),
         up: T.Buffer((m, k), "float32"),

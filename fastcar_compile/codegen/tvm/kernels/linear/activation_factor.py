@@ -10,6 +10,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.ops.activations import FACTORS, INPUT_STEPS, KNOTS
 
@@ -53,7 +54,7 @@ def activation_factor(size: int, activation: str) -> PrimFunc:
     """Return the factor float32 [size] of x float32 [size] by the activation's table int32 [513]."""
     knots = KNOTS
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def factor_table(
         x: T.Buffer((size,), "float32"), table: T.Buffer((knots,), "int32"), y: T.Buffer((size,), "float32")
     ):

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
     SCAN_LANES,
     ActiveRows,
@@ -64,7 +64,7 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
     transpose, multiply = _transpose(k, columns), _multiply(n, k, dtype, (columns, rows))
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         with T.sblock("product"):

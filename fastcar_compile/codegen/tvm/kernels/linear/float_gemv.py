@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
     SCAN_LANES,
     ActiveRows,
@@ -62,7 +63,7 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     tiling = Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply = _multiply(m, n, k, dtype, isa)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         T.func_attr({"tir.noalias": True})
         with T.sblock("root"):

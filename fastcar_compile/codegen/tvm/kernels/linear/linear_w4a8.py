@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
     SCAN_LANES,
     ActiveRows,
@@ -43,7 +44,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial)
     multiply, move_row = tile_macro(m, n, k, isa), _move_row(k, dot)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def linear_i4(
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),

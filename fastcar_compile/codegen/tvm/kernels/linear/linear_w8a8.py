@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
     SCAN_LANES,
     ActiveRows,
@@ -75,7 +76,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial)
     multiply, correct = _multiply(m, n, k, dot), _correct(k, dot)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def linear_i8(
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),

@@ -11,6 +11,7 @@ import numpy as np
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 
 TINY = 1e-30
@@ -63,7 +64,7 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
     """
     loop = row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def quantize_rows_i8(x: T.Buffer((m, k), "float32"), q: T.Buffer((m, k), "int8"), s: T.Buffer((m,), "float32")):
         T.func_attr({"tir.noalias": True})
         for i in loop(m):

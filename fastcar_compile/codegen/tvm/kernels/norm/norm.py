@@ -17,7 +17,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_row, row_loop
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, fence, ramp
@@ -105,7 +105,7 @@ def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return y float32 [m, k] = x / sqrt(mean(x^2) + epsilon) * w, x float32 [m, k], w float32 [k]."""
     loop = row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
         T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
         for i in loop(m):
@@ -122,7 +122,7 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of the rows that `rms_norm` gives."""
     loop = row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def normalize_quantize_rows(
         x: T.Buffer((m, k), "float32"),
         w: T.Buffer((k,), "float32"),
@@ -146,7 +146,7 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b, x float32 [m, k], w, b float32 [k]."""
     loop = row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def center_rows(
         x: T.Buffer((m, k), "float32"),
         w: T.Buffer((k,), "float32"),
@@ -168,7 +168,7 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of the rows that `layer_norm` gives."""
     loop = row_loop(m, k)
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def center_quantize_rows(
         x: T.Buffer((m, k), "float32"),
         w: T.Buffer((k,), "float32"),

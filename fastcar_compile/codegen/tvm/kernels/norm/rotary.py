@@ -8,7 +8,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
 PARALLEL_ROTARY_ELEMENTS = 1 << 17
@@ -26,7 +26,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
     lanes = next(v for v in (16, 8, 4, 2, 1) if half % v == 0)
     loop = T.parallel if b * h > 1 and b * h * t * d >= PARALLEL_ROTARY_ELEMENTS else T.serial
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def rotate(
         x: T.Buffer((b, h, t, d), "float32"),
         cos: T.Buffer((tables, 1, t, d), "float32"),

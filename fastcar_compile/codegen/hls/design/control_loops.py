@@ -1,0 +1,283 @@
+"""The loops of the TAS unit and DRS controller: how often each iterates, how long its pipeline is, what it moves.
+
+They run one after the other, before the array starts (fastcar_drs.hpp, fastcar_engine_control.hpp). The closed form and
+the cycle model use the same loops. Depths are estimates, as in `loops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import ceil
+
+from fastcar_compile.codegen.hls.design.loops import (
+    COMPARE,
+    DIVIDE,
+    INTEGER,
+    MULTIPLY,
+    READ,
+    TO_FLOAT,
+    WRITE,
+    Loop,
+)
+from fastcar_compile.codegen.hls.design.recurrences import ADD_CLOCKS
+from fastcar_compile.drs.result import RESULT_WORDS
+from fastcar_compile.drs.scores import network_words
+from fastcar_compile.drs.table import (
+    FLOATS_PER_WORD,
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    MAX_ROWS,
+    DrsTable,
+    GateKind,
+)
+
+ROOT_DEPTH = 25 * INTEGER
+"""A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""
+
+HASH_PRODUCTS = 9
+"""Products of a hash, one after the other (hash_round of fastcar_gate_core.hpp)."""
+
+REMAINDER_BITS = 32
+"""Bits of the number of a forward, one per clock."""
+
+SHIFT = 2
+"""Stages of a shifter of 64 bits with rounding."""
+
+PRODUCT_DEPTH = READ + MULTIPLY + SHIFT + 3 * INTEGER
+"""Four products of float32 values as integers and their sum. An open HLS tool reports 4 stages for it at 250 MHz; this is
+with the key's block RAM."""
+
+CHANGE_DEPTH = READ + ADD_CLOCKS + SHIFT + 3 * INTEGER
+FEATURE_DEPTH = READ + ADD_CLOCKS + INTEGER + WRITE
+ROUND_FEATURE_DEPTH = READ + SHIFT + INTEGER + WRITE
+WEIGHT_DEPTH = READ + MULTIPLY + SHIFT + 4 * INTEGER
+HEADS_DEPTH = PRODUCT_DEPTH + INTEGER + WRITE
+COSINE_DEPTH = READ + TO_FLOAT + MULTIPLY + COMPARE + ROOT_DEPTH + DIVIDE + COMPARE + SHIFT + 2 * INTEGER
+UNIT_DEPTH = READ + TO_FLOAT + 2 * MULTIPLY + ADD_CLOCKS + COMPARE + MULTIPLY + SHIFT + INTEGER
+
+TABLE_INTERVAL = 4
+"""Clocks of the table's loop per 128-bit word: the CRC takes a word of 32 bits per clock (FASTCAR_PIPELINE(4))."""
+
+CHECKS = 10
+"""Products that the checks of a header compute, one after the other (fastcar_drs_table.hpp)."""
+
+DECODE_PRODUCTS = 4
+"""Products behind each other when a call's loop bounds are decoded (linear_fits and last_product)."""
+
+SHORT_ANSWER = 4
+"""32-bit words of an answer without records: status, count, Index Register, held layer."""
+
+
+class ControlOp(StrEnum):
+    """What the controller does in one call of the engine."""
+
+    TABLE = "load the table"
+    GATE = "decide"
+    EXECUTE = "execute the queue"
+    SCHEDULE = "schedule by the mask"
+    PLACE = "place the rows"
+
+
+@dataclass(frozen=True)
+class ControlShape:
+    """Sizes of a control table, as far as clocks depend on them.
+
+    Args:
+        layer_words: instruction words of a layer. table_beats: 128-bit words of the table.
+        query_words, key_words: 128-bit words of one row of q and of the cached key; 0: the gate reads neither.
+        input_words: of one row of the MLP's input; 0: the gate does not read it. units: of the largest network.
+        heads: query heads. weighted: whether each has a weight in the table.
+        refreshes: whether the number of the forward is compared with a refresh period.
+    """
+
+    layers: int
+    rows: int
+    layer_words: int
+    table_beats: int
+    query_words: int
+    key_words: int
+    input_words: int
+    gate: GateKind
+    units: int
+    heads: int = 1
+    weighted: bool = False
+    refreshes: bool = False
+
+    @classmethod
+    def of(cls, table: DrsTable) -> ControlShape:
+        """Return the sizes of a table."""
+        return cls(
+            layers=table.layers,
+            rows=table.rows,
+            layer_words=len(table.instructions[0]),
+            table_beats=ceil(table.words / FLOATS_PER_WORD),
+            query_words=table.row_query_words,
+            key_words=table.row_key_words,
+            input_words=table.input_words,
+            gate=table.gate,
+            units=table.units,
+            heads=table.attention.heads,
+            weighted=table.head_weights is not None,
+            refreshes=table.refresh_period != 0,
+        )
+
+    def answer_beats(self, records: int) -> int:
+        """Return the 128-bit words of an answer with that many records."""
+        return ceil((RESULT_WORDS + 2 * records) / FLOATS_PER_WORD)
+
+
+@dataclass(frozen=True)
+class ControlWork:
+    """What the controller does in one call. records: that it dispatches."""
+
+    op: ControlOp
+    shape: ControlShape
+    records: int = 0
+
+
+@lru_cache(maxsize=4096)
+def control_loops(work: ControlWork) -> tuple[Loop, ...]:
+    """Return the loops of one call, in order, up to the start of the array."""
+    shape = work.shape
+    places = Loop("control", "copy_places", MAX_ROWS, READ + WRITE)
+    decode = Loop("decode", "bounds", 1, DECODE_PRODUCTS * MULTIPLY)
+    start = (Loop("passes_of", "find_last_pass", shape.rows, READ + INTEGER), decode)
+    layer = Loop("read_layer", "fields", ceil((LAYER_FIELDS + 1) / 2), READ)  # two words of a block RAM per clock
+    match work.op:
+        case ControlOp.PLACE:
+            return Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE), *start
+        case ControlOp.EXECUTE:
+            return layer, places, _answer(ceil(SHORT_ANSWER / FLOATS_PER_WORD)), *start
+        case ControlOp.TABLE:
+            return *_load_loops(shape), places, _answer(ceil(SHORT_ANSWER / FLOATS_PER_WORD)), *start
+        case ControlOp.GATE | ControlOp.SCHEDULE:
+            scores = _scores(shape) if work.op is ControlOp.GATE else ()
+            return layer, *_schedule_loops(shape, scores), places, _answer(shape.answer_beats(work.records)), *start
+
+
+def _answer(beats: int) -> Loop:
+    return Loop("write_answer", "write_words", beats, READ, moves=True)
+
+
+def _scores(shape: ControlShape) -> tuple[Loop, ...]:
+    """Return the loops of all rows' scores and of their comparison with the threshold."""
+    first = FIRST_LOOPS[shape.gate](shape) if shape.gate in FIRST_LOOPS else ()
+    refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if shape.refreshes else ()
+    compare = Loop("rows_that_pass", "compare_rows", shape.rows, READ + COMPARE + INTEGER)
+    return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare, *refresh
+
+
+def _schedule_loops(shape: ControlShape, scores: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    """Return the loops of `schedule`, from the chain counts to the last record."""
+    return (
+        Loop("read_chain", "read_counts", ceil(shape.rows / FLOATS_PER_WORD), WRITE, moves=True),
+        Loop("decide", "clear_scores", MAX_ROWS, WRITE),
+        *scores,
+        Loop("report_rows", "report_each_row", MAX_ROWS, READ + INTEGER + WRITE),
+        Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE),
+        Loop("dispatch", "fetch_instructions", shape.layer_words, 2 * READ + 2 * INTEGER + WRITE),
+    )
+
+
+def _load_loops(shape: ControlShape) -> tuple[Loop, ...]:
+    """Return the loops that load a table and check it."""
+    header = HEADER_WORDS // FLOATS_PER_WORD
+    return (
+        Loop("load_words", "read_table (header)", header, WRITE, TABLE_INTERVAL, moves=True),
+        Loop("load_table", "copy_header", HEADER_WORDS, READ + WRITE),
+        Loop("load_words", "read_table", shape.table_beats - header, WRITE, TABLE_INTERVAL, moves=True),
+        Loop("load_table", "checks", CHECKS, MULTIPLY, MULTIPLY + COMPARE),
+        *(Loop("programs_are_valid", "check_words", shape.layer_words, 2 * READ + COMPARE),) * shape.layers,
+    )
+
+
+def _key(words: int) -> Loop:
+    return Loop("load_key", "read_key", words, WRITE, moves=True)
+
+
+def _tas(shape: ControlShape) -> tuple[Loop, ...]:
+    name, label, depth = "row_sum", "read_query", PRODUCT_DEPTH
+    if shape.weighted:
+        name, label, depth = "weighted_row_sum", "read_weighted_query", PRODUCT_DEPTH + MULTIPLY
+    return (
+        _key(shape.key_words),
+        Loop(name, label, shape.query_words, depth, moves=True),
+        Loop("scores_of_rows", "score", 1, TO_FLOAT + MULTIPLY + WRITE),
+    )
+
+
+def _head_weights(shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("load_weights", "copy_weights", shape.heads, READ + WRITE),) if shape.weighted else ()
+
+
+def _units(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("network_scores", "units", 1, READ, moves=True),)
+
+
+def _input_delta(shape: ControlShape) -> tuple[Loop, ...]:
+    return (
+        _key(shape.input_words),
+        Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
+        Loop("change_scores", "score", 1, TO_FLOAT + COMPARE + DIVIDE + WRITE),
+    )
+
+
+def _bound(shape: ControlShape) -> tuple[Loop, ...]:
+    score = TO_FLOAT + 2 * MULTIPLY + ROOT_DEPTH + COMPARE + DIVIDE + ADD_CLOCKS + WRITE
+    return (
+        _key(shape.input_words),
+        Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
+        _key(shape.key_words),
+        Loop("heads_of_row", "read_heads", shape.query_words, HEADS_DEPTH, moves=True),
+        Loop("distance_of_heads", "add_cosines", shape.heads, COSINE_DEPTH),
+        Loop("bound_scores", "score", 1, score),
+    )
+
+
+def _constant(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("constant_scores", "score_constants", 1, WRITE),)
+
+
+def _random(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("random_scores", "score_hashes", 1, HASH_PRODUCTS * (MULTIPLY + 3 * INTEGER) + TO_FLOAT + WRITE),)
+
+
+def _learned(shape: ControlShape) -> tuple[Loop, ...]:
+    padded = shape.input_words + shape.input_words % 2
+    # The first word of a network is its number of units; every row reads the others.
+    weights = network_words(shape.units, FLOATS_PER_WORD * shape.input_words) - 1
+    return (
+        _key(shape.input_words),
+        Loop(
+            "features_of_row",
+            "read_features",
+            shape.input_words,
+            FEATURE_DEPTH + padded - shape.input_words,
+            moves=True,
+        ),
+        Loop("round_features", "round_words", 2 * padded, ROUND_FEATURE_DEPTH),
+        Loop("sums_of_units", "read_weights", weights, WEIGHT_DEPTH, moves=True),
+        Loop("network_score", "add_units", shape.units, UNIT_DEPTH),
+        Loop("network_score", "score", 1, TO_FLOAT + MULTIPLY + ADD_CLOCKS + WRITE),
+    )
+
+
+SCORE_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
+    GateKind.TAS: _tas,
+    GateKind.INPUT_DELTA: _input_delta,
+    GateKind.BOUND: _bound,
+    GateKind.LEARNED: _learned,
+    GateKind.ALWAYS: _constant,
+    GateKind.NEVER: _constant,
+    GateKind.RANDOM: _random,
+}
+"""By gate: the loops of one row's score."""
+
+FIRST_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
+    GateKind.TAS: _head_weights,
+    GateKind.LEARNED: _units,
+}
+"""By gate: the loops before the first row."""

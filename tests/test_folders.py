@@ -1,0 +1,157 @@
+"""Folders whose tensors have other names than the model's parameters, and folders whose config.json is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from decoders import SIZES, llama
+from transformers import (
+    Emu3Config,
+    Emu3ForConditionalGeneration,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    LlamaModel,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import Chunk, WeightConverter
+
+import fastcar_compile as fc
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend import stored_names
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.repeat_layers import RepeatLayers
+
+LAYERS = 3
+_TEXT: dict[str, Any] = SIZES | {"num_hidden_layers": LAYERS, "vocab_size": 64}
+_VQ: dict[str, Any] = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8}
+
+
+def neox() -> PreTrainedModel:
+    """Saved with `embed_out.weight`."""
+    sizes = {k: v for k, v in _TEXT.items() if k != "num_key_value_heads"}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, use_parallel_residual=False))
+
+
+def emu3() -> PreTrainedModel:
+    """Saved with `text_model.model.…`, and with a tokeniser of pictures that the decode step does not read."""
+    visual = {f"<|visual token {i:06d}|>": i for i in range(32)}
+    return Emu3ForConditionalGeneration(
+        Emu3Config(
+            text_config=_TEXT | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            vq_config=_VQ | {"embed_dim": 8, "codebook_size": 32, "hidden_size": 32, "attn_resolutions": [2]},
+            vocabulary_map=visual | {"<image>": 63, "<|extra_200|>": 62},
+        )
+    )
+
+
+def janus() -> PreTrainedModel:
+    """Its config has no layers of its own, and its vision tower has as many as the decoder."""
+    vision = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "image_size": 32}
+    return JanusForConditionalGeneration(
+        JanusConfig(
+            text_config=_TEXT | {"model_type": "llama"},
+            vision_config=vision | {"patch_size": 16, "projection_dim": 32, "mlp_ratio": 2.0},
+            vq_config=_VQ | {"embed_dim": 8, "num_embeddings": 32, "projection_dim": 32, "image_token_embed_dim": 32},
+            image_token_id=63,
+        )
+    )
+
+
+def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
+    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1)
+    passes = list(analysis_pipeline())
+    if isinstance(model, Checkpoint):
+        passes.append(RepeatLayers(str(model.skeleton.layers_path), LAYERS))
+    return run_pipeline(program, passes)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(neox, "embed_out.weight"), (emu3, "text_model.lm_head.weight"), (janus, "model.language_model.norm.weight")],
+)
+def test_a_folder_is_the_decoder_of_its_model(make: Callable[[], PreTrainedModel], name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert name in checkpoint.tensors
+    lazy, whole = analysed(checkpoint), analysed(model)
+    assert set(lazy.params) == set(whole.params)
+    for parameter in whole.params:
+        assert torch.equal(lazy.params[parameter], whole.params[parameter]), parameter
+    ops = [[str(n.target) for n in p.graph_module.graph.nodes if n.op == "call_function"] for p in (lazy, whole)]
+    assert ops[0] == ops[1]
+    assert [s.module_path for s in lazy.sites] == [s.module_path for s in whole.sites]
+    assert (lazy.state, lazy.config) == (whole.state, whole.config)
+
+
+def test_a_backbone_is_found_in_the_weights_of_the_whole_model(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=LAYERS)
+    model.save_pretrained(tmp_path)
+    model.model.config.architectures = ["LlamaModel"]
+    model.model.config.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
+    assert isinstance(checkpoint.model(), LlamaModel)
+
+
+def test_a_tensor_that_transformers_computes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    parts = [tensors.pop(f"model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")]
+    safetensors.torch.save_file(
+        tensors | {"model.layers.0.mlp.both.weight": torch.cat(parts)}, tmp_path / "model.safetensors"
+    )
+    rule = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
+    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda model: [rule])
+    with pytest.raises(CompileError) as error:
+        Checkpoint(tmp_path)
+    assert len(error.value.problems) == 2
+    assert "transformers computes model.layers.0.mlp.up_proj.weight out of model.layers.0.mlp.both.weight" in str(
+        error.value
+    )
+    assert "load it with from_pretrained, and compile the module" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size": "64"}, "config.json does not fit its model type: Field 'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 0}, "config.json does not fit its model type"),
+        ({"hidden_size": 33}, "The hidden size (33) is not a multiple of the number of attention heads (4)."),
+        ({"num_hidden_layers": 10**6}, "config.json says num_hidden_layers = 1000000"),
+        ({"num_hidden_layers": 0, "intermediate_size": 0}, "2 problems were found"),
+        ({"vocab_size": -5}, "config.json says vocab_size = -5"),
+        ({"max_position_embeddings": 10**12}, "config.json says max_position_embeddings = 1000000000000"),
+        ({"tokens_per_frame": "x"}, "config.json says tokens_per_frame = 'x'"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "config.json names no architecture (architectures is no list of names)",
+        ),
+        ({"hidden_act": "nonsense"}, "transformers cannot build LlamaForCausalLM: KeyError: 'nonsense'"),
+        ({"model_type": None}, "transformers cannot read config.json"),
+        ({"dtype": "floaty"}, "config.json does not fit its model type"),
+    ],
+)
+def test_a_broken_config_is_the_users_error(changes: dict[str, object], text: str, tmp_path: Path) -> None:
+    config = llama().config.to_dict() | {"architectures": ["LlamaForCausalLM"]} | changes
+    data = {k: v for k, v in config.items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CompileError) as error:
+        fc.compile(tmp_path, "cpu", dry_run=True)
+    assert text in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert "hint:" in str(error.value)
