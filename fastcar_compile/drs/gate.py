@@ -121,8 +121,7 @@ def _tas(gate: Gate, operands: Operands) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
         if gate.head_weights is not None:
             query = query * np.array(gate.head_weights, np.float32)[None, :, None]
-        words = (v.reshape(-1, FLOATS_PER_WORD) for v in (query, key))
-        return tas_sums(*words, gate.rows, gate.attention).astype(np.float32) * np.float32(gate.factor)
+        return tas_sums(query, key, gate.rows, gate.attention).astype(np.float32) * np.float32(gate.factor)
 
 
 def _input_delta(gate: Gate, _step: int, operands: Operands) -> Array:

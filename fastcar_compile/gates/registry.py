@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.base import Gate
 from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
@@ -119,4 +120,4 @@ def _those(fact: str) -> str:
 
 def decided_on_accelerator(gate: str) -> bool:
     """Return whether the accelerator's controller has this gate: all of this package. The host decides the others."""
-    return gate in _BUILT_IN
+    return gate in _BUILT_IN and gate.upper() in GateKind.__members__

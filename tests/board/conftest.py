@@ -20,13 +20,13 @@ import tvm_ffi
 from conftest import check_module, check_tool, missing
 from decoders import llama
 from filelock import FileLock
+from gates import foreign
 from gates.networks import networks
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
-from fastcar_compile.gates import GATES, GateWeights
-from fastcar_compile.gates.input_delta import BoundGate
+from fastcar_compile.gates import GateWeights
 from fastcar_compile.runtime.backends.hls_csim import cache_folder
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
@@ -60,19 +60,12 @@ def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
 
 
-class ForeignGate(BoundGate):
-    """As `bound`, but of another package."""
-
-    name = "foreign"
-
-
 @pytest.fixture(scope="session")
 def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
     """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
-    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "foreign", "batch": 4, "num_hidden_layers": 1}
-    changes |= {"target": "u280"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(GATES._registered, "foreign", ForeignGate)
+        changes: dict[str, Any] = {"threshold": (1.1,), "gate": foreign.register(patch), "num_hidden_layers": 1}
+        changes |= {"target": "u280", "batch": 4}
         yield built_once(tmp_path_factory, "foreign", lambda output: compiled(output, **changes))
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gates import foreign
 from torch import Tensor
 
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
-from fastcar_compile.gates import GATES
-from fastcar_compile.gates.tas import TasGate
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
@@ -126,16 +125,9 @@ def test_chain_counts_are_those_that_the_unit_returns() -> None:
     assert torch.equal(backend._state["chain_count_0"], counts)
 
 
-class ForeignGate(TasGate):
-    """Of another package, with the score of a gate of this one."""
-
-    name = "foreign"
-
-
 def test_a_gate_of_another_package_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its score is an operator that the controller has: the table says nothing of it."""
-    monkeypatch.setitem(GATES._registered, "foreign", ForeignGate)
-    program = after(*analysis_pipeline(), InsertReplay((1.5,), gate="foreign"))
+    program = after(*analysis_pipeline(), InsertReplay((1.5,), gate=foreign.register(monkeypatch)))
     before = everything(program)
     assert OffloadGate().apply(program) is False
     assert everything(program) == before
