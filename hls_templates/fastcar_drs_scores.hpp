@@ -125,9 +125,9 @@ inline uint32_t remainder_of(uint32_t value, uint32_t divisor) {
     FASTCAR_NO_INLINE
     uint32_t rest = 0;
 shift_bits:
-    for (int i = 31; i >= 0; --i) {
+    for (int i = 0; i < 32; ++i) {
         FASTCAR_PIPELINE(1)
-        rest = remainder_step(rest, (value >> i) & 1u, divisor);
+        rest = remainder_step(rest, (value >> (31 - i)) & 1u, divisor);
     }
     return rest;
 }
