@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import InternalError as InternalError
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
+    from fastcar_compile.generation import TransformersDecoder as TransformersDecoder
+    from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
     from fastcar_compile.simulation.simulate import simulate as simulate
     from fastcar_compile.targets import Target as Target
@@ -58,6 +60,8 @@ _MODULES = {
         "TargetError",
         "UserError",
     ),
+    "generation": ("TransformersDecoder",),
+    "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
     "simulation.simulate": ("simulate",),
     "targets": ("Target", "available_targets", "load_target"),
@@ -77,12 +81,14 @@ __all__ = [
     "InputError",
     "InternalError",
     "ReplayConfig",
+    "Sampling",
     "Session",
     "SparseAttention",
     "Target",
     "TargetError",
     "Thresholds",
     "TrainedGate",
+    "TransformersDecoder",
     "TunedDecoder",
     "UserError",
     "available_targets",

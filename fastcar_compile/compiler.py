@@ -25,8 +25,10 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
@@ -137,6 +139,8 @@ def compile(
     if isinstance(model, str | Path):
         say("checking the model folder")
         model = open_folder(Path(model), weights=not dry_run)
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
     sizes, assumed = _sizes(model, tokens_per_frame, max_seq_len)
     options: dict[str, Any] = {
         **sizes,
@@ -179,6 +183,9 @@ def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
+    if merged := merged_weights(program):
+        text = f"LoRA adapters are merged into {len(merged)} weights, such as {merged[0]}; others need another build"
+        warnings.warn(text, UserWarning, stacklevel=4)
     return program, passes
 
 
@@ -223,7 +230,7 @@ def _repetition(model: object) -> list[Pass]:
     skeleton = model.skeleton
     if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
         return []
-    return [RepeatLayers(skeleton.layers_path, skeleton.layers)]
+    return [RepeatLayers(skeleton.layers_path, skeleton.layers, skeleton.period)]
 
 
 def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:

@@ -241,7 +241,7 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
     assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
     assert layout.ONNX_INLINE not in files
     assert lazy.manifest.files[layout.ONNX_EXTERNAL].size < 200_000
-    assert 'repeat-layers{"count": 4, "path": "model.layers"}' in lazy.manifest.pipeline.passes
+    assert 'repeat-layers{"count": 4, "path": "model.layers", "period": 1}' in lazy.manifest.pipeline.passes
     ids = torch.randint(0, 17, (1, 40), generator=torch.Generator().manual_seed(0))
     for backend in ("cpu", "onnxruntime"):
         sessions = [a.session(backend, record=True) for a in (whole, lazy)]

@@ -103,7 +103,7 @@ class Third(PlainDecoder):
         ("a name", "there is no model folder\n  where: a name"),
         (TwoOutputs(), "the step returns 2 tensors"),
         (LastToken(), r"the step returns shape \(1, 11\); expected \[B, T, V\] or \[B, T, H\]"),
-        (Third(), "torch.export cannot capture Third: TypeError: missing a required argument: 'extra'"),
+        (Third(), "the decode step cannot be traced: TypeError: missing a required argument: 'extra'"),
     ],
 )
 def test_models_that_break_the_protocol(tmp_path: Path, model: Any, text: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from decoders import SIZES, llama
+from torch.fx.node import map_arg
 from transformers import (
     Emu3Config,
     Emu3ForConditionalGeneration,
@@ -20,6 +21,8 @@ from transformers import (
     JanusForConditionalGeneration,
     LlamaModel,
     PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -73,8 +76,20 @@ def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
     program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1)
     passes = list(analysis_pipeline())
     if isinstance(model, Checkpoint):
-        passes.append(RepeatLayers(str(model.skeleton.layers_path), LAYERS))
+        skeleton = model.skeleton
+        passes.append(RepeatLayers(str(skeleton.layers_path), skeleton.layers, skeleton.period))
     return run_pipeline(program, passes)
+
+
+def structure(program: DecoderProgram) -> list[object]:
+    """Every operator of the decode step with what it reads: parameters and state by name, operators by number."""
+    numbers: dict[torch.fx.Node, object] = {}
+    found: list[object] = []
+    for node in program.graph_module.graph.nodes:
+        numbers[node] = len(found) if node.op in ("call_function", "output") else str(node.target)
+        if node.op == "call_function":
+            found.append((node.target, str(map_arg((node.args, dict(node.kwargs)), lambda n: numbers[n]))))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -91,10 +106,40 @@ def test_a_folder_is_the_decoder_of_its_model(make: Callable[[], PreTrainedModel
     assert set(lazy.params) == set(whole.params)
     for parameter in whole.params:
         assert torch.equal(lazy.params[parameter], whole.params[parameter]), parameter
-    ops = [[str(n.target) for n in p.graph_module.graph.nodes if n.op == "call_function"] for p in (lazy, whole)]
-    assert ops[0] == ops[1]
+    assert structure(lazy) == structure(whole)
     assert [s.module_path for s in lazy.sites] == [s.module_path for s in whole.sites]
     assert (lazy.state, lazy.config) == (whole.state, whole.config)
+
+
+def every_second_without_rope() -> PreTrainedModel:
+    kinds = {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1], "num_hidden_layers": 7, "pad_token_id": 0}
+    return SmolLM3ForCausalLM(SmolLM3Config(**_TEXT | kinds))
+
+
+def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = every_second_without_rope().eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert (checkpoint.skeleton.captured_layers, checkpoint.skeleton.period) == (5, 2)
+    lazy, whole = analysed(checkpoint), analysed(model)
+    assert structure(lazy) == structure(whole)
+    assert (lazy.state, lazy.config, lazy.outputs) == (whole.state, whole.config, whole.outputs)
+    assert set(lazy.params) == set(whole.params)
+    for parameter in whole.params:
+        assert torch.equal(lazy.params[parameter], whole.params[parameter]), parameter
+
+
+def test_blocks_that_differ_are_not_repeated(tmp_path: Path) -> None:
+    every_second_without_rope().save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    program = run_pipeline(
+        capture(checkpoint, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1), analysis_pipeline()
+    )
+    with pytest.raises(CompileError, match="layers 3 and 4 differ, so that neither stands for the others"):
+        RepeatLayers("model.layers", 7).apply(program)
+    with pytest.raises(CompileError, match="cannot make 6 layers out of 5 in blocks of 2"):
+        RepeatLayers("model.layers", 6, 2).apply(program)
 
 
 def test_a_backbone_is_found_in_the_weights_of_the_whole_model(tmp_path: Path) -> None:

@@ -30,40 +30,25 @@ def backend_names() -> list[str]:
     return BACKENDS.names()
 
 
-class Sampler:
-    """Picks tokens from logits and keeps the time: greedy at temperature 0, else seeded multinomial sampling.
+class Clock:
+    """Counts tokens as they are chosen, and keeps the time.
 
     Attributes:
-        first: time of the first pick in seconds, when the prompt has been read; None before it.
-        count: picks so far.
+        first: time of the first token in seconds, when the prompt has been read; None before it.
+        count: tokens so far.
     """
 
-    def __init__(self, temperature: float, seed: int, total: int, show: Callable[[str], None]) -> None:
-        import numpy as np
-
-        if temperature < 0:
-            raise UserError(f"the temperature is {temperature}", hint="give 0 (greedy) or a positive number")
-        self.temperature, self.total, self.show = temperature, total, show
-        self.generator = np.random.default_rng(seed)
+    def __init__(self, total: int, show: Callable[[str], None]) -> None:
+        self.total, self.show = total, show
         self.first: float | None = None
         self.count = 0
 
-    def __call__(self, logits: NDArray[np.float32]) -> Tokens:
-        """Return token ids int64 [B] for logits float32 [B, V]."""
+    def __call__(self, _tokens: object) -> None:
+        """Count one token per row."""
         if self.first is None:
             self.first = time.perf_counter()
         self.count += 1
         self.show(f"{self.count} of {self.total} tokens")
-        return logits.argmax(-1) if self.temperature == 0 else self._drawn(logits)
-
-    def _drawn(self, logits: NDArray[np.float32]) -> Tokens:
-        """Return the first token of every row whose cumulated probability exceeds a uniform number."""
-        import numpy as np
-
-        scaled = np.asarray(logits, np.float64) / self.temperature
-        weights = np.exp(scaled - scaled.max(-1, keepdims=True)).cumsum(-1)
-        limits = self.generator.random((len(weights), 1)) * weights[:, -1:]
-        return (weights > limits).argmax(-1)
 
 
 @command
@@ -77,8 +62,13 @@ def run_command(
     ] = "cpu",
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
     thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among so many most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the most probable tokens of this sum.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens that were there.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance of pairs of rows; 1 is none.")] = 1.0,
+    negative_prompt: Annotated[str | None, typer.Option(help="The prompt that guidance leads away from.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
@@ -95,21 +85,22 @@ def run_command(
     _check_suffixes(output=output, trace=trace)
     ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
     limits = None if threshold is None else parse_thresholds(threshold)
+    sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
-        ids = to_rows(ids, loaded.config.batch_size)
+        ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}
         session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)
         if limits is not None:
             session.set_threshold(limits)
-        sampler = Sampler(temperature, seed, num_tokens, show)
+        clock = Clock(num_tokens, show)
         start = time.perf_counter()
-        tokens = session.generate(ids, num_tokens, sample=sampler, progress=False)
+        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock)
         end = time.perf_counter()
     rows: list[list[int]] = np.asarray(tokens).tolist()
-    report = summary(session, rows, start, sampler.first or end, end)
+    report = summary(session, rows, start, clock.first or end, end)
     report |= {"backend": backend, "output": output, "trace": trace}
     _write(tokens, output)
     _write(session.stats.decisions if trace else None, trace)
@@ -167,15 +158,38 @@ def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
             print_text(" ".join(map(str, row)))
 
 
-def to_rows(ids: Tokens, rows: int) -> Tokens:
+def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = False) -> Tokens:
     """Return one prompt for every row, int64 [B, P]: [P] or [1, P] is repeated, [B, P] is kept.
 
+    Args:
+        ids: the prompts. rows: B.
+        negative: token ids of the unconditional prompt; then `ids` are the prompts of the first half of the rows.
+        guided: rows b and b + B / 2 are pairs.
+
     Raises:
-        UserError: another number of rows.
+        UserError: another number of rows, or guidance without an unconditional prompt.
     """
     import numpy as np
 
     table = np.atleast_2d(ids)
+    if negative is None:
+        if guided and table.shape[0] != rows:
+            hint = f"give --negative-prompt, or --prompt-file with {rows} rows, the unconditional ones last"
+            raise UserError("guidance needs the unconditional prompts too", hint=hint)
+        return _repeated(table, rows)
+    if not guided or rows % 2:
+        hint = "give --guidance with it, and an artifact with an even batch_size"
+        raise UserError("--negative-prompt is for pairs of rows", hint=hint)
+    other = parse_prompt(negative)
+    if len(other) != table.shape[1]:
+        what = f"the prompt has {table.shape[1]} tokens, the negative prompt {len(other)}"
+        raise UserError(what, hint="give as many: both rows of a pair have the same position")
+    return np.concatenate([_repeated(table, rows // 2), _repeated(np.atleast_2d(other), rows // 2)])
+
+
+def _repeated(table: Tokens, rows: int) -> Tokens:
+    import numpy as np
+
     if table.shape[0] not in (1, rows):
         raise UserError(
             f"the prompt has {table.shape[0]} rows, the artifact decodes {rows}", hint=f"give 1 or {rows} rows"

@@ -62,7 +62,7 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
         design=None if plan is None else plan.design.part,
         exploration=None if plan is None else plan.found.part,
         controller=None if plan is None else controller_part(plan.table),
-        speed=() if plan is None else _speed(rewritten, layers, plan, fits=not problems),
+        speed=() if plan is None else _speed(rewritten, layers, plan),
     )
 
 
@@ -75,7 +75,7 @@ def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
         return None
 
 
-def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan, *, fits: bool) -> tuple[Speed, ...]:
+def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan) -> tuple[Speed, ...]:
     """Return the predictions, dense first; of a decoder that does not fit, as if it did."""
     config = rewritten.config
     work = workload_of_sections(config, rewritten.program.config, layers.layers)
@@ -85,7 +85,8 @@ def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan, *
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
     found: list[Speed] = []
     for case, ratio in cases.items():
-        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=not fits)
+        # What does not fit is among the problems already; the prediction is made all the same.
+        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=True)
         found.append(
             Speed(
                 case=case,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import sys
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.checkpoint import Checkpoint
+from fastcar_compile.frontend.export_errors import depends_on_data, export_error
 from fastcar_compile.frontend.exported import check_exported
-from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, is_huggingface, static_cache_step
+from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
 from fastcar_compile.ir.weights import LazyWeights
 
@@ -45,6 +49,8 @@ def capture(
     lazy = None
     if isinstance(model, Checkpoint):
         model, lazy = model.model(), LazyWeights(model)
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
     if isinstance(model, ExportedProgram):
         check_exported(model)
         graph = import_exported(model)
@@ -67,11 +73,13 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generato
     """The model as a float32 step-protocol module, and whether it takes embeddings."""
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
-    if is_huggingface(model):
-        with static_cache_step(model, batch_size, max_seq_len) as step:
-            yield step, ModelFacts.of(model).takes_embeddings
-    else:
-        yield model.eval(), ModelFacts.of(model).takes_embeddings
+    headless = ModelFacts.of(model).takes_embeddings
+    with as_written(model):
+        if is_huggingface(model):
+            with static_cache_step(model, batch_size, max_seq_len) as step:
+                yield step, headless
+        else:
+            yield model, headless
 
 
 def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:
@@ -82,17 +90,25 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
         else:
             arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
-            warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
-            return torch.export.export(step, (), arguments, strict=False)
+        return _exported(step, arguments)
     except UserError:
         raise
     except Exception as error:
-        raise CompileError(
-            f"torch.export cannot capture {type(step).__name__}: {type(error).__name__}: {error}",
-            hint="the step must trace without data-dependent Python control flow; see docs/reference/step_protocol.md",
-        ) from error
+        if isinstance(step, StaticCacheStep) and depends_on_data(error) and step.can_be_explicit():
+            step.explicit = True
+            return _export(step, facts, batch, tokens, embeddings)
+        raise export_error(step, error) from error
+
+
+def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
+    """What torch.export makes of the step. Where it fails it prints the graph so far, which says nothing to a user."""
+    said = io.StringIO()
+    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said):
+        # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
+        warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
+        exported = torch.export.export(step, (), arguments, strict=False)
+    sys.stderr.write(said.getvalue())
+    return exported
 
 
 def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int) -> DecoderConfig:

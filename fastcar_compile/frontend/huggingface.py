@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.cache_shapes import fit_caches
+
+
+class StaticCacheStep(TorchExportableModuleWithStaticCache):
+    """The recipe's step. With `explicit`, it states positions and an all-ones mask that the model else works out.
+
+    Some models count positions from the length of the cache, as a Python number, which no static graph has (OPT).
+    """
+
+    explicit = False
+    length = 0
+
+    def can_be_explicit(self) -> bool:
+        """Return whether the model takes positions and a mask, and was not given them yet."""
+        taken = inspect.signature(self.model.forward).parameters
+        return not self.explicit and {"position_ids", "attention_mask"} <= set(taken)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_position: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits [B, T, V], or hidden states of a model without a head."""
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if not self.explicit or tokens is None or cache_position is None:
+            return super().forward(input_ids, inputs_embeds, cache_position)
+        for layer in self.static_cache.layers:
+            layer.cumulative_length.copy_(cache_position[0])  # pyright: ignore[reportAttributeAccessIssue]
+        rows = tokens.shape[0]
+        result = self.model(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=torch.ones(rows, self.length, dtype=torch.int64),
+            position_ids=cache_position.expand(rows, -1),
+            past_key_values=self.static_cache,
+            use_cache=True,
+        )
+        return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
 
 WRAPPED_MODEL = "model"
 """Attribute of the model in TorchExportableModuleWithStaticCache."""
@@ -31,7 +71,7 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     Raises:
         CompileError: the model has no `scaled_dot_product_attention` path.
     """
-    kept = (model.config._attn_implementation, getattr(model, "generation_config", None), model.training)
+    kept = (model.config._attn_implementation, getattr(model, "generation_config", None))
     generation = copy.deepcopy(kept[1]) or GenerationConfig()
     generation.use_cache, generation.cache_implementation = True, "static"
     try:
@@ -42,13 +82,12 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
             hint="compile a model whose attention has an sdpa implementation",
         ) from error
     model.generation_config = generation
-    model.eval()
     try:
-        recipe = TorchExportableModuleWithStaticCache(model, batch_size, max_seq_len, torch.device("cpu"))
+        recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
+        recipe.length = max_seq_len
         fit_caches(recipe, model, batch_size)
         yield recipe
     finally:
         # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
         model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]
         model.generation_config = kept[1]  # pyright: ignore[reportAttributeAccessIssue]
-        model.train(kept[2])

@@ -139,19 +139,34 @@ class Skeleton:
         """Decoder layers."""
         return int(getattr(_decoder_config(self.config), "num_hidden_layers", 0) or 0)
 
-    @cached_property
+    @property
     def captured_layers(self) -> int:
-        """Layers to capture: the last of them stands for all after it, and equals the one before it.
+        """Layers to capture: the last `period` of them stand for all after them, and equal those before them."""
+        return self._repetition[0]
+
+    @property
+    def period(self) -> int:
+        """Layers after which their kinds repeat; 1: all that follow the first ones are alike."""
+        return self._repetition[1]
+
+    @cached_property
+    def _repetition(self) -> tuple[int, int]:
+        """Layers to capture, and the period with which that are fewest.
 
         Layers are alike when their modules have the same classes, parameter shapes and plain attributes, their own
-        index aside, and every per-layer list of the config gives them the same value.
+        index aside, and every per-layer list of the config gives them the same value. Two whole blocks are captured,
+        and as many layers before them as the first ones that are of another kind, or that leave whole blocks.
         """
         total = self.layers
         if self.layers_path is None:
-            return total
+            return total, 1
         kinds = [self._kind(i, layer) for i, layer in enumerate(self._full.get_submodule(self.layers_path).children())]
-        first = next(i for i in range(total) if all(k == kinds[-1] for k in kinds[i:]))
-        return min(total, first + 2)
+        found = [(total, 1)]
+        for period in range(1, total // 2 + 1):
+            odd = [i for i in range(total - period) if kinds[i] != kinds[i + period]]
+            start = odd[-1] + 1 if odd else 0
+            found.append((start + (total - start) % period + 2 * period, period))
+        return min(found)
 
     def _kind(self, index: int, layer: nn.Module) -> Any:
         described = []

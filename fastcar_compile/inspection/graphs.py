@@ -251,5 +251,5 @@ def _groups(nodes: Iterable[PageNode], keys: Mapping[int, str]) -> tuple[PageGro
     layers = sorted(place for place in members if isinstance(place, int))
     found = [PageGroup(title="inputs and embedding", layer=None, key="front", nodes=tuple(members["front"]))]
     found += [PageGroup(title=f"layer {n}", layer=n, key=keys[n], nodes=tuple(members[n])) for n in layers]
-    found.append(PageGroup(title="norm, head, outputs", layer=None, key="behind", nodes=(*late, *last)))
+    found.append(PageGroup(title="head and outputs", layer=None, key="behind", nodes=(*late, *last)))
     return tuple(group for group in found if group.nodes)

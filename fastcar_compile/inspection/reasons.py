@@ -21,6 +21,7 @@ PASS_REASONS = {
     "insert-replay": "The MLP runs where the gate does not replay; else the output of one frame earlier is taken.",
     "skip-rows": "Rows that replay are zero in the compute branch, and kernels do not multiply rows of zeros.",
     "sparse-attention": "Attention reads sinks and a sliding window from a ring cache of constant size.",
+    "window-caches": "The model's own window reads the last tokens only, so keys and values are kept in a ring.",
     "quantize-kv-cache": "Keys and values are cached in fewer bytes.",
     "offload-gate": "Score and gate of the layer are one call of the accelerator's TAS unit.",
     "offload-mlp": "The quantised MLP is one call of the accelerator, with the replay decision of every row.",

@@ -22,11 +22,11 @@ def source_of(node: fx.Node) -> str:
             path, _, rest = text[6:].partition('", line ')
             if "/torch/" in path:
                 continue
-            return f"{_importable(path)}:{rest.split(',')[0]}"
+            return f"{importable_path(path)}:{rest.split(',')[0]}"
     return ""
 
 
-def _importable(path: str) -> str:
+def importable_path(path: str) -> str:
     """Return the path as `import` sees it, below the longest entry of sys.path; else its last two parts."""
     roots = [entry for entry in sys.path if entry and path.startswith(entry.rstrip("/") + "/")]
     if roots:

@@ -1,4 +1,4 @@
-"""Remove what means nothing in inference: asserts, no-op casts, aliases, dropout."""
+"""Remove what means nothing in inference: asserts, no-op casts, aliases, dropout; and name rows from the front."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg, value_of
+from fastcar_compile.passes.patterns.constant_index import rewrite_index
 from fastcar_compile.passes.patterns.layouts import free_views
 
 aten = torch.ops.aten
@@ -25,7 +26,9 @@ class Canonicalize(Pass):
     1. Asserts go.
     2. `alias`, `detach`, dropout in inference, and casts and copies to the dtype that is there: their argument stays.
        A `view` of a copy that went becomes a `reshape`, as the layout is now another.
-    3. What nothing reads any more goes.
+    3. Rows of one axis that are taken by known numbers, `x[:, [-2]]`, become a slice or an `index_select` by numbers
+       from the front.
+    4. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
 
@@ -33,12 +36,16 @@ class Canonicalize(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether anything was removed."""
-        return any([_clean(module.graph) for module in program.graphs()])
+        return any([_clean(module) for module in program.graphs()])
 
 
-def _clean(graph: fx.Graph) -> bool:
+def _clean(module: fx.GraphModule) -> bool:
+    graph, modified = module.graph, False
     before = len(graph.nodes)
     for node in list(graph.nodes):
+        if rows := rewrite_index(module, node, Canonicalize.name):
+            node.replace_all_uses_with(rows)
+            modified = True
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
         elif _is_identity(node):
@@ -48,7 +55,7 @@ def _clean(graph: fx.Graph) -> bool:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    return len(graph.nodes) != before
+    return modified or len(graph.nodes) != before
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Products with a constant matrix become `linear`, whatever way round the model stores its weight."""
+"""Products with a constant matrix become `linear`, however the model writes them and stores the weight."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg, shape_of, value_of
+from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import Edit, call, rearranged_parameters
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)
 _VIEWS = (aten.view, aten.reshape)
+_TRANSPOSES = (aten.t, aten.numpy_T, aten.transpose, aten.permute, aten.mT, aten.matrix_H)
 
 
 @dataclass(frozen=True)
 class LegalizeLinears(Pass):
-    """Write every product with a parameter w [K, N] as a linear, in both graphs.
+    """Write every product with a parameter as a linear, in both graphs.
 
-    1. Matches `addmm(bias, x, w)` without factors, `mm(x, w)` and `matmul(x, w)`.
-    2. Makes `linear(x, w.T, bias)`; the transposed weight is a parameter of its own, `<w>_transposed`.
+    1. Matches `addmm(bias, x, w)` without factors, `mm(x, w)` and `matmul(x, w)`, where w [K, N] is a parameter or the
+       transpose of one, and `linear(x, w.T)`.
+    2. Makes `linear(x, v, bias)` with v [N, K]: the parameter that is transposed (Falcon), or a new one,
+       `<w>_transposed`.
     3. Views around the product that only fold leading dimensions go, as in transformers' `Conv1D` (GPT-2).
+    4. A parameter [N] that is added to a linear without a bias becomes its bias.
     A product of two computed values stays as it is.
     """
 
@@ -34,32 +39,73 @@ class LegalizeLinears(Pass):
         """Return whether there was a product to rewrite."""
         modified = False
         for module in program.graphs():
-            for node in [n for n in module.graph.nodes if is_op(n, *_PRODUCTS) and _weight(n) is not None]:
+            for node in [n for n in module.graph.nodes if _matches(n)]:
                 _replace(module, node, Edit(self.name, program.lazy))
+                modified = True
+            for node in [n for n in module.graph.nodes if _is_bias(n)]:
+                _fold(node, self.name)
                 modified = True
             module.graph.eliminate_dead_code()
         return modified
 
 
+def _matches(node: fx.Node) -> bool:
+    """Return whether the node is a product with a parameter, and none that a backend takes as it is."""
+    if is_op(node, aten.linear):
+        return _transposed_parameter(node_arg(node, 1)) is not None
+    return is_op(node, *_PRODUCTS) and not node.kwargs and _weight(node) is not None
+
+
 def _weight(node: fx.Node) -> fx.Node | None:
-    """The parameter [K, N], or None where there is none, or addmm scales its parts."""
-    weight = node.args[-1]
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr" or node.kwargs:
+    """The parameter of a product, as it is or transposed; None where there is none."""
+    weight = node.args[1] if is_op(node, aten.linear) else node.args[-1]
+    if not isinstance(weight, fx.Node) or value_of(weight).dim() != 2:
         return None
-    return weight if value_of(weight).dim() == 2 else None
+    return weight if weight.op == "get_attr" else _transposed_parameter(weight)
+
+
+def _transposed_parameter(node: fx.Node) -> fx.Node | None:
+    """The parameter that the node transposes; None where it does something else."""
+    if not is_op(node, *_TRANSPOSES) or value_of(node).dim() != 2:
+        return None
+    source = node_arg(node, 0)
+    swaps = value_of(node).stride() == value_of(source).stride()[::-1]
+    return source if source.op == "get_attr" and swaps else None
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
-    graph, weight = module.graph, node_arg(node, len(node.args) - 1)
-    x = node_arg(node, len(node.args) - 2)
-    bias = [node_arg(node, 0)] if is_op(node, aten.addmm) else []
-    unfolded = _unfolded(node, x)
+    graph, weight = module.graph, _weight(node)
+    if weight is None:
+        raise InternalError(f"{node.name} is no product with a parameter")
+    is_linear = is_op(node, aten.linear)
+    x = node_arg(node, 0 if is_linear else len(node.args) - 2)
+    bias = [node_arg(node, 0)] if is_op(node, aten.addmm) else list(node.args[2:]) if is_linear else []
+    unfolded = None if is_linear else _unfolded(node, x)
     with graph.inserting_before(node):
-        (transposed,) = rearranged_parameters(module, weight, ("transposed",), _transposed, edit, origin=node)
-        arguments = (x if unfolded is None else unfolded, transposed, *bias)
+        rows = weight
+        if is_linear or weight in node.args:  # its rows are the product's inputs, not its outputs
+            (rows,) = rearranged_parameters(module, weight, ("transposed",), _transposed, edit, origin=node)
+        arguments = (x if unfolded is None else unfolded, rows, *bias)
         new = call(graph, aten.linear.default, arguments, origin=node, made_by=edit.made_by)
     for user in [node] if unfolded is None else list(node.users):
         user.replace_all_uses_with(new)
+
+
+def _is_bias(node: fx.Node) -> bool:
+    """Return whether the node adds a parameter [N] to a linear that has no bias and no other reader."""
+    if not is_op(node, aten.add) or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    linear, bias = sorted(node.all_input_nodes, key=lambda n: n.op == "get_attr")
+    plain = is_op(linear, aten.linear) and len(linear.users) == 1 and optional_arg(linear, 2) is None
+    return plain and bias.op == "get_attr" and shape_of(bias) == shape_of(linear)[-1:]
+
+
+def _fold(node: fx.Node, made_by: str) -> None:
+    linear, bias = sorted(node.all_input_nodes, key=lambda n: n.op == "get_attr")
+    with node.graph.inserting_before(node):
+        arguments = (node_arg(linear, 0), node_arg(linear, 1), bias)
+        new = call(node.graph, aten.linear.default, arguments, origin=linear, made_by=made_by)
+    node.replace_all_uses_with(new)
 
 
 def _transposed(value: Tensor) -> tuple[Tensor]:

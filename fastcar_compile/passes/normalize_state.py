@@ -61,7 +61,7 @@ class _Normalizer:
     def __init__(self, module: fx.GraphModule, max_seq_len: int) -> None:
         self.module, self.graph, self.max_seq_len = module, module.graph, max_seq_len
         self.position = placeholder(module.graph, "position")
-        self.functional = Functionalizer(module.graph, self.position)
+        self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
         self._windows: dict[tuple[fx.Node, int, int], int | str] = {}
 

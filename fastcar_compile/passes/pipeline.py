@@ -11,6 +11,7 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.legalize_linears import LegalizeLinears
+from fastcar_compile.passes.merge_adapters import MergeAdapters
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.offload_linears import OffloadLinears
@@ -22,6 +23,7 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.passes.split_gate_up import SplitGateUp
+from fastcar_compile.passes.unfold_rows import UnfoldRows
 from fastcar_compile.passes.window_caches import WindowCaches
 
 PASSES: dict[str, type[Pass]] = {
@@ -30,6 +32,8 @@ PASSES: dict[str, type[Pass]] = {
         NormalizeState,
         Canonicalize,
         LegalizeLinears,
+        UnfoldRows,
+        MergeAdapters,
         FuseActivations,
         SplitGateUp,
         ParallelBlocks,
@@ -58,6 +62,8 @@ def analysis_pipeline() -> list[Pass]:
         NormalizeState(),
         Canonicalize(),
         LegalizeLinears(),
+        UnfoldRows(),
+        MergeAdapters(),
         FuseActivations(),
         SplitGateUp(),
         ParallelBlocks(),

@@ -2,13 +2,142 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.errors import InputError
 
 Sampler = Callable[[Any], Any]
 """logits float32 [B, V] -> token ids int64 [B]."""
+
+Scores = NDArray[np.float64]
+Tokens = NDArray[np.int64]
 
 
 def greedy(logits: Any) -> Any:
     """Return the most probable token of every row."""
     return logits.argmax(-1)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, with the meaning and in the order of Transformers' `generate`.
+
+    Attributes:
+        temperature: the logits' divisor; 0 takes the most probable token.
+        top_k: only so many of the most probable tokens; None: all.
+        top_p: only the most probable tokens whose probabilities reach this sum; None: all.
+        repetition_penalty: logits of tokens that the row holds already are divided by it where they are positive, and
+            multiplied where they are negative.
+        guidance: classifier-free guidance. Rows b and b + B / 2 are a pair, the second one with the unconditional
+            prompt. log p = unconditional + guidance * (conditional - unconditional), and both rows get the same token.
+            1: rows are on their own.
+        seed: of the draws. The same seed gives the same tokens.
+
+    Raises:
+        InputError: a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    guidance: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            (not 0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number"),
+            (self.top_k is not None and self.top_k < 1, "top_k", "a positive number of tokens"),
+            (self.top_p is not None and not 0 < self.top_p <= 1, "top_p", "a share between 0 and 1"),
+            (not 0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number; 1 is none"),
+            (not math.isfinite(self.guidance), "guidance", "a number; 1 is none"),
+            (self.seed < 0, "seed", "a number from 0 on"),
+        ]
+        for wrong, name, expected in problems:
+            if wrong:
+                raise InputError(f"the {name} is {getattr(self, name)}", hint=f"give {expected}")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
+            what = "top_k and top_p limit a draw, but at temperature 0 nothing is drawn"
+            raise InputError(what, hint="give a temperature, or leave top_k and top_p out")
+
+    def start(self, prompt: Tokens) -> TokenChoice:
+        """Return what chooses the tokens of one video; prompt: int64 [B, P] of all rows.
+
+        Raises:
+            InputError: guidance with an odd number of rows.
+        """
+        return TokenChoice(self, prompt)
+
+    def scores(self, logits: NDArray[np.float32], seen: Tokens) -> Scores:
+        """Return the processed scores [B, V], or [B / 2, V] with guidance; -inf where a token is left out.
+
+        Args:
+            logits: float32 [B, V]. seen: token ids [B, T] that each row of the result holds already.
+        """
+        scores = np.asarray(logits, np.float64)
+        if self.guidance != 1:
+            conditional, unconditional = np.split(_log_softmax(scores), 2)
+            scores = unconditional + self.guidance * (conditional - unconditional)
+        if self.repetition_penalty != 1:
+            scores = self._penalised(scores, seen)
+        if self.temperature > 0:
+            scores = scores / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = np.partition(scores, -self.top_k, axis=-1)[:, -self.top_k, None]
+            scores = np.where(scores < least, -np.inf, scores)
+        return scores if self.top_p is None else self._nucleus(scores, self.top_p)
+
+    def _penalised(self, scores: Scores, seen: Tokens) -> Scores:
+        held = np.zeros(scores.shape, bool)
+        np.put_along_axis(held, seen[: len(scores)], True, axis=-1)
+        penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+        return np.where(held, penalised, scores)
+
+    @staticmethod
+    def _nucleus(scores: Scores, share: float) -> Scores:
+        """Leave out the least probable tokens whose sum is at most 1 - share; the most probable one stays."""
+        order = scores.argsort(-1, kind="stable")
+        probabilities = np.exp(_log_softmax(np.take_along_axis(scores, order, -1)))
+        drop = probabilities.cumsum(-1) <= 1 - share
+        drop[:, -1] = False
+        dropped = np.empty_like(drop)
+        np.put_along_axis(dropped, order, drop, -1)
+        return np.where(dropped, -np.inf, scores)
+
+
+class TokenChoice:
+    """Chooses the tokens of one video, one position after the other."""
+
+    def __init__(self, sampling: Sampling, prompt: Tokens) -> None:
+        self._sampling = sampling
+        self._paired = sampling.guidance != 1
+        if self._paired and len(prompt) % 2:
+            what = f"guidance pairs row b with row b + B / 2, but there are {len(prompt)} rows"
+            raise InputError(what, hint="compile with an even batch_size, and give the unconditional prompts last")
+        self._seen = prompt[: len(prompt) // 2] if self._paired else prompt
+        self._random = np.random.default_rng(sampling.seed)
+
+    def __call__(self, logits: NDArray[np.float32]) -> Tokens:
+        """Return token ids int64 [B] for logits float32 [B, V] of the next position."""
+        scores = self._sampling.scores(logits, self._seen)
+        tokens = (scores.argmax(-1) if self._sampling.temperature == 0 else self._drawn(scores)).astype(np.int64)
+        if self._sampling.repetition_penalty != 1:
+            self._seen = np.concatenate([self._seen, tokens[:, None]], 1)
+        return np.tile(tokens, 2) if self._paired else tokens
+
+    def _drawn(self, scores: Scores) -> Tokens:
+        """Return the first token of every row whose cumulated probability exceeds a uniform number."""
+        weights = np.exp(scores - scores.max(-1, keepdims=True)).cumsum(-1)
+        limits = self._random.random((len(weights), 1)) * weights[:, -1:]
+        return (weights > limits).argmax(-1)
+
+
+def _log_softmax(scores: Scores) -> Scores:
+    shifted = scores - scores.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

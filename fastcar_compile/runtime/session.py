@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_class
 from fastcar_compile.runtime.arrays import like, to_numpy
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
-from fastcar_compile.runtime.sampling import Sampler, greedy
+from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
 from fastcar_compile.runtime.stats import Stats
 
 
@@ -74,6 +74,11 @@ class Session:
         self._position = self._step = 0
         config = self._config
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, self._record)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the decoder."""
+        return self._config
 
     @property
     def position(self) -> int:
@@ -158,18 +163,29 @@ class Session:
         self.stats.add(result.decisions)
         return like(inputs, np.array(result.logits[:, 0]))
 
-    def generate(self, prompt: Any, num_tokens: int, sample: Sampler | None = None, progress: bool = False) -> Any:
+    def generate(
+        self,
+        prompt: Any,
+        num_tokens: int,
+        sample: Sampler | Sampling | None = None,
+        progress: bool = False,
+        on_token: Callable[[Any], object] | None = None,
+    ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the others: num_tokens - 1 decode forwards.
 
         Args:
-            prompt: int64 [B, P]. num_tokens: tokens to generate.
-            sample: given logits of the prompt's kind, numpy or torch; None is greedy.
+            prompt: int64 [B, P]; with guidance, the unconditional prompts are its second half.
+            num_tokens: tokens to generate.
+            sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function that is
+                given logits of the prompt's kind, numpy or torch; None is greedy.
+            progress: show a progress bar.
+            on_token: called with the token ids of each position, int64 [B], as soon as they are chosen.
 
         Returns:
             int64 [B, num_tokens].
 
         Raises:
-            InputError: the decoder is headless, or prompt and tokens do not fit the cache.
+            InputError: the decoder is headless, prompt and tokens do not fit the cache, or guidance has no pairs.
         """
         if self._config.takes_embeddings:
             raise InputError(
@@ -182,11 +198,14 @@ class Session:
                 f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit "
                 f"max_seq_len {self._config.max_seq_len}"
             )
+        choose = _chooser(sample, prompt, ids)
         self.reset()
-        sample = sample or greedy
-        tokens = [_sampled(sample, like(prompt, self.prefill(ids)))]
-        for _ in _steps(num_tokens - 1, progress):
-            tokens.append(_sampled(sample, like(prompt, self.step(tokens[-1]))))
+        tokens: list[Array] = []
+        for _ in _steps(num_tokens, progress):
+            logits = self.step(tokens[-1]) if tokens else self.prefill(ids)
+            tokens.append(choose(logits))
+            if on_token is not None:
+                on_token(like(prompt, tokens[-1]))
         return like(prompt, np.stack(tokens, 1))
 
     def _require_room(self, count: int, who: str) -> None:
@@ -225,9 +244,12 @@ class Session:
             )
 
 
-def _sampled(sample: Sampler, logits: Any) -> Array:
-    """Return the token ids that a sampler picks, int64 [B]."""
-    return to_numpy(sample(logits)).astype(np.int64)
+def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Callable[[Array], Array]:
+    """Return what chooses token ids int64 [B] from logits; a caller's own function gets them in the prompt's kind."""
+    if isinstance(sample, Sampling):
+        return sample.start(ids)
+    function = sample or greedy
+    return lambda logits: to_numpy(function(like(prompt, logits))).astype(np.int64)
 
 
 def _steps(count: int, progress: bool) -> Any:

@@ -22,6 +22,7 @@ from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.cli import app
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.sampling import Sampling
 
 ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
 
@@ -55,12 +56,13 @@ class FakeSession:
         return self._logits(ids) + (self.error if step == self.at else 0.0)
 
     def generate(
-        self, prompt: NDArray[np.int64], num_tokens: int, sample: Any = None, progress: bool = False
+        self, prompt: NDArray[np.int64], num_tokens: int, sample: Sampling, on_token: Callable[[Any], object]
     ) -> NDArray[np.int64]:
-        assert not progress
-        tokens = [sample(self.prefill(prompt))]
+        choose = sample.start(prompt)
+        tokens: list[NDArray[np.int64]] = []
         while len(tokens) < num_tokens:
-            tokens.append(sample(self.step(tokens[-1])))
+            tokens.append(choose(self.step(tokens[-1]) if tokens else self.prefill(prompt)))
+            on_token(tokens[-1])
         return np.stack(tokens, 1)
 
     @staticmethod

@@ -106,6 +106,10 @@ def test_page_shows_node_source_pass_and_reason(page_file: Path) -> None:
         page.locator('.after [data-id="gate_default"]').click()
         assert details.locator("h2").inner_text() == "fastcar.gate.default"
         assert "inserted" in details.inner_text()
+        page.locator('.after [data-module="model.layers.1.input_layernorm"]').click()
+        page.locator('.after [data-name="layer 1"] [data-id^="rsqrt"]').click()
+        assert details.locator(".pass").inner_text() == "the model"
+        assert page.locator(".before .twin").count() == 1, "the same node in the other graph"
 
 
 def test_page_has_every_part(page_file: Path) -> None:
@@ -119,9 +123,7 @@ def test_page_has_every_part(page_file: Path) -> None:
         assert "score >= inf" in texts["replay"]
         assert "Time line of one step" in texts["speed"]
         assert "weight port 0" in texts["memory"]
-        assert (
-            page.locator("canvas.heat").get_attribute("aria-label").startswith("Replay, layers × frames: 2 layers, 5")
-        )
+        assert "2 layers, 5 columns" in str(page.locator("canvas.heat").get_attribute("aria-label"))
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.locator("#theme").click()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark

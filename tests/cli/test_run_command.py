@@ -53,6 +53,14 @@ def test_sampling_is_seeded(fastcar: Callable[..., Result]) -> None:
     assert max(max(row) for row in first) < VOCAB
 
 
+@pytest.mark.usefixtures("fake")
+def test_guidance_pairs_the_rows(fastcar: Callable[..., Result]) -> None:
+    """The fake next token is the last one plus one. Guidance above 1 follows the prompt, guidance below 0 leaves it."""
+    words = ("run", "x", "--prompt", "3", "--negative-prompt", "7", "--num-tokens", "3", "--json", "--guidance")
+    assert json.loads(fastcar(*words, "2").stdout)["tokens"] == [[4, 5, 6]] * 2
+    assert json.loads(fastcar(*words, "-2").stdout)["tokens"] == [[8, 9, 10]] * 2
+
+
 def test_threshold_reaches_the_session(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
     fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "1,none,-inf")
     fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "-inf")
@@ -81,6 +89,11 @@ def test_prompt_file_and_output(fastcar: Callable[..., Result], tmp_path: Path, 
         ([], "exactly one of --prompt and --prompt-file is needed"),
         (["--prompt", "a b"], "the prompt 'a b' is not a list of token ids"),
         (["--prompt", "1", "--temperature", "-1"], "the temperature is -1.0"),
+        (["--prompt", "1", "--temperature", "1", "--top-p", "2"], "the top_p is 2.0"),
+        (["--prompt", "1", "--top-k", "2"], "at temperature 0 nothing is drawn"),
+        (["--prompt", "1", "--guidance", "2"], "guidance needs the unconditional prompts too"),
+        (["--prompt", "1", "--negative-prompt", "2"], "--negative-prompt is for pairs of rows"),
+        (["--prompt", "1", "--guidance", "2", "--negative-prompt", "2 3"], "the negative prompt 2"),
         (["--prompt", "1", "--threshold", "x"], "'x' is not a threshold"),
         (["--prompt", "1", "--output", "out.txt"], "the output out.txt is not a .npy file"),
         (["--prompt", "1", "--backend", "gpu"], "unknown backend 'gpu'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .case import Case
 from .plain import PLAIN
+from .structure_cases import STRUCTURES
 from .transformers_cases import TRANSFORMERS
 
-CASES: list[Case] = [*TRANSFORMERS, *PLAIN]
+CASES: list[Case] = [*TRANSFORMERS, *STRUCTURES, *PLAIN]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import Argument
 
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.query import is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
 
 from .laws import check_truthful, nodes_of
-from .tiny import after, logits, prefill_logits
+from .tiny import TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
 
@@ -76,3 +77,24 @@ def program_of(target: torch._ops.OpOverload, arguments: tuple[Argument, ...]) -
     graph.output((last,))
     config = DecoderConfig(2, 9, 3, 0, 3, None, True, 0)
     return DecoderProgram(fx.GraphModule(torch.nn.Module(), graph), None, config, outputs=["logits"])
+
+
+class Picked(TinyBlock):
+    """Columns by numbers: neighbours from the end, as transformers' Falcon takes keys and values, and others."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        a = self.out(self.attend(self.norm_1(h), position))
+        a = torch.cat([a[:, :, [-2, -1]], a[..., [5, -8]], a[..., [-1, 2, 3, 1]]], -1)
+        h = h + a
+        return h + self.mlp(self.norm_2(h))
+
+
+def test_rows_by_known_numbers_are_counted_from_the_front() -> None:
+    before, program = after(NormalizeState(), blocks=(Picked,)), after(NormalizeState(), blocks=(Picked,))
+    check_truthful(program, Canonicalize())
+    np.testing.assert_array_equal(logits(program), logits(before))
+    nodes = list(program.graph_module.graph.nodes)
+    assert not [n for n in nodes if is_op(n, aten.index)]
+    picked = [program.params[str(node_arg(n, 2).target)].tolist() for n in nodes if is_op(n, aten.index_select)]
+    assert picked == [[5, 0], [7, 2, 3, 1]]
+    assert [n.args[1:] for n in nodes if is_op(n, aten.slice)] == [(2, 6, 8)]

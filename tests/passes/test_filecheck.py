@@ -75,6 +75,30 @@ class Parallel(TinyBlock):
         return self.mlp(x) + self.out(self.attend(x, position)) + h
 
 
+class Folded(TinyBlock):
+    """Residual stream and MLP over rows [B * T, H], as transformers' OPT has them."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        rows = h.reshape(-1, WIDTH)
+        return (rows + self.mlp.down(torch.relu(self.mlp.up(self.norm_2(rows))))).view(h.shape)
+
+
+class Adapted(TinyBlock):
+    """A low-rank adapter beside a linear of the MLP."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.lora_a, self.lora_b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 12, bias=False)
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        up = self.mlp.up(x)
+        up = up + self.lora_b(self.lora_a(self.dropout(x))) * 0.5
+        return h + self.mlp.down(torch.relu(up))
+
+
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "tiny": (TinyBlock,),
     "window": (Windowed,),
@@ -83,6 +107,8 @@ DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "products": (Products,),
     "fused": (Fused,),
     "parallel": (Parallel,),
+    "folded": (Folded,),
+    "adapted": (Adapted,),
 }
 
 

@@ -164,6 +164,25 @@ def test_products_with_a_parameter_become_linears() -> None:
     assert site.mlp.biases == ("blocks.0.b_up", None)
 
 
+class Transposed(TinyBlock):
+    """`x @ w.T + b` of a parameter [outputs, inputs], as transformers' Falcon writes its linears."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        up = self.norm_2(h) @ self.mlp.up.weight.T
+        down = F.linear(torch.relu(up), self.mlp.down.weight) + self.mlp.down.bias
+        return h + down
+
+
+def test_a_product_with_a_transposed_parameter_keeps_the_parameter() -> None:
+    before, program = after(*BEFORE, blocks=(Transposed,)), after(*BEFORE, blocks=(Transposed,))
+    check_truthful(program, LegalizeLinears())
+    np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
+    (site,) = after(*analysis_pipeline(), blocks=(Transposed,)).sites
+    assert site.mlp.weights == ("blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight")
+    assert site.mlp.biases == (None, "blocks.0.mlp.down.bias")
+
+
 class Fused(TinyBlock):
     """gate and up in one linear with a bias; the second half is the gate."""
 

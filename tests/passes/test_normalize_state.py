@@ -169,7 +169,7 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
         (Unmasked, "layer 0: attention has no mask, so it sees cache rows that were not written yet"),
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
-        (Counting, "writes in place into something that is not a buffer of the module"),
+        (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],
 )
 def test_what_cannot_be_normalised(block: type[TinyBlock], text: str) -> None:

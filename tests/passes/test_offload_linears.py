@@ -29,7 +29,7 @@ REPLAY = (*W8A8, InsertReplay((1.5,)))
 
 
 class SplitBlock(TinyBlock):
-    """q, k and v as three linears, two of them with a bias; one more linear sees a transposed weight."""
+    """q, k and v as three linears, two of them with a bias; one more linear sees a weight that the graph computes."""
 
     def __init__(self, batch: int = BATCH) -> None:
         super().__init__(batch)
@@ -43,7 +43,7 @@ class Split(nn.Module):
         self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x) + nn.functional.linear(x, self.mix.T)
+        q = self.q(x) + nn.functional.linear(x, self.mix.neg())
         return torch.cat([q, self.k(x), self.v(x)], -1)
 
 

@@ -31,6 +31,7 @@
     if (box.kind === "port") return `input ${node.id}, made outside of this part`;
     if (box.kind === "next") return box.label;
     if (box.kind === "result" || box.kind === "state-out") return `result ${box.label}`;
+    if (box.kind === "module") return `module ${box.path}, ${box.detail}, folded`;
     const parts = [page.stem(node.op), node.id, node.type, WORDS[node.change], node.made_by ? `by ${node.made_by}` : ""];
     return parts.filter(Boolean).join(", ");
   }
@@ -57,6 +58,13 @@
     ];
   }
 
+  function module(box) {
+    const { width, height } = box;
+    return [svg("rect", { class: "shape under", x: 3, y: 3, width, height, rx: 5 }), svg("rect", { class: "shape", width, height, rx: 5 }),
+      svg("rect", { class: "edge plain", width: 4, height, rx: 2 }), text(12, 15, box.title, "title"), text(12, 29, box.detail, "detail"),
+      text(width - 8, 22, "▸", "detail", "end")];
+  }
+
   function branches(box, pane) {
     const found = [svg("rect", { class: "shape", width: box.width, height: box.height, rx: 7 }),
       svg("rect", { class: "edge cond", width: 4, height: box.height, rx: 2 }),
@@ -76,14 +84,15 @@
 
   function boxElement(box, at, pane) {
     const { node } = box;
-    const pills = !["op", "cond"].includes(box.kind);
-    const content = box.kind === "cond" ? branches(box, pane) : pills ? pill(box) : operator(box);
+    const kinds = { cond: branches, op: operator, module };
+    const content = (kinds[box.kind] ?? pill)(box, pane);
     const change = ["op", "cond", "state", "input"].includes(box.kind) ? node.change : "kept";
     const element = svg("g", {
       class: `node ${box.kind} ${change}`, transform: `translate(${at.x},${at.y})`, role: "button", tabindex: -1, "aria-label": label(box),
     }, ...content);
     element.fastcar = { box, jump: ["port", "next"].includes(box.kind) };
-    if (!element.fastcar.jump) element.dataset.id = node.id;
+    if (box.kind === "module") element.dataset.module = box.path;
+    else if (!element.fastcar.jump) element.dataset.id = node.id;
     return element;
   }
 
@@ -94,18 +103,19 @@
     return [...lines, ...drawing.boxes.map((box, n) => boxElement(box, drawing.at[n], pane))];
   }
 
-  /* The drawing of a group for one pane; `choose(node, jump)` is called for a click, Enter or Space. */
+  /* The drawing of a group for one pane; `choose(box)` is called for a click, Enter or Space. */
   page.draw = (drawing, pane, choose) => {
     const { width, height } = drawing;
     const arrow = svg("marker", { id: `arrow-${pane}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto" },
       svg("path", { class: "head", d: "M0 0L8 4L0 8z" }));
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group" }, svg("defs", {}, arrow), ...parts(drawing, pane));
-    root.fastcar = { width, height };
+    const top = drawing.boxes.map((box, n) => [drawing.at[n].y, drawing.at[n].x + box.width / 2, box.kind]).filter(([, , kind]) => kind !== "port");
+    root.fastcar = { width, height, start: top.reduce((a, b) => (b[0] < a[0] ? b : a), [Infinity, width / 2])[1] };
     const first = root.querySelector(".node");
     if (first) first.setAttribute("tabindex", "0");
     const pick = (event) => {
       const element = event.target.closest(".node");
-      if (element) { event.stopPropagation(); rove(root, element); choose(element.fastcar.box.node, element.fastcar.jump); }
+      if (element) { event.stopPropagation(); rove(root, element); choose(element.fastcar.box); }
     };
     root.addEventListener("click", pick);
     root.addEventListener("keydown", (event) => keys(event, root, pick));

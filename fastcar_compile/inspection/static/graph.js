@@ -103,7 +103,36 @@
   function fillCanvas(side, name, canvas) {
     const graph = page.graphs[side];
     const group = graph.groups.find((g) => nameOf(g) === name);
-    canvas.append(page.draw(page.layout(graph, group), `${side}-${group.layer ?? group.key}`, (node) => page.select(side, node.id)));
+    const choose = (box) => (box.kind === "module" ? unfoldModule(box) : page.select(side, box.node.id));
+    canvas.replaceChildren(page.draw(page.layout(graph, group), `${side}-${group.layer ?? group.key}`, choose));
+  }
+
+  /* Draws groups again; those that are folded are drawn when they are unfolded. */
+  function redraw(names) {
+    for (const side of SIDES) {
+      for (const section of panes[side].querySelectorAll(".group")) {
+        if (names && !names.has(section.dataset.name)) continue;
+        const canvas = section.querySelector(":scope > .canvas");
+        canvas.replaceChildren();
+        if (open.has(section.dataset.name)) fillCanvas(side, section.dataset.name, canvas);
+      }
+    }
+    resize();
+  }
+
+  function unfoldModule(box) {
+    page.openModules.add(box.path);
+    const homes = SIDES.map((side) => page.graphs[side].home.get(box.node.id) ?? page.graphs[side].home.get(box.node.twin));
+    redraw(new Set(homes.filter(Boolean).map(nameOf)));
+    const shown = panes.after.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`) ?? panes.before.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`);
+    shown?.focus();
+  }
+
+  function foldModules(button) {
+    page.foldModules = !page.foldModules;
+    page.openModules.clear();
+    button.setAttribute("aria-pressed", String(page.foldModules));
+    redraw();
   }
 
   function resize() {
@@ -115,7 +144,7 @@
         drawing.setAttribute("width", Math.round(width * scale));
         drawing.setAttribute("height", Math.round(height * scale));
         if (fit && room > 0) zoom = scale;
-        if (!drawing.placed && room > 0) { drawing.placed = true; panes[side].body.scrollLeft = (width * scale - room) / 2; }
+        if (!drawing.placed && room > 0) { drawing.placed = true; panes[side].body.scrollLeft = drawing.fastcar.start * scale - room / 2; }
       }
     }
   }
@@ -140,7 +169,26 @@
     const run = runOf(nameOf(home));
     if (run && !open.has(run)) page.toggle(run, true);
     if (!open.has(nameOf(home))) page.toggle(nameOf(home), true);
-    return panes[side].querySelector(`[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`);
+    const box = () => panes[side].querySelector(`[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`);
+    if (!box() && shown.module) {
+      page.openModules.add(shown.module);
+      redraw(new Set([nameOf(home)]));
+    }
+    return box();
+  }
+
+  /* The nearest node that a new one reads, directly or over others, and that the other graph has too. */
+  function nearest(side, node) {
+    const seen = new Set([node.id]);
+    const left = [...node.inputs];
+    while (left.length) {
+      const other = page.node(side, left.shift());
+      if (!other || seen.has(other.id)) continue;
+      seen.add(other.id);
+      if (other.twin && other.layer === node.layer && other.kind === "op") return other.twin;
+      left.push(...other.inputs);
+    }
+    return "";
   }
 
   function bring(element) {
@@ -155,15 +203,12 @@
     const other = SIDES.find((name) => name !== side);
     page.details(side, node);
     clearMarks();
+    const place = node.twin || nearest(side, node);
+    const twin = place ? reveal(other, place) : null;
+    twin?.classList.add(node.twin ? "twin" : "near");
     const element = reveal(side, id);
     element?.classList.add("selected");
-    bring(element);
-    if (node.twin) {
-      const twin = reveal(other, node.twin);
-      twin?.classList.add("twin");
-      bring(twin);
-    }
-    page.selected = { side, id };
+    for (const shown of [twin, element]) bring(shown);
   };
 
   /* Shows one graph or both; on a narrow screen "both" is the one after the passes. */
@@ -191,6 +236,7 @@
       el("div", { class: "legend", "aria-label": "Colours" }, keys.map(([kind, text]) => el("span", { class: `chip ${kind}` }, text)),
         ["linear", "attention", "cache", "gate"].map((kind) => el("span", { class: "family" }, el("i", { class: `swatch ${kind}` }), kind))),
       el("div", { class: "tools", role: "group", "aria-label": "View" },
+        el("button", { type: "button", "aria-pressed": "true", title: "Draw a norm and other small modules as one box", onclick: (event) => foldModules(event.target) }, "modules"),
         button("fold all", "Fold every part", () => every(false)), button("unfold", "Unfold every distinct part", () => every(true)),
         button("−", "Zoom out", () => setZoom(1 / 1.2)), button("+", "Zoom in", () => setZoom(1.2)), button("fit", "Fit to the width", () => setZoom(null))));
   }

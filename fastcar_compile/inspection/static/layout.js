@@ -43,14 +43,57 @@
     return homes.size > 2;
   }
 
+  /* Modules that are drawn as one box although a reader unfolded others: paths of those that are unfolded. */
+  page.openModules = new Set();
+  page.foldModules = true;
+
+  /* Whether an operator of a module reads, over others, what the module computes: one box would then be a circle. */
+  function circular(graph, own, members) {
+    const seen = new Set();
+    const left = own.flatMap((node) => node.users).filter((id) => members.has(id) && !own.some((n) => n.id === id));
+    while (left.length) {
+      const id = left.pop();
+      if (seen.has(id)) continue;
+      seen.add(id);
+      for (const user of graph.nodes.get(id).users) {
+        if (own.some((n) => n.id === user)) return true;
+        if (members.has(user)) left.push(user);
+      }
+    }
+    return false;
+  }
+
+  /* Operators that a module without modules inside computes, such as a norm: id -> its box, where there are three or more. */
+  function modules(graph, members) {
+    const found = new Map();
+    if (!page.foldModules) return found;
+    const ids = new Set(members.map((node) => node.id));
+    const groups = Map.groupBy(members.filter((n) => n.kind === "op" && n.module && n.change === "kept"), (n) => n.module);
+    for (const [path, own] of groups) {
+      const outer = members.some((n) => n.module.startsWith(`${path}.`));
+      if (own.length < 3 || outer || page.openModules.has(path) || own.some((n) => page.family(n) !== "plain") || circular(graph, own, ids)) continue;
+      const last = own[own.length - 1];
+      const [title, detail] = [path.split(".").pop(), `${own.length} operators  ${page.shapeText(last.type)}`];
+      const width = Math.max(textWidth(title, "600 12px system-ui"), textWidth(detail, "10.5px system-ui"));
+      const box = { kind: "module", node: last, path, title, detail, width: Math.ceil(width * 1.04) + 36, height: HEIGHT };
+      for (const node of own) found.set(node.id, box);
+    }
+    return found;
+  }
+
   /* What one drawing holds: boxes in a fixed order and edges between their places. */
   function content(graph, members, inside) {
     const boxes = [];
     const place = new Map();
     const edges = [];
     const add = (box) => boxes.push(box) - 1;
+    const folded = modules(graph, members);
     for (const node of members) {
-      if (node.kind === "cond") place.set(node.id, add({ kind: "cond", node, ...condBox(graph, node) }));
+      const module = folded.get(node.id);
+      if (module) {
+        module.place ??= add(module);
+        place.set(node.id, module.place);
+      } else if (node.kind === "cond") place.set(node.id, add({ kind: "cond", node, ...condBox(graph, node) }));
       else if (node.kind === "op") place.set(node.id, add({ kind: "op", node, ...sizeOf(node) }));
       else place.set(node.id, add({ kind: node.kind, node, label: node.id, ...pillSize(node.id) }));
     }
@@ -65,7 +108,7 @@
           if (!outer.has(key)) outer.set(key, add({ kind: "port", node: source, label, ...pillSize(label) }));
           from = outer.get(key);
         }
-        if (from !== undefined) edges.push([from, place.get(node.id)]);
+        if (from !== undefined && from !== place.get(node.id)) edges.push([from, place.get(node.id)]);
       }
     }
     if (!inside) leaving(graph, members, place, add, edges);
@@ -98,7 +141,7 @@
 
   function arrange({ boxes, edges }) {
     const graph = new dagre.graphlib.Graph({ multigraph: false });
-    graph.setGraph({ rankdir: "TB", nodesep: 14, ranksep: 22, edgesep: 8, marginx: 8, marginy: 8 });
+    graph.setGraph({ rankdir: "TB", nodesep: 10, ranksep: 22, edgesep: 4, marginx: 8, marginy: 8 });
     graph.setDefaultEdgeLabel(() => ({}));
     boxes.forEach((box, place) => graph.setNode(String(place), { width: box.width, height: box.height }));
     for (const [from, to] of edges) graph.setEdge(String(from), String(to));
@@ -115,11 +158,10 @@
     const members = group.nodes.map((id) => graph.nodes.get(id)).filter((n) => n.kind !== "weight" && !n.branch);
     const used = members.filter((n) => n.kind === "op" || n.kind === "cond" || n.users.length || graph.results.has(n.id));
     const parts = content(graph, used, false);
-    const key = `${graph.side} ${group.key} ${parts.boxes.length}`;
+    const shape = (box) => box.kind + (box.parts ? box.parts.map((part) => part.boxes.map(shape)) : "");
+    const key = [graph.side, group.key, parts.boxes.map(shape), parts.edges].join(" ");
     const before = known.get(key);
-    if (before && before.boxes.every((box, n) => box.kind === parts.boxes[n].kind)) {
-      return { ...before, boxes: parts.boxes.map((box, n) => ({ ...box, width: before.boxes[n].width, height: before.boxes[n].height })) };
-    }
+    if (before) return { ...before, boxes: parts.boxes.map((box, n) => ({ ...box, width: before.boxes[n].width, height: before.boxes[n].height })) };
     const found = arrange(parts);
     known.set(key, found);
     return found;

@@ -1,4 +1,4 @@
-"""Functionalisation of the few in-place writes that static-cache decoders make, in program order."""
+"""Functionalisation of in-place writes, in program order: into buffers here, into activations by `in_place`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg
 from fastcar_compile.ir.rewrite import call
+from fastcar_compile.passes.patterns.in_place import rewrite_write
 
 aten = torch.ops.aten
 MADE_BY = "normalize-state"
@@ -39,18 +40,23 @@ class Functionalizer:
     """Replaces in-place operators by functional ones; afterwards nothing in the graph mutates.
 
     Attributes:
-        graph: the graph to rewrite.
+        module: its graph is rewritten.
         position: its `position` placeholder.
         writes: the cache writes found, in order.
         problems: what could not be rewritten.
     """
 
-    graph: fx.Graph
+    module: fx.GraphModule
     position: fx.Node
     writes: list[CacheWrite] = field(default_factory=list[CacheWrite])
     problems: list[CompileError] = field(default_factory=list[CompileError])
     _root: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _current: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph to rewrite."""
+        return self.module.graph
 
     def run(self) -> bool:
         """Returns whether the graph was modified."""
@@ -81,8 +87,12 @@ class Functionalizer:
     def _rewrite(self, node: fx.Node) -> None:
         buffer = optional_arg(node, 0)
         root = None if buffer is None else self._root.get(buffer)
-        if buffer is None or root is None:
-            self._refuse(node, "writes in place into something that is not a buffer of the module")
+        if buffer is None:
+            self._refuse(node, f"{node.target} writes into several tensors at once")
+            return
+        if root is None:
+            problem = rewrite_write(self.module, node)
+            self.problems += [problem] if problem else []
             return
         with self.graph.inserting_before(node):
             value = self._functional(node, root, self._current.get(root, buffer))

@@ -1,4 +1,4 @@
-"""Copies of the last layer of a graph, after the proof that it equals the layer before it."""
+"""Copies of the last layers of a graph, after the proof that they equal the layers before them."""
 
 from __future__ import annotations
 
@@ -20,88 +20,103 @@ HINT = "give the loaded model instead of its folder: then every layer is capture
 
 
 class LayerCopier:
-    """Copies the last layer of one graph. `path` is the module path of the list of layers, `have` their number."""
+    """Copies the last `period` layers of one graph in turn. `path` is the module path of the list of layers.
 
-    def __init__(self, module: fx.GraphModule, path: str, have: int) -> None:
-        self.module, self.graph, self.path, self.last = module, module.graph, path, have - 1
+    Args:
+        have: layers of the graph. period: layers after which the kinds of layers repeat.
+    """
+
+    def __init__(self, module: fx.GraphModule, path: str, have: int, period: int) -> None:
+        self.module, self.graph, self.path = module, module.graph, path
+        self.have, self.period = have, period
         self.ends = {n.op: n for n in self.graph.nodes}
         """Last node of each kind: inputs of the copies follow the inputs that are there."""
+        self.twins: Nodes = {}
+        """Operators of the block of layers before the last one -> those of the last block."""
 
     def run(self, count: int) -> None:
         """Copy until there are `count` layers.
 
         Raises:
-            CompileError: the last two layers differ.
+            CompileError: the last two blocks differ.
         """
-        before, layer = self._nodes(self.last - 1), self._nodes(self.last)
-        carried = self._match(before, layer)
+        layers = {n: self._nodes(n) for n in range(self.have - 2 * self.period, self.have)}
+        templates = range(self.have - self.period, self.have)
+        for layer in templates:
+            self._pair(layers[layer - self.period], layers[layer])
+        for layer in templates:
+            self._prove(layer, layers[layer - self.period], layers[layer])
         outputs = output_nodes(self.graph)
-        owned = set(layer)
-        results = [n for n in outputs if n in owned]
-        at, previous = layer[-1], {n: n for n in layer}
-        copies: list[Nodes] = []
-        for index in range(self.last + 1, count):
-            previous = self._copy(layer, at, index, {n: previous[twin] for n, twin in carried.items()})
-            at = previous[layer[-1]]
-            copies.append(previous)
-        self._read_last(layer, copies)
-        set_outputs(self.graph, [*outputs, *(c[n] for c in copies for n in results)])
+        latest = {node: node for layer in templates for node in layers[layer]}
+        at, results = layers[self.have - 1][-1], list[fx.Node]()
+        for index in range(self.have, count):
+            template = template_of(index, self.have, self.period)
+            made = self._copy(layers[template], at, index, latest)
+            owned = set(layers[template])
+            results += [made[n] for n in outputs if n in owned]
+            at = made[layers[template][-1]]
+            latest |= made
+        self._read_last(layers[self.have - 1], latest)
+        set_outputs(self.graph, [*outputs, *results])
 
-    def _read_last(self, layer: list[fx.Node], copies: list[Nodes]) -> None:
+    def _read_last(self, layer: list[fx.Node], latest: Nodes) -> None:
         """Let what follows the layers read the last copy."""
-        inside = {*layer, *(made for nodes in copies for made in nodes.values())}
         for node in layer:
             for user in list(node.users):
-                if user not in inside and user.op != "output":
-                    user.replace_input_with(node, copies[-1][node])
+                if layer_of(user) is None and user.op != "output":
+                    user.replace_input_with(node, latest[node])
 
     def _nodes(self, layer: int) -> list[fx.Node]:
         """The operators of a layer, in order."""
         return [n for n in self.graph.nodes if n.op == "call_function" and layer_of(n) == layer]
 
-    def _match(self, before: list[fx.Node], layer: list[fx.Node]) -> Nodes:
-        """Check that both layers are equal; return what `layer` reads of `before` -> the same of `layer` itself."""
+    def _pair(self, before: list[fx.Node], layer: list[fx.Node]) -> None:
+        """Note which operators of two layers of one kind belong together."""
         if len(before) != len(layer):
             raise self._error(layer[0], f"{len(before)} operators", f"{len(layer)}")
-        twins = dict(zip(before, layer, strict=True))
-        carried: Nodes = {}
-        inside = set(layer)
-        for first, second in twins.items():
+        self.twins |= dict(zip(before, layer, strict=True))
+
+    def _prove(self, number: int, before: list[fx.Node], layer: list[fx.Node]) -> None:
+        """Check that a layer of the last block equals the one a period before it."""
+        for first, second in zip(before, layer, strict=True):
             ours, theirs = second.all_input_nodes, first.all_input_nodes
             if _operation(first) != _operation(second) or len(ours) != len(theirs):
                 raise self._error(second, f"{first.target}{first.args}", f"{second.target}{second.args}")
             for mine, other in zip(ours, theirs, strict=True):
-                if mine in twins and mine not in inside:
-                    carried[mine] = twins[mine]
-                elif not (twins.get(other) is mine or self._corresponds(other, mine)):
+                same = self.twins.get(other) is mine or self._is_carried(mine, number)
+                if not (same or self._corresponds(other, mine, number)):
                     raise self._error(second, f"an input {other.name}", mine.name)
-        return carried
 
-    def _corresponds(self, before: fx.Node, node: fx.Node) -> bool:
+    def _is_carried(self, node: fx.Node, number: int) -> bool:
+        """Whether a layer reads this of the block before, at most a period back: a copy reads its twin's last copy."""
+        made_in = layer_of(node)
+        return node in self.twins and made_in is not None and number - made_in <= self.period
+
+    def _corresponds(self, before: fx.Node, node: fx.Node, number: int) -> bool:
         """Whether two inputs from outside are the same one, or each layer's own parameter or state."""
         if before is node:
             return True
         if _value(before) != _value(node) or before.op != node.op or node.op == "call_function":
             return False
-        return self._own_name(str(node.target), node.op, self.last - 1) == str(before.target)
+        return self._own_name(str(node.target), node.op, number, number - self.period) == str(before.target)
 
-    def _own_name(self, name: str, op: str, layer: int) -> str:
-        """What the last layer's parameter or state is called in another layer; its own name where it is shared."""
-        if op == "placeholder":
-            return state_name(name, self.last, layer)
-        return self._moved_path(name, layer)
+    def _own_name(self, name: str, op: str, old: int, new: int) -> str:
+        """What a layer's parameter or state is called in another layer; its own name where it is shared."""
+        return state_name(name, old, new) if op == "placeholder" else self._moved_path(name, old, new)
 
-    def _moved_path(self, path: str, layer: int) -> str:
-        own = f"{self.path}.{self.last}"
+    def _moved_path(self, path: str, old: int, new: int) -> str:
+        own = f"{self.path}.{old}"
         inside = path == own or path.startswith(f"{own}.")
-        return f"{self.path}.{layer}{path[len(own) :]}" if inside else path
+        return f"{self.path}.{new}{path[len(own) :]}" if inside else path
 
-    def _copy(self, layer: list[fx.Node], at: fx.Node, index: int, carried: Nodes) -> Nodes:
-        mapping = dict(carried)
-        for node in layer:
-            for source in node.all_input_nodes:
-                if source not in mapping and source.op in ("get_attr", "placeholder"):
-                    mapping[source] = self._input(source, index)
+    def _copy(self, layer: list[fx.Node], at: fx.Node, index: int, latest: Nodes) -> Nodes:
+        """Copy a layer behind `at`. `latest`: operators of the last block -> their last copies."""
+        mapping: Nodes = {}
+        for source in dict.fromkeys(source for node in layer for source in node.all_input_nodes):
+            if source.op in ("get_attr", "placeholder"):
+                mapping[source] = self._input(source, index)
+            elif (twin := self.twins.get(source, source)) in latest:
+                mapping[source] = latest[twin]
         copies: Nodes = {}
         for node in layer:
             with self.graph.inserting_after(at):
@@ -111,8 +126,8 @@ class LayerCopier:
         return copies
 
     def _input(self, node: fx.Node, index: int) -> fx.Node:
-        """The parameter or state of layer `index` that stands where the last layer has `node`."""
-        name = self._own_name(str(node.target), node.op, index)
+        """The parameter or state of layer `index` that stands where its template has `node`."""
+        name = self._own_name(str(node.target), node.op, template_of(index, self.have, self.period), index)
         if name == node.target:
             return node
         if node.op == "get_attr":
@@ -125,18 +140,19 @@ class LayerCopier:
 
     def _meta(self, node: fx.Node, index: int) -> dict[str, Any]:
         """The node's metadata with the layer's number and paths replaced."""
+        old = template_of(index, self.have, self.period)
         meta: dict[str, Any] = {**node.meta, LAYER: index}
         for key in ("module", PARAMETER):
             if key in meta:
-                meta[key] = self._moved_path(meta[key], index)
+                meta[key] = self._moved_path(meta[key], old, index)
         if stack := meta.get("nn_module_stack"):
-            moved = {k: (self._moved_path(path, index), kind) for k, (path, kind) in stack.items()}
+            moved = {k: (self._moved_path(path, old, index), kind) for k, (path, kind) in stack.items()}
             meta["nn_module_stack"] = moved
         return meta
 
     def _register(self, name: str, value: object, node: fx.Node) -> None:
         if not isinstance(value, Tensor) or not value.is_meta:
-            what = f"{node.target} has a value of its own in layer {self.last}, which may be another in other layers"
+            what = f"{node.target} has a value of its own in its layer, which may be another in other layers"
             raise CompileError(what, where=where(node), hint=HINT)
         owner: torch.nn.Module = self.module
         *path, leaf = name.split(".")
@@ -147,8 +163,15 @@ class LayerCopier:
         owner.register_buffer(leaf, value)
 
     def _error(self, node: fx.Node, found: str, here: str) -> CompileError:
-        what = f"layers {self.last - 1} and {self.last} differ, so that neither stands for the others: {found} | {here}"
+        layer = layer_of(node) or 0
+        pair = f"layers {layer - self.period} and {layer}"
+        what = f"{pair} differ, so that neither stands for the others: {found} | {here}"
         return CompileError(what, where=where(node), hint=HINT)
+
+
+def template_of(index: int, have: int, period: int) -> int:
+    """Return the captured layer that layer `index` is a copy of: of the last `period` ones, that of its kind."""
+    return have - period + (index - have) % period
 
 
 def state_name(name: str, old: int, new: int) -> str:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fastcar_compile.ir.query import ancestors_until, is_op, value_of
 
-aten = torch.ops.aten
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ParallelSum:
 def parallel_sums(graph: fx.Graph) -> Iterator[ParallelSum]:
     """Yield the closing sums of the parallel blocks of a graph, in order; each may be rewritten before the next."""
     order = list(graph.nodes)
-    starts = [i for i, n in enumerate(order) if is_op(n, torch.ops.fastcar.attention)]
+    starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
     windows = [order[start:end] for start, end in pairwise([*starts, len(order)])]
     yield from (found for window in windows if (found := _parallel_sum(window)) is not None)
 

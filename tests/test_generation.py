@@ -1,0 +1,181 @@
+"""A session behind Transformers' `generate`, against the original model's own `generate`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from families.case import LENGTH, Case, transformer
+from families.runs import rewritten
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+import fastcar_compile as fc
+from fastcar_compile.errors import InputError
+from fastcar_compile.runtime.session import Session
+
+PROMPT = torch.tensor([[4, 9, 2], [7, 7, 1]])
+NEW = 12
+BUILD = transformer(LlamaForCausalLM, LlamaConfig, eos_token_id=None, pad_token_id=None, bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> fc.TransformersDecoder:
+    """Two rows, dense."""
+    session = rewritten(Case("llama", "Llama", "", BUILD))
+    session.set_threshold(None)
+    return fc.TransformersDecoder(session)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The original."""
+    return BUILD()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.7},
+        {"do_sample": True, "temperature": 1.4, "top_k": 9, "top_p": 0.9},
+        {"do_sample": True, "top_k": 0, "min_p": 0.02},
+    ],
+)
+def test_tokens_are_those_of_the_original(decoder: fc.TransformersDecoder, model: Any, options: dict[str, Any]) -> None:
+    set_seed(3)
+    expected = model.generate(PROMPT, max_new_tokens=NEW, **options)
+    set_seed(3)
+    assert torch.equal(decoder.generate(PROMPT, max_new_tokens=NEW, **options), expected)
+
+
+def test_a_mask_of_ones_and_a_config_are_taken(decoder: fc.TransformersDecoder, model: Any) -> None:
+    expected = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False)
+    found = decoder.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+def test_the_session_generates_the_same_greedy_tokens(decoder: fc.TransformersDecoder) -> None:
+    expected = decoder.generate(PROMPT, max_new_tokens=NEW, do_sample=False)[:, PROMPT.shape[1] :]
+    seen: list[Tensor] = []
+    found = decoder.session.generate(PROMPT, NEW, on_token=seen.append)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.stack(seen, 1), expected)
+    assert torch.equal(decoder.session.generate(PROMPT, NEW, fc.Sampling(temperature=0)), expected)
+
+
+def test_replay_is_the_sessions(decoder: fc.TransformersDecoder) -> None:
+    decoder.session.set_threshold(0.0)
+    try:
+        found = decoder.generate(PROMPT, max_new_tokens=LENGTH - PROMPT.shape[1], do_sample=False)
+        ratio = decoder.session.stats.replay_ratio
+        again = decoder.session.generate(PROMPT, LENGTH - PROMPT.shape[1])
+    finally:
+        decoder.session.set_threshold(None)
+    assert ratio > 0
+    assert torch.equal(found[:, PROMPT.shape[1] :], again)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_guidance_is_that_of_the_original(decoder: fc.TransformersDecoder, model: Any, sampled: bool) -> None:
+    """One row and its unconditional one are the session's two rows."""
+    options: dict[str, Any] = {"guidance_scale": 2.5, "max_new_tokens": NEW, "do_sample": sampled, "top_k": 9}
+    if not sampled:
+        del options["top_k"]
+    negative = torch.tensor([[11, 0, 3]])
+    set_seed(4)
+    expected = model.generate(PROMPT[:1], negative_prompt_ids=negative, **options)
+    set_seed(4)
+    assert torch.equal(decoder.generate(PROMPT[:1], negative_prompt_ids=negative, **options), expected)
+    if not sampled:
+        pair = torch.cat([PROMPT[:1], negative])
+        found = decoder.session.generate(pair, NEW, fc.Sampling(temperature=0, guidance=2.5))
+        assert torch.equal(found, expected[:, PROMPT.shape[1] :].repeat(2, 1))
+    assert len(decoder.generate(PROMPT, max_new_tokens=2, do_sample=False)) == 2, "guidance ends with its call"
+
+
+class Collector(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value.reshape(2, -1))
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class AtLength(StoppingCriteria):
+    """Ends at six tokens."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 6)
+
+
+def test_streamers_criteria_and_scores(decoder: fc.TransformersDecoder) -> None:
+    streamer = Collector()
+    out = decoder.generate(
+        PROMPT,
+        max_new_tokens=NEW,
+        do_sample=False,
+        streamer=streamer,
+        stopping_criteria=[AtLength()],
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert streamer.ended
+    assert torch.equal(torch.cat(streamer.parts, 1), out.sequences)
+    assert (out.sequences.shape, len(out.logits)) == ((2, 6), 3)
+
+
+def test_a_row_that_ends_is_padded(decoder: fc.TransformersDecoder, model: Any) -> None:
+    stop = int(model.generate(PROMPT, max_new_tokens=4, do_sample=False)[0, 4])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    expected = model.generate(PROMPT, **options)
+    assert torch.equal(decoder.generate(PROMPT, **options), expected)
+    assert (expected == 0).any()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 3}, "beam search is not possible with a compiled session"),
+    ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "no padding"),
+    ({"max_new_tokens": LENGTH}, f"do not fit max_seq_len {LENGTH}"),
+    ({"num_return_sequences": 2, "do_sample": True}, "the call has 4 rows, the artifact decodes 2"),
+    ({"guidance_scale": 2.0}, "the rows of a session share their position"),
+    ({"guidance_scale": 2.0, "negative_prompt_ids": PROMPT}, "the call has 4 rows"),
+    ({"negative_prompt_ids": PROMPT}, "without guidance"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "neither attentions nor hidden states"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_a_session_cannot_do_is_refused_by_name(
+    decoder: fc.TransformersDecoder, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        decoder.generate(PROMPT, **{"max_new_tokens": 4, "do_sample": False, **options})
+    assert text in str(refusal.value)
+
+
+def test_a_headless_session_is_refused() -> None:
+    session = cast("Session", SimpleNamespace(config=SimpleNamespace(takes_embeddings=True)))
+    with pytest.raises(InputError, match="a headless decoder has no tokens"):
+        fc.TransformersDecoder(session)
+
+
+def test_numpy_prompts_stay_numpy(decoder: fc.TransformersDecoder) -> None:
+    kinds: list[type] = []
+    sampling = fc.Sampling(temperature=1.2, top_k=5, seed=9)
+    found = decoder.session.generate(PROMPT.numpy(), NEW, sampling, on_token=lambda ids: kinds.append(type(ids)))
+    assert isinstance(found, np.ndarray)
+    assert set(kinds) == {np.ndarray}
+    assert (found == decoder.session.generate(PROMPT.numpy(), NEW, sampling)).all()
+    other = fc.Sampling(temperature=1.2, top_k=5, seed=10)
+    assert (found != decoder.session.generate(PROMPT.numpy(), NEW, other)).any()

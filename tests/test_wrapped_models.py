@@ -1,0 +1,64 @@
+"""Models as users hold them: behind torch.compile, with peft's adapters, in training mode."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decoders import PlainDecoder
+from passes.laws import module_text
+from torch import nn
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.unwrap import unwrapped
+
+SIZES: dict[str, Any] = {"batch_size": 1, "max_seq_len": 33, "tokens_per_frame": 8, "prefill_chunk": 1}
+
+
+class Adapted(nn.Module):
+    """As peft wraps a model; peft is not needed to recognise it."""
+
+    def __init__(self, inner: nn.Module, *, prompt_learning: bool) -> None:
+        super().__init__()
+        self.base_model, self.active_peft_config = inner, SimpleNamespace(is_prompt_learning=prompt_learning)
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def test_a_wrapped_model_is_captured_as_the_model_inside() -> None:
+    model = PlainDecoder()
+    expected = module_text(capture(model, **SIZES).graph_module)
+    assert unwrapped(Adapted(compiled(model), prompt_learning=False)) is model
+    assert module_text(capture(compiled(model), **SIZES).graph_module) == expected
+
+
+def test_a_compiled_block_is_captured_and_stays_compiled() -> None:
+    expected = module_text(capture(PlainDecoder(), **SIZES).graph_module)
+    model = PlainDecoder()
+    name, blocks = next((n, m) for n, m in model.named_children() if isinstance(m, nn.ModuleList))
+    block = compiled(blocks[0])
+    blocks[0] = block
+    assert module_text(capture(model, **SIZES).graph_module) == expected
+    assert model.get_submodule(name)[0] is block  # pyright: ignore[reportIndexIssue]
+
+
+def test_prompt_learning_is_refused() -> None:
+    with pytest.raises(CompileError, match="prompt learning: it puts learned tokens or prefixes in front"):
+        unwrapped(Adapted(PlainDecoder(), prompt_learning=True))
+
+
+def test_a_model_keeps_its_modes_and_gradients() -> None:
+    model = PlainDecoder().train()
+    next(model.children()).eval()
+    next(model.parameters()).requires_grad_(False)
+    before = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    capture(model, **SIZES)
+    assert ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]) == before
