@@ -9,6 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One worker per core: threads of torch would only wait for each other. Set before anything imports torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LONG = (
     "test_full_video.py",
     "test_board_backend.py",

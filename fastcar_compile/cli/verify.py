@@ -196,7 +196,7 @@ def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
         return generator.standard_normal((*shape, sizes.hidden_size), np.float32)
     if sizes.vocab_size is None:
         raise UserError("the manifest states no vocab_size, so no tokens can be drawn", hint=hint)
-    return generator.integers(sizes.vocab_size, size=shape, dtype=np.int64)
+    return generator.integers(min(sizes.vocab_size, sizes.token_ids or sizes.vocab_size), size=shape, dtype=np.int64)
 
 
 Limits = float | list[float | None] | None

@@ -35,6 +35,7 @@ class Workload:
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
         kv_rows: rows of a key or value cache; None: as many as attention reads.
         gate: what decides, where something replays.
+        couple_cfg: rows b and b + batch / 2 are a guidance pair, which replays only together.
     """
 
     shape: DecoderShape
@@ -47,6 +48,7 @@ class Workload:
     sink_window: tuple[int, int] | None = None
     kv_rows: int | None = None
     gate: GateModel = TAS
+    couple_cfg: bool = False
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
@@ -61,6 +63,8 @@ class Workload:
             wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
         if self.kv not in KV_TYPES:
             wrong.append(f'kv = "{self.kv}" ({", ".join(KV_TYPES)})')
+        if self.couple_cfg and self.batch % 2:
+            wrong.append(f"guidance pairs of batch = {self.batch} (an even number of rows)")
         if wrong:
             raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
 
@@ -102,6 +106,7 @@ class Workload:
             attention=self.heads(),
             scales=[1.0] * layers,
             gate=self.score(),
+            couple_cfg=self.couple_cfg,
         )
 
     def mlp_spec(self) -> MlpSpec:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 
@@ -24,6 +24,7 @@ from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.query import is_op, node_arg, shape_of
 from fastcar_compile.ir.weights import LazyWeights
 
 
@@ -126,4 +127,11 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
         vocab_size=None if embeddings else int(output.shape[-1]),
         takes_embeddings=embeddings,
         prefill_chunk=prefill_chunk if chunk is not None else 0,
+        embedding_rows=_embedding_rows(tokens),
     )
+
+
+def _embedding_rows(tokens: fx.Node) -> int | None:
+    """Return the rows of the table that token ids select, so that a session can refuse ids beyond it."""
+    tables = [node_arg(user, 0) for user in tokens.users if is_op(user, torch.ops.aten.embedding)]
+    return min((shape_of(table)[0] for table in tables), default=None)

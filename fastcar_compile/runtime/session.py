@@ -231,8 +231,8 @@ class Session:
             raise InputError(
                 f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
             )
-        if config.vocab_size is not None and not config.takes_embeddings:
-            self._check_ids(array, config.vocab_size)
+        if config.token_ids is not None:
+            self._check_ids(array, config.token_ids)
         return np.ascontiguousarray(array[:, None] if steps == 1 else array)
 
     @staticmethod

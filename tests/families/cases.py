@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from .case import Case
+from .cosmos import COSMOS
+from .llamagen import LLAMAGEN
+from .mineworld import MINEWORLD
 from .plain import PLAIN
 from .structure_cases import STRUCTURES
 from .transformers_cases import TRANSFORMERS
 
-CASES: list[Case] = [*TRANSFORMERS, *STRUCTURES, *PLAIN]
+CASES: list[Case] = [*TRANSFORMERS, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *PLAIN]

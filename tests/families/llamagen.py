@@ -2,7 +2,7 @@
 
 Fused q, k, v; RoPE over the rows and columns of a picture, written with pairs; a cache that is a module of its own;
 keys and values that are repeated for all query heads; a table of causal masks. What is added is what a caller has to
-write: a step of two arguments.
+write: a step of two arguments, and one table for tokens and classes.
 """
 
 from __future__ import annotations
@@ -126,22 +126,18 @@ class Backbone(nn.Module):
 
 
 class LlamaGen(nn.Module):
-    """Class-conditional: token ids from VOCAB on are classes, which have an embedding table of their own."""
+    """Class-conditional. The table of classes stands behind that of tokens, so token ids from VOCAB on are classes."""
 
     max_seq_len = LENGTH
 
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
-        self.cls_embedding = nn.Embedding(CLASSES + 1, WIDTH)
-        self.tok_embeddings = nn.Embedding(VOCAB, WIDTH)
+        self.embeddings = nn.Embedding(VOCAB + CLASSES, WIDTH)
         self.backbone = Backbone(kv_heads, prefix=1)
         self.output = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
-        tokens = self.tok_embeddings(input_ids.clamp(max=VOCAB - 1))
-        classes = self.cls_embedding((input_ids - VOCAB).clamp(min=0))
-        embedded = torch.where((input_ids < VOCAB)[..., None], tokens, classes)
-        return self.output(self.backbone(embedded, cache_position)).float()
+        return self.output(self.backbone(self.embeddings(input_ids), cache_position)).float()
 
 
 def freqs_cis_2d(elements: int, prefix: int) -> Tensor:
@@ -189,6 +185,7 @@ LLAMAGEN = [
         class_conditional,
         MLP,
         classes=CLASSES,
+        full=True,
     ),
     Case(
         "llamagen-t2i",

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fastcar_compile.codegen.onnx.kv import KV_TYPES as ONNX_KV_TYPES
 from fastcar_compile.codegen.onnx.linear import LINEARS, ZERO_POINT
 from fastcar_compile.codegen.onnx.ops import translation_table
-from fastcar_compile.codegen.onnx.segments import OPSET, quiet_exporter
+from fastcar_compile.codegen.onnx.segments import quiet_exporter
+from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS

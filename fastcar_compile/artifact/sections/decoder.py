@@ -65,6 +65,8 @@ class DecoderConfig:
         takes_embeddings: the input is float32 [B, T, H], not token ids.
         prefill_chunk: tokens of one prefill call; 0: there is no prefill graph.
         ring: sparse attention; None: attention to all positions, over caches of S rows.
+        embedding_rows: token ids that the embedding has, where their number is known: more than V where a prefix of
+            classes or text has ids of its own.
     """
 
     batch_size: int
@@ -76,6 +78,12 @@ class DecoderConfig:
     takes_embeddings: bool
     prefill_chunk: int
     ring: Ring | None = None
+    embedding_rows: int | None = None
+
+    @property
+    def token_ids(self) -> int | None:
+        """Token ids that the input may hold: 0 .. this - 1. None: it takes embeddings."""
+        return None if self.takes_embeddings else self.embedding_rows or self.vocab_size
 
     @property
     def input_name(self) -> str:

@@ -21,7 +21,8 @@ from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.names import PRODUCER, call_origin, function_names, model_notes, value_notes
-from fastcar_compile.codegen.onnx.segments import DOMAIN, OPSET, segment_functions
+from fastcar_compile.codegen.onnx.segments import DOMAIN, segment_functions
+from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram

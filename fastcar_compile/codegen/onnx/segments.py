@@ -12,10 +12,9 @@ import onnx
 import torch
 from onnx import helper
 from torch import fx
-from torch.onnx._internal.exporter._core import export
 
 from fastcar_compile.codegen.onnx.names import function_origins, input_names
-from fastcar_compile.codegen.onnx.registry import OPSET, translations
+from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.segment import Segment
 
 DOMAIN = "fastcar"
@@ -40,8 +39,7 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
     examples = tuple(_example(node) for part in parts.values() for node in part.inputs)
     exported = torch.export.export(joined, examples, strict=False)
     with quiet_exporter():
-        # What torch.onnx.export calls once it has made the table.
-        proto = export(exported, registry=translations(), opset_version=OPSET, verbose=False).model_proto
+        proto = translate(exported)
     functions, first = [], 0
     for name, part in parts.items():
         outputs = [value.name for value in proto.graph.output[first : first + len(part.outputs)]]

@@ -26,7 +26,10 @@ _FUNCTIONAL: dict[object, Any] = {
 
 @dataclass
 class CacheWrite:
-    """A write into a 4-D buffer: the functional node, and the index that it was written at."""
+    """A write into a 4-D buffer: the functional node, and the index that it was written at.
+
+    `buffer` and `node` are [B, heads, S, D], also where the module keeps [B, S, heads, D].
+    """
 
     root: str
     buffer: fx.Node
@@ -115,28 +118,38 @@ class Functionalizer:
         return None
 
     def _cache_write(self, node: fx.Node, root: str, current: fx.Node) -> fx.Node | None:
-        index, value = _write_operands(node)
-        if index is None or value is None:
-            self._refuse(node, f"the write into '{root}' is not along the sequence axis (axis 2 of [B, heads, S, D])")
+        axis, index, value = _write_operands(node)
+        if index is None or value is None or axis not in (1, 2):
+            what = "axis 2 of [B, heads, S, D], or axis 1 of [B, S, heads, D]"
+            self._refuse(node, f"the write into '{root}' is not along the sequence axis ({what})")
             return None
-        arguments = (current, value, self.position)
+        buffer, rows = (self._heads_first(part, axis, node) for part in (current, value))
+        arguments = (buffer, rows, self.position)
         written = call(self.graph, torch.ops.fastcar.cache_write.default, arguments, origin=node, made_by=MADE_BY)
-        self.writes.append(CacheWrite(root, current, written, index, node))
-        return written
+        self.writes.append(CacheWrite(root, buffer, written, index, node))
+        return self._heads_first(written, axis, node)
+
+    def _heads_first(self, part: fx.Node, axis: int, origin: fx.Node) -> fx.Node:
+        """Return a cache in the other layout where its sequence axis is 1; state always is [B, heads, S, D]."""
+        if axis == 2:
+            return part
+        return call(self.graph, aten.transpose.int, (part, 1, 2), origin=origin, made_by=MADE_BY)
 
     def _refuse(self, node: fx.Node, what: str) -> None:
         hint = "write caches as buffer.index_copy_(2, cache_position, new) and keep no other mutable buffer"
         self.problems.append(CompileError(what, where=where(node), hint=hint))
 
 
-def _write_operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """(index, value) of a write along axis 2."""
+def _write_operands(node: fx.Node) -> tuple[int, fx.Node | None, fx.Node | None]:
+    """(axis, index, value) of a write along one axis."""
     if is_op(node, aten.index_copy_):
-        return (node_arg(node, 2), node_arg(node, 3)) if node.args[1] in (2, -2) else (None, None)
+        return cast("int", node.args[1]) % 4, node_arg(node, 2), node_arg(node, 3)
     indices = cast("list[fx.Node | None]", node.args[1])
     accumulate = len(node.args) > 3 and bool(node.args[3])
-    along = len(indices) == 3 and indices[0] is None and indices[1] is None
-    return (indices[2], node_arg(node, 2)) if along and not accumulate else (None, None)
+    given = [axis for axis, index in enumerate(indices) if index is not None]
+    if accumulate or len(given) != 1:
+        return -1, None, None
+    return given[0], indices[given[0]], node_arg(node, 2)
 
 
 def _is_alias(node: fx.Node) -> bool:
