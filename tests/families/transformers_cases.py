@@ -86,6 +86,14 @@ _LLAMA3 = {
     "rope_theta": 100.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12, "rope_theta": 100.0}
+_DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": LENGTH // 2,
+    "rope_theta": 100.0,
+}
 _LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
 _FULL = ["full_attention"] * LAYERS
 
@@ -98,6 +106,12 @@ TRANSFORMERS = [
     Case("llama-yarn-rope", "Llama", "yarn RoPE", transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_YARN)),
     Case(
         "llama-linear-rope", "Llama", "linear RoPE", transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_LINEAR)
+    ),
+    Case(
+        "llama-dynamic-rope",
+        "Llama",
+        "dynamic (NTK) RoPE, to twice the original length",
+        transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_DYNAMIC, max_position_embeddings=LENGTH // 2),
     ),
     Case(
         "llama-biases",
@@ -199,6 +213,20 @@ TRANSFORMERS = [
         full=True,
     ),
     Case("phi3", "Phi-3", "q, k, v and gate, up in one linear each", transformer(Phi3ForCausalLM, Phi3Config)),
+    Case(
+        "phi3-longrope",
+        "Phi-3",
+        "longrope, to twice the original length: the long factors",
+        transformer(Phi3ForCausalLM, Phi3Config, rope_parameters=_LONGROPE),
+    ),
+    Case(
+        "phi3-longrope-short",
+        "Phi-3",
+        "longrope within the original length: the short factors",
+        transformer(
+            Phi3ForCausalLM, Phi3Config, rope_parameters=_LONGROPE | {"original_max_position_embeddings": LENGTH}
+        ),
+    ),
     Case(
         "gpt2",
         "GPT-2",
