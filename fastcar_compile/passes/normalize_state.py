@@ -141,15 +141,12 @@ class _Normalizer:
         """Say what is attended to instead of a cache: a context that does not follow from the tokens, or other keys."""
         inputs = {n for n in ancestors(site.key) if n.op == "placeholder"} - {self.position}
         if inputs:
-            what = "the key or value of this attention is not a static cache written in this step"
+            what = f"layer {layer}: the key or value of this attention is not a static cache written in this step"
             hint = "attend over the whole written static cache"
         else:
             what = "cross-attention: its keys are a fixed context, which does not follow from the tokens of the step"
-            hint = (
-                "put the context in front of the prompt, so that self-attention reads it, or compile the layers without "
-                "cross-attention"
-            )
-        self._problem(site.node, f"layer {layer}: {what}", hint)
+            hint = "put the context in front of the prompt, so that self-attention reads it"
+        self._problem(site.node, what, hint)
 
     def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: fx.Node) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""

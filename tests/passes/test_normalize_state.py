@@ -258,7 +258,7 @@ def test_attention_that_is_written_out(
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
         (Sloped, "layer 0: the attention logits get a bias, such as ALiBi, which is not supported"),
         (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
-        (Crossing, "layer 1: cross-attention: its keys are a fixed context, which does not follow from the tokens"),
+        (Crossing, "cross-attention: its keys are a fixed context, which does not follow from the tokens"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
         (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],
