@@ -143,7 +143,7 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     dtype = ATTENTION[kind]
     scale = HEAD_DIM**-0.5
     function = compiled(
-        kind, decode_attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa), isa
+        kind, decode_attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa=isa), isa
     )
     rows = stored(torch.randn(shape), dtype)
     copies = -(-STREAMED // (2 * rows.nbytes))
