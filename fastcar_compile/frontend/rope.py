@@ -56,7 +56,8 @@ def _fix(module: Any, max_seq_len: int) -> None:
         name = "inv_freq" if layers is None else f"{layers}_inv_freq"
         old: Tensor = getattr(module, name)
         options = {} if layers is None else {"layer_type": layers}
-        new, _scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=max_seq_len, **options)
+        length: Any = torch.tensor(max_seq_len)  # as in a forward, so that frequencies have the same bits
+        new, _scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=length, **options)
         module.register_buffer(name, new.to(old.dtype), persistent=False)
         kinds[layers] = _FIXED
     module.rope_type = kinds if isinstance(module.rope_type, dict) else kinds[None]

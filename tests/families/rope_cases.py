@@ -24,9 +24,11 @@ def _longrope(original: int) -> Transformer:
         "rope_theta": 100.0,
         "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [1.5, 2.0, 2.5, 3.0],
+        "factor": 2.0,
+        "original_max_position_embeddings": original,
     }
     lengths = {"original_max_position_embeddings": original, "max_position_embeddings": 2 * original}
-    return transformer(Phi3ForCausalLM, Phi3Config, rope_parameters={**rope, **lengths}, **lengths)
+    return transformer(Phi3ForCausalLM, Phi3Config, rope_parameters=rope, **lengths)
 
 
 ROPE = [
