@@ -15,7 +15,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.cache_shapes import fit_caches
-from fastcar_compile.frontend.rotary import fixed_rotary
+from fastcar_compile.frontend.rope import fixed_frequencies
 
 
 class StaticCacheStep(TorchExportableModuleWithStaticCache):
@@ -78,7 +78,7 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     _choose_attention(model)
     model.generation_config = generation
     try:
-        with fixed_rotary(model, max_seq_len):
+        with fixed_frequencies(model, max_seq_len):
             recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
             recipe.length = max_seq_len
             fit_caches(recipe, model, batch_size)
