@@ -31,24 +31,24 @@
     const columns = [
       ["layer", "number"],
       ["module", ""],
-      ["source", ""],
-      ["attention", ""],
-      ["MLP", ""],
-      ["gate", ""],
-      ["threshold", ""],
-      ...extra.map(([, title]) => [title, ""]),
+      ["gate", "short"],
+      ["threshold", "short"],
+      ...extra.map(([, title]) => [title, "short"]),
       ...roles.map((role) => [ROLES[role], "number"]),
+      ["attention", "short"],
+      ["MLP", "short"],
+      ["source", ""],
     ];
     const rows = lines.map((line) => [
       String(line.layer),
       el("code", {}, line.module),
-      el("code", {}, line.source),
-      line.attention,
-      line.mlp,
       line.gate || "none",
       line.threshold,
       ...extra.map(([name]) => (name === "calibrated" ? (line[name] ?? "") : share(line[name]))),
       ...roles.map((role) => page.bytes(line.bytes[role] ?? 0)),
+      line.attention,
+      line.mlp,
+      el("code", {}, line.source),
     ]);
     return page.card(
       "Layers",
