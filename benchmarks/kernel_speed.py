@@ -1,12 +1,15 @@
-"""GB/s of weights that the linears stream, or attention of keys and values, and the share of the read bandwidth.
+"""GB/s of what a kernel streams, and the share of the read bandwidth: weights of linears and of gate `learned`, keys
+and values of attention.
 
     python benchmarks/kernel_speed.py --json out.json
     python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
     python benchmarks/kernel_speed.py --kernels attention_int8 --sizes 512x2048,2048x2048 --rows 1,2
+    python benchmarks/kernel_speed.py --kernels gate_learned --sizes 16x2048 --rows 1,2 --threads 1
 
 Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
 that of a kernel that only reads, measured in turns with the others; times are the least of all calls. For attention n
-is the context and k the width of the decoder, in heads of 128; rows are the batch.
+is the context and k the width of the decoder, in heads of 128; rows are the batch. For the gate n is its hidden units
+and k the width.
 """
 
 # pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
@@ -37,6 +40,7 @@ from fastcar_compile.codegen.tvm.isa import (
     instruction_set,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
+from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ops.cached import stored
@@ -47,6 +51,7 @@ from fastcar_compile.runtime.threads import use_threads
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
 ATTENTION = {f"attention_{name}": getattr(torch, name) for name in ("int8", "float16", "float32")}
 HEAD_DIM = 128
+GATE = "gate_learned"
 FLOATS = {"linear_float32": torch.float32, "linear_bfloat16": torch.bfloat16}
 STREAMED = 192 << 20
 """Bytes of weights that calls go through before they meet the same again: several times the largest cache."""
@@ -143,7 +148,7 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     dtype = ATTENTION[kind]
     scale = HEAD_DIM**-0.5
     function = compiled(
-        kind, decode_attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa), isa
+        kind, decode_attention((m, heads, 1, HEAD_DIM), shape, scale, str(dtype).split(".")[1], isa=isa), isa
     )
     rows = stored(torch.randn(shape), dtype)
     copies = -(-STREAMED // (2 * rows.nbytes))
@@ -151,6 +156,22 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     query, position = adopt(torch.randn(m, heads, 1, HEAD_DIM)), adopt(torch.tensor([n - 1]))
     y = adopt(torch.zeros(m, heads, 1, HEAD_DIM))
     return lambda i: function(query, *caches[i % copies], position, y), 2 * rows.nbytes
+
+
+def decide(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
+    """The score of gate `learned` with n hidden units on networks in turn; bytes of a network."""
+    function = compiled(kind, learned_score(m, k, n), isa)
+    size = n * (2 * 2 * k + 2 * 4) + 4
+    copies = -(-STREAMED // size)
+    networks = [[adopt(w) for w in network(n, k)] for _ in range(copies)]
+    x, cached = torch.randn(m, k), torch.randn(m, k)
+    rows, y = (adopt(x), adopt(cached)), adopt(torch.zeros(m))
+    return lambda i: function(*rows, *networks[i % copies], y), size
+
+
+def network(n: int, k: int) -> tuple[torch.Tensor, ...]:
+    """w1, b1, w2 and b2 of n hidden units."""
+    return torch.randn(n, 2 * k).bfloat16(), torch.zeros(n), torch.randn(n), torch.zeros(1)
 
 
 def least(runs: Sequence[Run], seconds: float) -> list[float]:
@@ -169,12 +190,13 @@ def least(runs: Sequence[Run], seconds: float) -> list[float]:
 def measure(isa: InstructionSet, kind: str, shape: tuple[int, int, int], threads: int, seconds: float) -> Row:
     """One row."""
     m, n, k = shape
-    run, size = (attend if kind in ATTENTION else linear)(kind, isa, m, n, k)
+    run, size = (attend if kind in ATTENTION else decide if kind == GATE else linear)(kind, isa, m, n, k)
     read, read_size = reader(isa)
     taken, reading = least([run, read], seconds)
     speed = size / taken
     share = speed / (read_size / reading)
-    products = 2 if kind in ATTENTION else 1  # of the query with keys, and of the weights with values
+    # Attention: of the query with keys, and of the weights with values. The gate: of the input, and of its change.
+    products = 2 if kind in ATTENTION or kind == GATE else 1
     return Row(kind, isa.name, m, n, k, threads, taken * 1e3, speed / 1e9, share, products * m * n * k / taken / 1e9)
 
 
@@ -189,7 +211,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="2048x5504,5504x2048", help="n x k of the weights; context x width")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 64], help="activation rows; batch")
     parser.add_argument("--isa", help="names; default: the best one of this CPU")
-    parser.add_argument("--kernels", default=",".join(KINDS), help=f"also {', '.join(ATTENTION)}")
+    parser.add_argument("--kernels", default=",".join(KINDS), help=f"also {', '.join([*ATTENTION, GATE])}")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--seconds", type=float, default=2.0, help="per row")
     parser.add_argument("--json", type=Path)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
     from fastcar_compile.dry_run.report import DryRun as DryRun
+    from fastcar_compile.environment import Check as Check
+    from fastcar_compile.environment import doctor as doctor
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -49,6 +51,7 @@ _MODULES = {
     "compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "environment": ("Check", "doctor"),
     "dry_run.report": ("DryRun",),
     "errors": (
         "ArtifactError",
@@ -74,6 +77,7 @@ __all__ = [
     "Artifact",
     "ArtifactError",
     "BackendError",
+    "Check",
     "CompileConfig",
     "CompileError",
     "DryRun",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_the_table_lists_every_folder() -> None:
 
 @pytest.mark.parametrize(("name", "layers", "billions"), ROWS)
 def test_a_published_decoder_is_found_whole(name: str, layers: str, billions: str) -> None:
-    options = {"tokens_per_frame": 256, "max_seq_len": POSITIONS.get(name, 1024), "prefill_chunk": 1}
+    options: dict[str, Any] = {"tokens_per_frame": 256, "max_seq_len": POSITIONS.get(name, 1024), "prefill_chunk": 1}
     found = fc.compile(CONFIGS / name, "cpu", dry_run=True, **options)
     assert found.decoder.num_layers == len(found.layers) == int(layers)
     assert all(layer.replay is not None for layer in found.layers)

@@ -17,6 +17,7 @@ from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.common import ExitCode, report_error
 from fastcar_compile.cli.compile import compile_command
 from fastcar_compile.cli.diff import diff_command
+from fastcar_compile.cli.doctor import doctor_command
 from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
@@ -43,6 +44,7 @@ COMMANDS = {
     "estimate": estimate_command,
     "simulate": simulate_command,
     "targets": targets_command,
+    "doctor": doctor_command,
 }
 
 

@@ -97,7 +97,10 @@ def compile_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Compile a trained decoder to an artifact, or say what would be compiled."""
+    """Compile a trained decoder to an artifact.
+
+    With --dry-run, say what would be compiled.
+    """
     import fastcar_compile as fc
     from fastcar_compile.targets import load_target, require_buildable
 

@@ -44,7 +44,7 @@ def inspect_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show an artifact: summary, layers, graphs, explanation; or all of it as a page."""
+    """Show an artifact: summary, layers, graphs, reasons, or a page."""
     import fastcar_compile as fc
 
     parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]

@@ -28,6 +28,9 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
     seed: Annotated[int, typer.Option(help="Of the decisions that are drawn for --replay.")] = 0,
     correlated: Annotated[bool, typer.Option("--correlated", help="Draw decisions in which all rows agree.")] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Rows b and b + B / 2 are guidance pairs and replay together.")
+    ] = False,
     static: Annotated[bool, typer.Option("--static", help="Map row b to core b mod C, to compare with DRS.")] = False,
     time_line: Annotated[Path | None, typer.Option(help="Write the step in Chrome's trace format here.")] = None,
     report: Annotated[
@@ -46,13 +49,14 @@ def simulate_command(
     from fastcar_compile.simulation.trace import write_trace
 
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
+    require_one([("--correlated", correlated), ("--pairs", pairs)])
     with stages(as_json, "simulate") as show:
         show("running the processes of every call")
         result = simulate(
             artifact,
             replay=replay,
             decisions=None if trace is None else load_trace(existing(trace, "trace")),
-            draw=Draw.CORRELATED if correlated else Draw.INDEPENDENT,
+            draw=Draw.CORRELATED if correlated else Draw.PAIRS if pairs else Draw.INDEPENDENT,
             seed=seed,
             mapping=Mapping.STATIC if static else Mapping.DRS,
         )
@@ -83,13 +87,22 @@ def _show(result: Simulation) -> None:
             "workload": f"{result.shape} {result.quant} on {result.target}, {result.batch} rows, context "
             f"{result.context}, {result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
             "time": shares,
+            "over dense": f"{result.speedup_over_dense:.2f}x ({result.comparison['dense']:.2f} tokens/s)",
             "weights": f"{result.stream_of_memory:.1%} of what the memory could deliver while the engine works",
             "passes": f"{result.passes:.2f} over a tile on {result.cores} cores, mapping {result.mapping}",
+            "static over DRS": _gain(result.passes_by_mapping),
             "multipliers wait": ", ".join(f"{root} {clocks:,.0f}" for root, clocks in waiting) or "never",
             "deadlock": result.deadlock,
         }
     )
     print_table(_columns(), [_row(result, name) for name in result.processes])
+
+
+def _gain(passes: dict[str, float]) -> str:
+    """Return how many passes of the busiest core DRS spares on these decisions."""
+    static, drs = passes["static"], passes["drs"]
+    ratio = f"{static / drs:.2f}x passes, " if drs else ""
+    return f"{ratio}{static:.2f} and {drs:.2f} per layer"
 
 
 def _columns() -> list[Column]:

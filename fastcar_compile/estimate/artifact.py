@@ -41,6 +41,7 @@ def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: 
         sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
         kv_rows=None if rows == options.max_seq_len else rows,
         gate=GateModel.of_sections(options.replay, layers),
+        couple_cfg=options.replay is not None and options.replay.couple_cfg,
     )
 
 

@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.design.footprint import GB, bank_excess, capaci
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import EngineModel
 from fastcar_compile.estimate.host import host_of
-from fastcar_compile.estimate.rows import Decisions, draw_decisions
+from fastcar_compile.estimate.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.estimate.step import Board
 from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.targets import Target
@@ -119,7 +119,8 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
 
 def synthetic_decisions(workload: Workload) -> Decisions:
     """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
-    return draw_decisions((SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch), workload.replay)
+    kind = Draw.PAIRS if workload.couple_cfg else Draw.INDEPENDENT
+    return draw_decisions((SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch), workload.replay, kind)
 
 
 def _checked(decisions: Decisions, workload: Workload) -> Decisions:
@@ -129,5 +130,10 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
             f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
             f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
             hint="give session.stats.decisions of a session of this decoder with record=True",
+        )
+    if workload.couple_cfg and (coupled(decisions) != decisions).any():
+        raise InputError(
+            "the decisions are not those of guidance pairs, which replay only together here",
+            hint="record them with this artifact, or couple them: fastcar simulate --pairs",
         )
     return decisions

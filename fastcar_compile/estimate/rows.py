@@ -29,6 +29,7 @@ class Draw(StrEnum):
 
     INDEPENDENT = "independent"
     CORRELATED = "correlated"
+    PAIRS = "pairs"
 
 
 def draw_decisions(
@@ -37,12 +38,33 @@ def draw_decisions(
     """Return decisions bool [forwards, layers, rows] of a replay ratio, exact per layer and row up to one forward.
 
     Args:
-        kind: rows that decide each for itself, or, correlated, all alike.
+        kind: rows that decide each for itself; all alike (correlated); or guidance pairs, rows b and b + B / 2 alike.
+
+    Raises:
+        InputError: pairs of an odd number of rows.
     """
     forwards, layers, rows = shape
-    own = rows if kind is Draw.INDEPENDENT else 1
+    if kind is Draw.PAIRS:
+        _require_pairs(rows)
+    own = {Draw.INDEPENDENT: rows, Draw.PAIRS: rows // 2, Draw.CORRELATED: 1}[kind]
     ranks = np.random.default_rng(seed).random((forwards, layers, own)).argsort(0).argsort(0)
-    return np.broadcast_to(ranks < round(replay * forwards), shape).copy()
+    return np.tile(ranks < round(replay * forwards), rows // own)
+
+
+def coupled(decisions: Decisions) -> Decisions:
+    """Return decisions bool [..., B] in which rows b and b + B / 2 replay only together, as with `couple_cfg`.
+
+    Raises:
+        InputError: the number of rows is odd.
+    """
+    _require_pairs(decisions.shape[-1])
+    first, second = np.split(decisions, 2, axis=-1)
+    return np.concatenate([first & second] * 2, axis=-1)
+
+
+def _require_pairs(rows: int) -> None:
+    if rows % 2:
+        raise InputError(f"{rows} row(s) are no guidance pairs", hint="pairs are rows b and b + B / 2 of an even batch")
 
 
 def core_rows(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> NDArray[np.int64]:

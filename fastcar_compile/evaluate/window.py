@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.ops.attention import capped_attention
 from fastcar_compile.ops.cached import loaded
 
 
@@ -32,7 +33,15 @@ class SinkWindow:
     def __str__(self) -> str:
         return f"window {self.window}, sinks {self.sinks}"
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Return attention float32 [B, Hq, T, D] for caches [B, Hkv, S, D] of any KV type and position int64 [1]."""
         start, steps = int(position), query.shape[2]
         rows = torch.arange(start, start + steps)[:, None]
@@ -41,7 +50,9 @@ class SinkWindow:
         columns = columns[(columns < self.sinks) | (columns > start - self.window)]
         seen = (columns <= rows) & ((columns < self.sinks) | (columns > rows - self.window))
         grouped = query.shape[1] != keys.shape[1]
-        seen_rows = (loaded(cache[:, :, columns], query.shape[3]) for cache in (keys, values))
+        seen_rows = [loaded(cache[:, :, columns], query.shape[3]) for cache in (keys, values)]
+        if softcap is not None:
+            return capped_attention(query, seen_rows[0], seen_rows[1], seen, scale, softcap)
         return torch.nn.functional.scaled_dot_product_attention(
             query, *seen_rows, attn_mask=seen, scale=scale, enable_gqa=grouped
         )

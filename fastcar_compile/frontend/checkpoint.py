@@ -187,10 +187,10 @@ def _architecture(folder: Path) -> str:
     if not file.is_file():
         raise CompileError("the model folder has no config.json", where=str(folder), hint=_MEND_CONFIG)
     try:
-        name = json.loads(file.read_text(encoding="utf-8"))["architectures"][0]
-        if not isinstance(name, str) or len(name) < 2:
+        names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
+        if not isinstance(names, list) or not isinstance(names[0], str):
             raise TypeError("architectures is no list of names")
-        return name
+        return names[0]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"config.json names no architecture ({error})"
         raise CompileError(what, where=str(file), hint=_MEND_CONFIG) from error

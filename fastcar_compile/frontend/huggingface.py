@@ -69,18 +69,12 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     """The model as a step-protocol module; the caller's model gets its own settings back on exit.
 
     Raises:
-        CompileError: the model has no `scaled_dot_product_attention` path.
+        CompileError: the model has neither the attention that is asked for nor another one that can be captured.
     """
     kept = (model.config._attn_implementation, getattr(model, "generation_config", None))
     generation = copy.deepcopy(kept[1]) or GenerationConfig()
     generation.use_cache, generation.cache_implementation = True, "static"
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError as error:
-        raise CompileError(
-            f"{type(model).__name__} cannot use scaled_dot_product_attention: {error}",
-            hint="compile a model whose attention has an sdpa implementation",
-        ) from error
+    _choose_attention(model)
     model.generation_config = generation
     try:
         recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
@@ -91,3 +85,17 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
         # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
         model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]
         model.generation_config = kept[1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _choose_attention(model: PreTrainedModel) -> None:
+    """Let the model use PyTorch's attention, or its own one written out where PyTorch's lacks what it needs.
+
+    PyTorch's operator has no soft-cap: Transformers then refuses it.
+    """
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    try:
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except ValueError as error:
+        if capped:
+            raise CompileError(f"{type(model).__name__} has no eager attention: {error}") from error
+        model.set_attn_implementation("eager")

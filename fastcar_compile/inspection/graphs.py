@@ -93,12 +93,13 @@ class _Reader:
 
 
 def type_text(value: Any) -> str:
-    """Return a graph file's type as a person reads it: `float32 [2, 1, 64]`."""
+    """Return a graph file's type as a person reads it: `float32 [2, 1, 64]`, and `32 × float32 [1]` of a list."""
     if value is None:
         return ""
     kind, content = value
     if kind in ("list", "tuple"):
-        return ", ".join(type_text(part) for part in content)
+        parts = [type_text(part) for part in content]
+        return f"{len(parts)} × {parts[0]}" if len(parts) > 2 and len(set(parts)) == 1 else ", ".join(parts)
     return f"{str(kind).removeprefix('torch.')} {content}"
 
 

@@ -21,7 +21,7 @@ from fastcar_compile.inspection.reasons import reason_texts
 from fastcar_compile.inspection.replay import Decisions, replay_page
 from fastcar_compile.inspection.speed import speed_page
 
-STYLES = ("page.css", "graph.css")
+STYLES = ("parts.css", "page.css", "graph.css")
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
     *("search.js", "replay.js", "speed.js", "memory.js", "main.js"),

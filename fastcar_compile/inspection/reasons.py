@@ -10,6 +10,8 @@ PASS_REASONS = {
     "legalize-linears": "A product with a constant matrix becomes one linear, so that later passes see every weight.",
     "fuse-activations": "An activation that the model writes out in elementary operators becomes one operator.",
     "split-gate-up": "One linear that computes gate and up together becomes the two linears of a gated MLP.",
+    "merge-adapters": "A low-rank adapter is merged into the weight of its linear, so it costs nothing afterwards.",
+    "unfold-rows": "Rows that the model folds into one axis keep their batch and time axes.",
     "parallel-blocks": "A block whose attention and MLP read the same input is summed in one form: "
     "(entry + attention) + MLP.",
     "find-sites": "Attention and MLP of every layer are recognised from the structure of the graph.",

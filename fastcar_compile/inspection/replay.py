@@ -108,7 +108,6 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> list[Fact]:
         cost = f"{stored.nll / stored.nll_dense:.3f}x the dense NLL" if stored.nll_dense else f"NLL {stored.nll:.4f}"
         facts.append(Fact(label="calibration", value=f"{stored.goal}: {stored.replay:.1%} replay, {cost}"))
     if heat is not None and heat.total is not None:
-        facts.append(
-            Fact(label="recorded", value=f"{heat.total:.1%} replay in {heat.forwards} forwards of {heat.rows} rows")
-        )
+        recorded = f"{heat.total:.1%} replay after the first frame; {heat.forwards} forwards, batch {heat.rows}"
+        facts.append(Fact(label="recorded", value=recorded))
     return facts

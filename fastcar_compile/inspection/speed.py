@@ -73,7 +73,7 @@ def _facts(result: Estimate, *, recorded: bool) -> list[Fact]:
         Fact(label="bound by", value=result.bound_by, group="key"),
         Fact(label="over dense", value=f"{result.speedup_over_dense:.2f}x", group="key"),
         Fact(
-            label="workload", value=f"{result.quant}, {result.batch} rows, attention reads {result.attended} positions"
+            label="workload", value=f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions"
         ),
         Fact(label="replay", value=f"{result.replay_ratio:.1%} of all MLPs ({decided})"),
         Fact(label="in the fabric", value=result.offload),

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from fastcar_compile.ir.query import is_op, shape_of
+from fastcar_compile.ir.query import argument_names, is_op, shape_of
 
 fastcar = torch.ops.fastcar
 
@@ -42,3 +42,9 @@ def window_of(attention: fx.Node) -> Window | None:
     if not is_op(attention, fastcar.window_attention):
         return None
     return Window(cast("int", attention.args[5]), cast("int", attention.args[6]))
+
+
+def softcap_of(attention: fx.Node) -> float | None:
+    """Return the soft-cap of an attention's logits; None: there is none."""
+    index = argument_names(attention).index("softcap")
+    return cast("float | None", attention.args[index]) if len(attention.args) > index else None

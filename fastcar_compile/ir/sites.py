@@ -13,7 +13,7 @@ from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of,
 from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import activation_of, ancestors_until, between, is_op, node_arg, optional_arg, shape_of
-from fastcar_compile.ir.rings import window_of
+from fastcar_compile.ir.rings import softcap_of, window_of
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
@@ -25,6 +25,7 @@ class AttentionSite:
     """The attention of a layer: its node, what it reads (node names) and its dimensions.
 
     A query sees the first `sinks` positions and the last `window` ones, itself included; `window` None: all of them.
+    A logit is limited softly to `softcap`.
     """
 
     node: str
@@ -38,6 +39,7 @@ class AttentionSite:
     cache_rows: int
     window: int | None = None
     sinks: int = 0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ def attention_site(node: fx.Node) -> AttentionSite:
         *(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim, shape_of(keys)[2]),
         window=None if window is None else window.window,
         sinks=0 if window is None else window.sinks,
+        softcap=softcap_of(node),
     )
 
 

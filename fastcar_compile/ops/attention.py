@@ -31,7 +31,9 @@ def _(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
 
 
 @custom_op("fastcar::attention", mutates_args=())
-def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
+def attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """Return causal grouped-query attention over the filled part of a static cache.
 
     Args:
@@ -39,6 +41,7 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
         key_cache, value_cache: [B, Hkv, S, D] as `stored` defines, with rows up to position + T - 1 written.
         position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i.
         scale: factor on the logits.
+        softcap: a logit becomes softcap * tanh(logit / softcap), before the mask; None: it stays.
 
     Returns:
         float32 [B, Hq, T, D].
@@ -47,25 +50,42 @@ def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: T
     filled = min(start + steps, key_cache.shape[2])
     columns = torch.arange(filled, device=query.device)
     rows = torch.arange(start, start + steps, device=query.device)
+    keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
+    seen = columns[None, :] <= rows[:, None]
+    if softcap is not None:
+        return capped_attention(query, keys, values, seen, scale, softcap)
     result = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        loaded(key_cache[:, :, :filled], query.shape[3]),
-        loaded(value_cache[:, :, :filled], query.shape[3]),
-        attn_mask=(columns[None, :] <= rows[:, None]) if steps > 1 else None,
+        *(query, keys, values),
+        attn_mask=seen if steps > 1 else None,
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
     )
     return result.contiguous()  # PyTorch's own layout depends on the kernel that it chooses
 
 
+def capped_attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
+    """Return grouped-query attention float32 [B, Hq, T, D] with soft-capped logits, under a mask bool [T, S]."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    logits = capped(query @ keys.transpose(-1, -2) * scale, softcap)
+    return torch.softmax(logits.masked_fill(~seen, -torch.inf), -1) @ values
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return soft-capped logits; None: the logits."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 @attention.register_fake
-def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
+def _(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 @custom_op("fastcar::tas", mutates_args=())
 def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: float) -> Tensor:
-    """Return the Temporal Attention Score (FastCar, section 4.2).
+    """Return the Temporal Attention Score (FastCar, section 4.2). It knows no soft-cap.
 
     It is the attention logit between a token and its counterpart one frame earlier, averaged over query heads. The sum
     is defined in integers, so that every backend has the same bits in any order of addition

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.ops.attention import capped
 from fastcar_compile.ops.cached import loaded, stored
 
 
@@ -69,6 +70,7 @@ def window_attention(
     sinks: int,
     window: int,
     sink_query: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window.
 
@@ -80,6 +82,7 @@ def window_attention(
         scale: factor on the logits.
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
         sink_query: float32 [B, Hq, T, D], the query for the sinks; None: `query`.
+        softcap: as in `fastcar::attention`.
 
     Returns:
         float32 [B, Hq, T, D].
@@ -98,7 +101,7 @@ def window_attention(
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:
         logits[..., : len(first)] = sink_query @ keys[:, :, : len(first)].transpose(-1, -2)
-    return torch.softmax((logits * scale).masked_fill(~seen, -torch.inf), -1) @ values
+    return torch.softmax(capped(logits * scale, softcap).masked_fill(~seen, -torch.inf), -1) @ values
 
 
 @window_attention.register_fake
@@ -111,5 +114,6 @@ def _(
     sinks: int,
     window: int,
     sink_query: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -15,6 +15,7 @@ from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
+from fastcar_compile.passes.patterns.eager_attention import MASKED, AttentionCall, Mask, attention_calls
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 from fastcar_compile.passes.patterns.layouts import free_views
 from fastcar_compile.passes.patterns.table_rows import limit_table_rows
@@ -24,7 +25,6 @@ _VIEWS = (
     *(aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous),
     *(aten.repeat, aten.repeat_interleave, aten.transpose, aten.permute, aten.slice),
 )
-_MASKED = -1e9
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class NormalizeState(Pass):
 
     1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`.
     2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds; with a
-       sliding window in the mask, `fastcar.window_attention`.
+       sliding window in the mask, `fastcar.window_attention`. It may be PyTorch's operator, or written out as product,
+       scale, soft-cap, mask, softmax and product.
     3. Each cache becomes the state `key_cache_<l>` or `value_cache_<l>`, in the order of the attentions.
     4. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
     Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
@@ -46,7 +47,7 @@ class NormalizeState(Pass):
         """Raise CompileError with every cache or attention that cannot be normalised."""
         modified = False
         for module in program.graphs():
-            if any(is_op(n, aten.scaled_dot_product_attention) for n in module.graph.nodes):
+            if attention_calls(module.graph):
                 state = _Normalizer(module, program.config.max_seq_len).run()
                 modified = True
                 names = ["logits", *[s.name for s in state]]
@@ -63,16 +64,15 @@ class _Normalizer:
         self.position = placeholder(module.graph, "position")
         self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
-        self._windows: dict[tuple[fx.Node, int, int], int | str] = {}
+        self._windows: dict[tuple[Mask, int, int], int | str] = {}
 
     def run(self) -> list[StateSpec]:
         self.functional.run()
         writes = {w.node: w for w in self.functional.writes}
         self._check_indices()
         used: list[tuple[CacheWrite, StateRole, int]] = []
-        sites = [n for n in self.graph.nodes if is_op(n, aten.scaled_dot_product_attention)]
-        for layer, node in enumerate(sites):
-            used += self._attention(layer, node, writes)
+        for layer, site in enumerate(attention_calls(self.graph)):
+            used += self._attention(layer, site, writes)
         if self.problems:
             raise CompileError.collect(self.problems)
         state = [self._lift(write, role, layer) for write, role, layer in used]
@@ -111,26 +111,25 @@ class _Normalizer:
                     break
 
     def _attention(
-        self, layer: int, node: fx.Node, writes: dict[fx.Node, CacheWrite]
+        self, layer: int, site: AttentionCall, writes: dict[fx.Node, CacheWrite]
     ) -> list[tuple[CacheWrite, StateRole, int]]:
-        query = node_arg(node, 0)
-        keys, values = (self._cache_of(node_arg(node, i), writes, query) for i in (1, 2))
+        node, query = site.node, site.query
+        keys, values = (self._cache_of(n, writes, query) for n in (site.key, site.value))
         if keys is None or values is None:
             what = "the key or value of this attention is not a static cache written in this step"
             self._problem(node, f"layer {layer}: {what}", "attend over the whole written static cache")
             return []
-        options = _sdpa_options(node)
-        window = self._window(options, keys.node, query)
+        window = self._window(site, keys.node)
         if isinstance(window, str):
             hint = "use a causal mask over cache positions, with or without a sliding window, and no dropout"
             self._problem(node, f"layer {layer}: {window}", hint)
             return []
-        given = options["scale"]
-        scale = float(given) if isinstance(given, int | float) and given else shape_of(query)[-1] ** -0.5
-        arguments: tuple[Any, ...] = (query, keys.node, values.node, self.position, scale)
-        target = torch.ops.fastcar.attention.default
+        arguments: tuple[Any, ...] = (query, keys.node, values.node, self.position, site.scale)
+        target, softcap = torch.ops.fastcar.attention.default, () if site.softcap is None else (site.softcap,)
         if window < shape_of(keys.node)[2]:
             target, arguments = torch.ops.fastcar.window_attention.default, (*arguments, 0, window)
+            softcap = (None, *softcap) if softcap else ()
+        arguments = (*arguments, *softcap)
         with self.graph.inserting_before(node):
             new = call(self.graph, target, arguments, origin=node, made_by=NormalizeState.name)
         if value_of(new).stride() != value_of(node).stride():
@@ -143,7 +142,7 @@ class _Normalizer:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""
         current = node
         while current not in writes:
-            if not is_op(current, *_VIEWS):
+            if not is_op(current, *_VIEWS) and not _is_same(current):
                 return None
             current = node_arg(current, 0)
         batch, heads, rows, dim = shape_of(current)
@@ -155,32 +154,40 @@ class _Normalizer:
                 return None
         return writes[current]
 
-    def _window(self, options: dict[str, object], cache: fx.Node, query: fx.Node) -> int | str:
+    def _window(self, site: AttentionCall, cache: fx.Node) -> int | str:
         """Return how many positions a query sees, itself included: at most the cache's. A text: what is wrong."""
-        if options["dropout_p"] != 0.0:
-            return f"attention dropout {options['dropout_p']} in a decode step"
-        mask = options["attn_mask"]
-        if not isinstance(mask, fx.Node):
+        if site.problem:
+            return site.problem
+        if site.mask is None:
             return "attention has no mask, so it sees cache rows that were not written yet"
-        key = (mask, shape_of(cache)[2], shape_of(query)[2])
+        key = (site.mask, shape_of(cache)[2], shape_of(site.query)[2])
         if key not in self._windows:
             self._windows[key] = self._window_of_mask(*key)
         return self._windows[key]
 
-    def _window_of_mask(self, mask: fx.Node, capacity: int, steps: int) -> int | str:
-        window = self._seen_at_the_end(mask, capacity, steps)
-        edges = [window - 1, window, window + 1] if isinstance(window, int) else []
-        for start in [*self._probe_positions(capacity, steps), *edges]:
-            value = self._at(mask, min(start, capacity - steps))
-            if value is None or not isinstance(window, int):
-                return "the attention mask depends on more than the position"
+    def _window_of_mask(self, mask: Mask, capacity: int, steps: int) -> int | str:
+        window, unknown = (
+            self._seen_at_the_end(mask, capacity, steps),
+            "the attention mask depends on more than the position",
+        )
+        if window is None:
+            return unknown
+        for start in [*self._probe_positions(capacity, steps), window - 1, window, window + 1]:
+            value = self._mask_at(mask, min(start, capacity - steps))
+            if value is None:
+                return unknown
             if problem := _mask_problem(value, min(start, capacity - steps), steps, window):
                 return problem
         return window
 
-    def _seen_at_the_end(self, mask: fx.Node, capacity: int, steps: int) -> int | None:
+    def _mask_at(self, mask: Mask, start: int) -> Tensor | None:
+        """Return a mask at a position: bool, True where a query sees, or what is added."""
+        value = self._at(mask.node, start)
+        return ~value if value is not None and mask.hidden else value
+
+    def _seen_at_the_end(self, mask: Mask, capacity: int, steps: int) -> int | None:
         """Return how many positions the last one sees; None: that depends on more than the position."""
-        value = self._at(mask, capacity - steps)
+        value = self._mask_at(mask, capacity - steps)
         return None if value is None else max(1, int(_seen(value)[..., -1, :].reshape(-1, capacity)[0].sum()))
 
     def _lift(self, write: CacheWrite, role: StateRole, layer: int) -> StateSpec:
@@ -197,7 +204,7 @@ class _Normalizer:
 
 
 def _seen(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > _MASKED
+    return mask if mask.dtype == torch.bool else mask > MASKED
 
 
 def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:
@@ -212,7 +219,8 @@ def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:
     return ""
 
 
-def _sdpa_options(node: fx.Node) -> dict[str, object]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+def _is_same(node: fx.Node) -> bool:
+    """Whether the node is another name of its argument, or a cast to the type that is there."""
+    if is_op(node, aten.alias, aten.detach):
+        return True
+    return is_op(node, aten.to, aten._to_copy) and value_of(node).dtype == value_of(node_arg(node, 0)).dtype

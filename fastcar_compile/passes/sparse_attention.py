@@ -14,7 +14,7 @@ from fastcar_compile.ir.layers import role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, Ring
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.ir.rings import RingRows, window_of
+from fastcar_compile.ir.rings import RingRows, softcap_of, window_of
 from fastcar_compile.passes.patterns.ring_caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
 from fastcar_compile.passes.patterns.sink_query import SinkQueries
 
@@ -96,4 +96,6 @@ class _Rewriter:
         query, *others = node.args[:5]
         sink_query = None if self.queries is None else self.queries.of(node)
         arguments = (query, *others, self.ring.sinks, self.ring.window, sink_query)
+        if (softcap := softcap_of(node)) is not None:
+            arguments = (*arguments, softcap)
         self.caches.replace(node, fastcar.window_attention.default, arguments)

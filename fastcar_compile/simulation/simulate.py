@@ -20,7 +20,7 @@ from fastcar_compile.estimate.call import EngineCall
 from fastcar_compile.estimate.engine import RowLoad
 from fastcar_compile.estimate.prediction import Prediction, Runs
 from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, Question, ask
-from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, draw_decisions, passes_of
+from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, coupled, draw_decisions, passes_of
 from fastcar_compile.estimate.step import Step
 from fastcar_compile.simulation.engine import CycleModel
 from fastcar_compile.simulation.network import ProcessResult, Result
@@ -82,7 +82,9 @@ def simulate(
     Args:
         artifact: its folder.
         replay: share that replays, drawn; None: nothing replays, unless `decisions` are given.
-        decisions: recorded, bool [forwards, layers, rows]. draw, seed: how rows are drawn for `replay`.
+        decisions: recorded, bool [forwards, layers, rows].
+        draw, seed: how rows are drawn for `replay`. With `Draw.PAIRS` recorded decisions are coupled too: a row replays
+            only where its partner does. An artifact with `couple_cfg` draws pairs by itself.
         mapping: of rows to cores; the static one is for comparison only.
 
     Raises:
@@ -97,7 +99,10 @@ def simulate(
     recorded = decisions is not None
     if decisions is None:
         shape = (SYNTHETIC_FORWARDS, work.shape.layers, work.batch)
-        decisions = draw_decisions(shape, work.replay, draw, seed)
+        kind = Draw.PAIRS if work.couple_cfg and draw is Draw.INDEPENDENT else draw
+        decisions = draw_decisions(shape, work.replay, kind, seed)
+    elif draw is Draw.PAIRS:
+        decisions = coupled(decisions)
     question = ask(
         work, manifest.target, decisions=decisions, design=design_of(manifest, manifest.target), recorded=recorded
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastcar_compile.drs.simulator import map_rows
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, draw_decisions, passes_of, places_of
+from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of, places_of
 from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
 
 
@@ -47,6 +47,22 @@ def test_rows_that_decide_alike_leave_nothing_to_balance() -> None:
     assert (passes_of(decisions, 4, Mapping.STATIC) == passes_of(decisions, 4, Mapping.DRS)).all()
 
 
+def test_guidance_pairs_share_their_decisions() -> None:
+    drawn = draw_decisions((200, 3, 16), 0.8, Draw.PAIRS)
+    assert (drawn[..., :8] == drawn[..., 8:]).all()
+    assert (drawn[..., 0] != drawn[..., 1]).any()
+    assert (drawn.mean(0) == 0.8).all()
+    # Row b + 8 is on the core of row b under the static mapping, so a pair that computes takes it twice.
+    assert passes_of(drawn, 4, Mapping.STATIC).mean() > 1.3 * passes_of(drawn, 4, Mapping.DRS).mean()
+    alone = draw_decisions((200, 3, 16), 0.8)
+    both = coupled(alone)
+    assert (both == coupled(both)).all()
+    assert (both[..., 3] == alone[..., 3] & alone[..., 11]).all()
+    for wrong in (lambda: draw_decisions((4, 1, 3), 0.5, Draw.PAIRS), lambda: coupled(alone[..., :3])):
+        with pytest.raises(InputError, match=r"3 row\(s\) are no guidance pairs"):
+            wrong()
+
+
 def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> None:
     decisions = draw_decisions((200, 3, 4), 0.35, seed=1)
     assert (decisions.mean(0) == 0.35).all()
@@ -58,7 +74,7 @@ def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> N
 
 def test_pictures(tmp_path: Path) -> None:
     check_module("matplotlib")
-    independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in Draw)
+    independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in (Draw.INDEPENDENT, Draw.CORRELATED))
     draw_active_rows({"independent": independent, "alike": alike}, tmp_path / "rows.svg")
     forward = typical_forward(independent, 4)
     draw_cores(independent, 4, forward, "independent", tmp_path / "cores.svg")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.inspection.graphs import page_graphs
+from fastcar_compile.inspection.graphs import page_graphs, type_text
 from fastcar_compile.inspection.models import MemoryPage, PageData, ReplayPage, SpeedPage
 from fastcar_compile.inspection.page import page_html
 from fastcar_compile.inspection.reasons import OPERATOR_REASONS, PASS_REASONS, reason_key, reason_texts
@@ -193,3 +193,11 @@ def test_no_text_of_the_model_is_markup() -> None:
 
 def test_same_data_same_bytes() -> None:
     assert page_html(hostile_page()) == page_html(hostile_page())
+
+
+def test_types_as_people_read_them() -> None:
+    one = ["torch.float32", [1]]
+    assert type_text(["torch.int8", [2, 64]]) == "int8 [2, 64]"
+    assert type_text(["list", [one] * 32]) == "32 × float32 [1]"
+    assert type_text(["tuple", [one, ["torch.bool", []]]]) == "float32 [1], bool []"
+    assert type_text(None) == ""

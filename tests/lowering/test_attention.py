@@ -25,6 +25,8 @@ from .kernel_runs import few, run
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
 DIMS = st.sampled_from([1, 6, 8, 20, 32, 64, 80, 128])
+CAPS = st.sampled_from([None, 0.7])
+"""Soft-caps; the logits are about one."""
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.int8])
 ISA = host_instruction_set()
 
@@ -41,24 +43,35 @@ def _inputs(
 
 
 @cache
-def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype) -> PrimFunc:
+def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype, cap: float | None = None) -> PrimFunc:
     make = decode_attention if t == 1 else chunk_attention
-    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), ISA)
+    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), cap, isa=ISA)
 
 
-def _check(b: int, heads: Heads, t: int, s: int, d: int, position: int, dtype: torch.dtype = torch.float32) -> None:
+def _check(
+    b: int,
+    heads: Heads,
+    t: int,
+    s: int,
+    d: int,
+    position: int,
+    dtype: torch.dtype = torch.float32,
+    cap: float | None = None,
+) -> None:
     q, k, v, at = _inputs(b, heads, t, s, d, position, dtype)
-    y = run(_kernel(b, heads, t, s, d, dtype), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
-    expected = torch.ops.fastcar.attention(q, k, v, at, 0.3)
+    y = run(_kernel(b, heads, t, s, d, dtype, cap), q, k, v, at, torch.full((b, heads[0], t, d), torch.nan))[-1]
+    expected = torch.ops.fastcar.attention(q, k, v, at, 0.3, cap)
     seen = min(t, s - position)
     torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
 
 
 @few
-@given(st.integers(1, 2), HEADS, st.integers(0, 99), DIMS, TYPES, st.integers(0, 99))
-def test_decode_attention(b: int, heads: Heads, position: int, d: int, dtype: torch.dtype, seed: int) -> None:
+@given(st.integers(1, 2), HEADS, st.integers(0, 99), DIMS, TYPES, CAPS, st.integers(0, 99))
+def test_decode_attention(
+    b: int, heads: Heads, position: int, d: int, dtype: torch.dtype, cap: float | None, seed: int
+) -> None:
     torch.manual_seed(seed)
-    _check(b, heads, 1, 100, d, position, dtype)
+    _check(b, heads, 1, 100, d, position, dtype, cap)
 
 
 @few
@@ -68,29 +81,35 @@ def test_decode_attention(b: int, heads: Heads, position: int, d: int, dtype: to
     st.sampled_from([(2, 0), (5, 0), (5, 30), (6, 97), (8, 41), (64, 9)]),
     DIMS,
     TYPES,
+    CAPS,
     st.integers(0, 99),
 )
-def test_chunk_attention(b: int, heads: Heads, rows: tuple[int, int], d: int, dtype: torch.dtype, seed: int) -> None:
+def test_chunk_attention(
+    b: int, heads: Heads, rows: tuple[int, int], d: int, dtype: torch.dtype, cap: float | None, seed: int
+) -> None:
     """Chunks that end before, at and beyond the end of the cache."""
     torch.manual_seed(seed)
-    _check(b, heads, rows[0], 100, d, rows[1], dtype)
+    _check(b, heads, rows[0], 100, d, rows[1], dtype, cap)
 
 
 @pytest.mark.parametrize("isa", [instruction_set("avx512-vnni"), PORTABLE], ids=lambda isa: isa.name)
 @few
-@given(HEADS, st.integers(0, 99), st.sampled_from([64, 128, 192, 256]), st.integers(0, 99))
-def test_int8_rows_of_whole_vectors(isa: InstructionSet, heads: Heads, position: int, d: int, seed: int) -> None:
+@given(HEADS, st.integers(0, 99), st.sampled_from([64, 128, 192, 256]), CAPS, st.integers(0, 99))
+def test_int8_rows_of_whole_vectors(
+    isa: InstructionSet, heads: Heads, position: int, d: int, cap: float | None, seed: int
+) -> None:
     """AVX-512 VNNI multiplies them as integers: the query has 21 bits of its largest element, a weight 24."""
     if lacking := sorted(isa.flags - cpu_flags()):
         pytest.skip(f"this CPU has no {', '.join(lacking)}")
     assert suits(d, "int8", isa) == (isa is not PORTABLE)
     torch.manual_seed(seed)
     q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
-    kernel = decode_attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", isa)
+    kernel = decode_attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", cap, isa=isa)
     y = run(kernel, q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
     keys, values = (loaded(rows[:, :, : position + 1], d).double() for rows in (k, v))
     group = heads[0] // heads[1]
     logits = torch.einsum("bhd,bhsd->bhs", q[:, :, 0].double(), keys.repeat_interleave(group, 1)) * 0.3
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.repeat_interleave(group, 1))
     torch.testing.assert_close(y[:, :, 0].double(), expected, atol=1e-6 * d**0.5, rtol=1e-6)
 

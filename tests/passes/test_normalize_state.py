@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import StateRole
+from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_origins, check_truthful, nodes_of
 from .tiny import BATCH, ROWS, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
@@ -98,6 +100,60 @@ class Shared(TinyBlock):
         return y.transpose(1, 2).contiguous().view(*x.shape)
 
 
+class Written(TinyBlock):
+    """Attention written out: a shared key/value head, logits scaled and soft-capped, the mask added."""
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        q = q.unflatten(-1, (2, 4)).transpose(1, 2)
+        keys = self.keys.index_copy_(2, position, k[:, None]).expand(-1, 2, -1, -1)
+        values = self.values.index_copy_(2, position, v[:, None]).expand(-1, 2, -1, -1)
+        weights = F.softmax(self.masked(self.logits(q, keys), position), -1, dtype=torch.float32).to(x.dtype)
+        return (F.dropout(weights, 0.1, self.training) @ values).transpose(1, 2).flatten(2)
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return 0.2 * torch.tanh(q @ keys.transpose(2, 3) * 4**-0.5 / 0.2)
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        seen = torch.arange(ROWS)[None, :] <= position[:, None]
+        return logits + torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+class Filled(Written):
+    """As nanoGPT writes it."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return (q @ keys.transpose(-2, -1)) * 0.3
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        seen = torch.arange(ROWS)[None, :] <= position[:, None]
+        return logits.masked_fill((seen[None, None] == 0) | (torch.arange(ROWS) < position[:, None] - 3), float("-inf"))
+
+
+class Selected(Written):
+    """The query is scaled, and the mask selects."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return (q / 2) @ keys.mT
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        return torch.where(torch.arange(ROWS)[None, :] <= position[:, None], logits, float("-inf"))
+
+
+class Sloped(Written):
+    """ALiBi."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return q @ keys.mT + torch.arange(ROWS) * 0.1
+
+
+class Faint(Written):
+    """The mask only lowers the logits of what comes later."""
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        return logits.masked_fill(torch.arange(ROWS)[None, :] > position[:, None], -1e4)
+
+
 class Unmasked(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
         return None  # pyright: ignore[reportReturnType]
@@ -162,12 +218,33 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("block", "scale", "softcap", "window"),
+    [(Written, 0.5, 0.2, None), (Filled, 0.3, None, 4), (Selected, 1.0, None, None)],
+)
+def test_attention_that_is_written_out(
+    block: type[TinyBlock], scale: float, softcap: float | None, window: int | None
+) -> None:
+    program = captured(block)
+    before, before_prefill = logits(program), prefill_logits(program)
+    run_pipeline(program, analysis_pipeline())
+    (site,) = program.sites
+    assert (site.attention.scale, site.attention.window) == (pytest.approx(scale), window)
+    assert site.attention.softcap == (None if softcap is None else pytest.approx(softcap))
+    assert program.state[0].shape == (BATCH, 1, ROWS, 4)
+    assert not any(is_op(n, torch.ops.aten.softmax) for n in nodes_of(program))
+    np.testing.assert_allclose(logits(program), before, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(prefill_logits(program), before_prefill, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
     ("block", "text"),
     [
         (NotCausal, "layer 0: the attention mask at position 0 is not causal over the cache"),
         (Biased, "layer 0: the attention mask adds a bias, which is not supported"),
         (Unmasked, "layer 0: attention has no mask, so it sees cache rows that were not written yet"),
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
+        (Sloped, "layer 0: the attention logits get a bias, such as ALiBi, which is not supported"),
+        (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
         (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],

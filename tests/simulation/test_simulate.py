@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +19,7 @@ from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate.question import ask
-from fastcar_compile.estimate.rows import Mapping
+from fastcar_compile.estimate.rows import Mapping, coupled
 from fastcar_compile.simulation.simulate import Simulation, check_dispatch, simulate_question
 from fastcar_compile.simulation.trace import chrome_trace
 from fastcar_compile.targets import load_target
@@ -81,6 +82,33 @@ def test_recorded_decisions(artifact: Path) -> None:
         fc.simulate(artifact, decisions=decisions[:, :, :2])
 
 
+def test_pairs_of_a_trace_are_coupled(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Of pair 0 one row replays, of pair 1 both do: with --pairs, only pair 1 replays."""
+    decisions = np.zeros((2, len(llama().model.layers), ROWS), bool)
+    decisions[..., [0, 1, 1 + ROWS // 2]] = True
+    np.save(tmp_path / "trace.npy", decisions)
+    found = json.loads(command("--trace", tmp_path / "trace.npy", "--pairs", "--json").stdout)
+    assert found["replay_ratio"] == 2 / ROWS
+    assert found["passes_by_mapping"]["drs"] <= found["passes_by_mapping"]["static"]
+    refused = command("--replay", 0.5, "--correlated", "--pairs")
+    assert refused.exit_code == 2
+    assert "--correlated and --pairs cannot be given together" in " ".join(refused.stderr.split())
+
+
+def test_a_workload_of_pairs_draws_them() -> None:
+    shape = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2})
+    work, board = Workload(shape, "w8a8", 8, ROWS, replay=0.5, couple_cfg=True), load_target("zcu102")
+    question = ask(work, board)
+    assert (coupled(question.decisions) == question.decisions).all()
+    assert work.control_table(4).couple_cfg
+    alone = np.zeros((1, 2, ROWS), bool)
+    alone[..., 0] = True
+    with pytest.raises(InputError, match="not those of guidance pairs"):
+        ask(work, board, decisions=alone)
+    with pytest.raises(InputError, match="guidance pairs of batch = 3"):
+        ask(dataclasses.replace(work, batch=3), board)
+
+
 def test_drs_halves_what_the_static_mapping_stacks_on_one_core() -> None:
     """Rows 0 and 4 of 16 compute; of four cores, both are core 0's."""
     work = Workload(load_shape("tinyllama-1.1b").model_copy(update={"layers": 2}), "w8a8", 8, ROWS)
@@ -123,7 +151,7 @@ def test_text_json_and_files(command: Callable[..., Result], tmp_path: Path) -> 
     line, report = tmp_path / "line.json", tmp_path / "report"
     text = command("--replay", 0.8, "--time-line", line, "--report", report)
     assert text.exit_code == 0, text.stderr
-    for part in ("clocks", "multipliers wait", "deadlock", "none: ", "mac_tile", "write_rows", "mapping drs"):
+    for part in ("clocks", "multipliers wait", "deadlock", "none: ", "mac_tile", "mapping drs", "static over DRS"):
         assert part in text.stdout
     assert json.loads(line.read_text())["otherData"]["what_if"] == []
     page = (report / "report.html").read_text()

@@ -114,21 +114,22 @@ def test_the_sinks_meet_their_own_query() -> None:
     count=st.integers(1, 4),
     dim=st.sampled_from([1, 3, 8, 16, 48, 64]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
+    cap=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )
 def test_kernel_of_attention(
-    sinks: int, window: int, spare: int, count: int, dim: int, dtype: torch.dtype, seed: int
+    sinks: int, window: int, spare: int, count: int, dim: int, dtype: torch.dtype, cap: float | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
     ring = window + count - 1 + spare
     caches = stored(torch.randn(2, 2, 2, sinks + ring, dim), dtype)
     query, other = torch.randn(2, 2, 4, count, dim)
     shapes = ((2, 4, count, dim), (2, 2, sinks + ring, dim))
-    options = (str(dtype).removeprefix("torch."), host_instruction_set())
-    kernel = kernels.window_attention(*shapes, 0.4, sinks, window, *options)
+    name = str(dtype).removeprefix("torch.")
+    kernel = kernels.window_attention(*shapes, 0.4, sinks, window, name, cap, isa=host_instruction_set())
     library = compiled(kernel)
     for position in (0, 1, sinks, sinks + window, 3 * ring + 1):
-        expected = fastcar.window_attention(query, *caches, at(position), 0.4, sinks, window, other)
+        expected = fastcar.window_attention(query, *caches, at(position), 0.4, sinks, window, other, cap)
         actual = library(query, *caches, at(position), other, torch.zeros_like(query))
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -142,7 +143,7 @@ def test_a_window_in_pieces(isa: InstructionSet) -> None:
     shape = (1, hkv, sinks + window + 3, dim)
     caches = stored(torch.randn(2, *shape), torch.int8)
     query, other = torch.randn(2, 1, hq, 1, dim)
-    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8", isa))
+    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8", isa=isa))
     for position in (0, sinks, 40, window, 3000):
         expected = fastcar.window_attention(query, *caches, at(position), 0.1, sinks, window, other)
         actual = library(query, *caches, at(position), other, torch.zeros_like(query))
@@ -199,7 +200,7 @@ def test_onnx(tmp_path: Path, sinks: int) -> None:
             cache = fastcar.ring_write(keys, new, position, sinks)
             arguments = (query, cache, values, position, 0.4, sinks, 5)
             row, most = fastcar.ring_row(position, 4, sinks, 7), fastcar.limit(position, 6)
-            attended = [fastcar.window_attention(*arguments, q) for q in (None, other)]
+            attended = [fastcar.window_attention(*arguments, *more) for more in ((), (other,), (other, 0.7))]
             return cache, row, most, *attended
 
     path = tmp_path / "ops.onnx"
@@ -209,5 +210,7 @@ def test_onnx(tmp_path: Path, sinks: int) -> None:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for position in (0, 1, 3, 4, 20):
         actual = session.run(None, {session.get_inputs()[0].name: np.array([position])})
-        for name, a, e in zip(["cache", "row", "limit", "full", "sink"], actual, Model()(at(position)), strict=True):
+        for name, a, e in zip(
+            ["cache", "row", "limit", "full", "sink", "cap"], actual, Model()(at(position)), strict=True
+        ):
             assert torch.allclose(torch.from_numpy(a), e, atol=1e-6), (name, position)

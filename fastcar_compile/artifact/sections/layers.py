@@ -12,6 +12,7 @@ class AttentionPart(Part):
         cache_rows: positions that a cache has room for.
         window, sinks: a query sees the first `sinks` positions and the last `window` ones, itself included; `window`
             None: all of them.
+        softcap: a logit becomes softcap * tanh(logit / softcap); None: it stays.
     """
 
     node: str
@@ -25,6 +26,7 @@ class AttentionPart(Part):
     cache_rows: int
     window: int | None = None
     sinks: int = 0
+    softcap: float | None = None
 
 
 class MlpPart(Part):

@@ -20,7 +20,14 @@ def cache_write(cache: Value, value: Value, position: Value) -> Value:
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
-def attention(query: Value, key_cache: Value, value_cache: Value, position: Value, scale: float) -> Value:
+def capped(logits: Value, softcap: float | None) -> Value:
+    """Return soft-capped logits; None: the logits."""
+    return logits if softcap is None else op.Mul(op.Tanh(op.Div(logits, floats(softcap))), floats(softcap))
+
+
+def attention(
+    query: Value, key_cache: Value, value_cache: Value, position: Value, scale: float, softcap: float | None = None
+) -> Value:
     """Return softmax attention over the first position + 1 rows of the cache only."""
     batch, heads, _, dim = shape(query)
     kv_heads = shape(key_cache)[1]
@@ -29,7 +36,7 @@ def attention(query: Value, key_cache: Value, value_cache: Value, position: Valu
     values = loaded(op.Slice(value_cache, ints(0), end, ints(2)), value_cache, dim)
     grouped = op.Reshape(query, ints(batch, kv_heads, heads // kv_heads, dim))
     logits = op.MatMul(op.Mul(grouped, floats(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
-    out = op.MatMul(op.Softmax(logits, axis=-1), values)
+    out = op.MatMul(op.Softmax(capped(logits, softcap), axis=-1), values)
     return op.Reshape(out, ints(batch, heads, 1, dim))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastcar_compile.codegen.onnx.attention import capped
 from fastcar_compile.codegen.onnx.kv import loaded, stored
 from fastcar_compile.codegen.onnx.values import Value, floats, ints, op, scalar, shape
 
@@ -40,6 +41,7 @@ def window_attention(
     sinks: int,
     window: int,
     sink_query: Value | None = None,
+    softcap: float | None = None,
 ) -> Value:
     """Return softmax attention over the sinks that are there and the window's rows, which are gathered."""
     batch, heads, _, dim = shape(query)
@@ -53,7 +55,7 @@ def window_attention(
     def logits(one: Value, index: Value) -> Value:
         grouped = op.Mul(op.Reshape(one, ints(batch, kv_heads, heads // kv_heads, dim)), floats(scale))
         keys = loaded(op.Gather(key_cache, index, axis=2), key_cache, dim)
-        return op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2]))
+        return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
 
     parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
     weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)

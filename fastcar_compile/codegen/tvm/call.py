@@ -127,6 +127,10 @@ class Call:
         """Return the Relax values of tensor arguments."""
         return [self.tensor(name).value for name in names]
 
+    def is_none(self, name: str) -> bool:
+        """Return whether an argument that may be None is."""
+        return self._arguments[name] is None
+
     def integer(self, name: str) -> int:
         """Return an integer argument, or a truth value as 0 or 1."""
         return int(self._arguments[name])

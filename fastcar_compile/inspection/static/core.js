@@ -26,7 +26,10 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let value = count;
     let unit = 0;
-    while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+    while (value >= 1024 && unit < units.length - 1) {
+      value /= 1024;
+      unit += 1;
+    }
     return `${unit && value < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value)} ${units[unit]}`;
   };
 
@@ -44,22 +47,45 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
   page.table = (caption, columns, rows) => {
     const { el } = page;
     const head = columns.map(([title, kind]) => el("th", { scope: "col", class: kind }, title));
-    const body = rows.map((cells) => el("tr", {}, cells.map((cell, n) => el("td", { class: columns[n][1] }, cell))));
-    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-      el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+    const body = rows.map((cells) =>
+      el(
+        "tr",
+        {},
+        cells.map((cell, n) => el("td", { class: columns[n][1] }, cell)),
+      ),
+    );
+    return el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+      el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
+    );
   };
 
   /* A framed part of a tab. */
   page.card = (title, note, ...children) =>
-    page.el("section", { class: "card" }, page.el("h2", {}, title), note ? page.el("p", { class: "muted" }, note) : null, ...children);
+    page.el(
+      "section",
+      { class: "card" },
+      page.el("h2", {}, title),
+      note ? page.el("p", { class: "muted" }, note) : null,
+      ...children,
+    );
 
   /* Figures in large type. */
   page.figures = (facts) =>
-    page.el("dl", { class: "figures" }, facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))));
+    page.el(
+      "dl",
+      { class: "figures" },
+      facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))),
+    );
 
   /* Labels and values in two columns. */
   page.facts = (facts) =>
-    page.el("dl", { class: "facts" }, facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))));
+    page.el(
+      "dl",
+      { class: "facts" },
+      facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))),
+    );
 
   /* Shows a text beside the pointer or the focused element. `text` may be a function of the event. */
   page.tip = (element, text) => {
@@ -69,13 +95,16 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
       box.hidden = !content;
       if (!content) return;
       box.textContent = content;
-      const place = event.clientX === undefined ? element.getBoundingClientRect() : { left: event.clientX, bottom: event.clientY };
+      const place =
+        event.clientX === undefined ? element.getBoundingClientRect() : { left: event.clientX, bottom: event.clientY };
       const room = document.documentElement.clientWidth - box.offsetWidth - 8;
       const below = place.bottom + 14 + box.offsetHeight < innerHeight;
       box.style.setProperty("left", `${Math.max(8, Math.min(place.left + 12, room))}px`);
       box.style.setProperty("top", `${below ? place.bottom + 14 : place.bottom - box.offsetHeight - 14}px`);
     };
-    const hide = () => { box.hidden = true; };
+    const hide = () => {
+      box.hidden = true;
+    };
     for (const name of ["pointermove", "focus"]) element.addEventListener(name, show);
     for (const name of ["pointerleave", "blur", "pointerdown"]) element.addEventListener(name, hide);
     return element;
@@ -83,8 +112,30 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
 
   function index(side) {
     const graph = page.data[side];
-    const nodes = new Map(graph.nodes.map((node, place) => [node.id, { inputs: [], weights: [], branches: [], made_by: "",
-      source: "", module: "", change: "kept", args: "", branch: "", role: "", twin: "", reason: "", layer: null, ...node, place, side, users: [] }]));
+    const nodes = new Map(
+      graph.nodes.map((node, place) => [
+        node.id,
+        {
+          inputs: [],
+          weights: [],
+          branches: [],
+          made_by: "",
+          source: "",
+          module: "",
+          change: "kept",
+          args: "",
+          branch: "",
+          role: "",
+          twin: "",
+          reason: "",
+          layer: null,
+          ...node,
+          place,
+          side,
+          users: [],
+        },
+      ]),
+    );
     for (const node of nodes.values()) {
       for (const id of [...node.inputs, ...node.weights]) nodes.get(id)?.users.push(node.id);
     }

@@ -2,10 +2,21 @@
 (() => {
   "use strict";
   const { el } = page;
-  const WORDS = { kept: "unchanged", added: "inserted by the compiler", removed: "removed by the compiler", replaced: "replaced by the compiler" };
+  const WORDS = {
+    kept: "unchanged",
+    added: "inserted by the compiler",
+    removed: "removed by the compiler",
+    replaced: "replaced by the compiler",
+  };
 
   page.detailsPanel = () => {
-    page.detailsBox = el("aside", { class: "details", id: "details", "aria-live": "polite", "aria-label": "Selected node", hidden: true });
+    page.detailsBox = el("aside", {
+      class: "details",
+      id: "details",
+      "aria-live": "polite",
+      "aria-label": "Selected node",
+      hidden: true,
+    });
     return page.detailsBox;
   };
 
@@ -27,13 +38,36 @@
   /* Fills the panel with a node of one graph. */
   page.details = (side, node) => {
     const other = side === "before" ? "after" : "before";
-    const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: page.closeDetails }, "×");
-    const place = node.layer === null ? "outside of the layers" : `layer ${node.layer}${node.branch ? `, ${node.branch.replace(/_\d+$/, "").replace("_", " ")}` : ""}`;
-    const twin = node.twin ? el("span", {}, node.change === "replaced" ? (side === "after" ? "replaces " : "is now ") : "the same node: ", link(other, node.twin), ` ${other} the passes`) : "";
+    const close = el(
+      "button",
+      { type: "button", class: "close", "aria-label": "Close", onclick: page.closeDetails },
+      "×",
+    );
+    const place =
+      node.layer === null
+        ? "outside of the layers"
+        : `layer ${node.layer}${node.branch ? `, ${node.branch.replace(/_\d+$/, "").replace("_", " ")}` : ""}`;
+    const twin = node.twin
+      ? el(
+          "span",
+          {},
+          node.change === "replaced" ? (side === "after" ? "replaces " : "is now ") : "the same node: ",
+          link(other, node.twin),
+          ` ${other} the passes`,
+        )
+      : "";
     page.detailsBox.replaceChildren(
-      el("header", {}, el("h2", {}, node.kind === "weight" || node.kind === "op" || node.kind === "cond" ? node.op : node.id),
-        el("span", { class: `chip ${node.change}` }, WORDS[node.change]), el("span", { class: "muted" }, `${side} · ${place}`), close),
-      el("dl", {},
+      el(
+        "header",
+        {},
+        el("h2", {}, node.kind === "weight" || node.kind === "op" || node.kind === "cond" ? node.op : node.id),
+        el("span", { class: `chip ${node.change}` }, WORDS[node.change]),
+        el("span", { class: "muted" }, `${side} · ${place}`),
+        close,
+      ),
+      el(
+        "dl",
+        {},
         line("source", node.source ? el("code", { class: "source" }, node.source) : "not of a line of the model"),
         line("made by", el("span", { class: "pass" }, node.made_by ? `pass ${node.made_by}` : "the model")),
         line("reason", page.data.reasons[node.reason] ?? (node.made_by ? "" : "The model computes it here.")),
@@ -45,12 +79,15 @@
         line("other graph", twin),
         line("reads", links(side, node.inputs)),
         node.weights.length ? line("parameters", links(side, node.weights)) : null,
-        line("read by", links(side, node.users))));
+        line("read by", links(side, node.users)),
+      ),
+    );
     page.detailsBox.hidden = false;
   };
 
   page.closeDetails = () => {
     page.detailsBox.hidden = true;
-    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin")) mark.classList.remove("selected", "twin");
+    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin"))
+      mark.classList.remove("selected", "twin");
   };
 })();

@@ -37,8 +37,9 @@
     }
     const marks = { added: "+", replaced: "~", removed: "−" };
     const words = { added: "inserted", replaced: "replaced", removed: "removed" };
-    return Object.entries(counts).filter(([, n]) => n).map(([kind, n]) =>
-      el("span", { class: `chip ${kind}`, title: `${n} ${words[kind]}` }, `${marks[kind]}${n}`));
+    return Object.entries(counts)
+      .filter(([, n]) => n)
+      .map(([kind, n]) => el("span", { class: `chip ${kind}`, title: `${n} ${words[kind]}` }, `${marks[kind]}${n}`));
   }
 
   function note(side, group) {
@@ -49,15 +50,34 @@
   }
 
   function header(name, title, detail, chips) {
-    return el("h3", {}, el("button", { type: "button", class: "fold", "aria-expanded": "false", "data-group": name, onclick: () => page.toggle(name) },
-      el("span", { class: "arrow", "aria-hidden": "true" }, "▸"), el("span", { class: "group-title" }, title),
-      el("span", { class: "muted" }, detail), el("span", { class: "chips" }, chips)));
+    return el(
+      "h3",
+      {},
+      el(
+        "button",
+        {
+          type: "button",
+          class: "fold",
+          "aria-expanded": "false",
+          "data-group": name,
+          onclick: () => page.toggle(name),
+        },
+        el("span", { class: "arrow", "aria-hidden": "true" }, "▸"),
+        el("span", { class: "group-title" }, title),
+        el("span", { class: "muted" }, detail),
+        el("span", { class: "chips" }, chips),
+      ),
+    );
   }
 
   function groupElement(side, group, like) {
     const detail = like === undefined ? note(side, group) : `equal to layer ${like}`;
-    return el("section", { class: "group", "data-name": nameOf(group) }, header(nameOf(group), group.title, detail, changes(side, group)),
-      el("div", { class: "canvas" }));
+    return el(
+      "section",
+      { class: "group", "data-name": nameOf(group) },
+      header(nameOf(group), group.title, detail, changes(side, group)),
+      el("div", { class: "canvas" }),
+    );
   }
 
   function runElement(side, row) {
@@ -65,30 +85,44 @@
     if (row.run.length === 1) return groupElement(side, first, row.like);
     const name = `layers ${first.layer} to ${last.layer}`;
     const title = `layers ${first.layer} – ${last.layer}`;
-    return el("section", { class: "run", "data-name": name },
+    return el(
+      "section",
+      { class: "run", "data-name": name },
       header(name, title, `${row.run.length} layers, equal to layer ${row.like}`, changes(side, first)),
-      el("div", { class: "members" }, row.run.map((group) => groupElement(side, group, row.like))));
+      el(
+        "div",
+        { class: "members" },
+        row.run.map((group) => groupElement(side, group, row.like)),
+      ),
+    );
   }
 
   function drawPane(side) {
     const groups = rows(side).map((row) => (row.group ? groupElement(side, row.group) : runElement(side, row)));
     const body = el("div", { class: "pane-body", tabindex: "-1" }, el("div", { class: "groups" }, groups));
     const total = page.data[side].nodes.filter((n) => n.kind === "op" || n.kind === "cond").length;
-    panes[side] = el("section", { class: `pane ${side}`, "aria-label": TITLES[side] },
-      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${total} operators`)), body);
+    panes[side] = el(
+      "section",
+      { class: `pane ${side}`, "aria-label": TITLES[side] },
+      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${total} operators`)),
+      body,
+    );
     panes[side].body = body;
     return panes[side];
   }
 
   /* The run that holds a group, or nothing. */
   const runOf = (name) => {
-    const member = panes.after?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`) ?? panes.before?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`);
+    const member =
+      panes.after?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`) ??
+      panes.before?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`);
     return member?.closest(".run").dataset.name;
   };
 
   /* Unfolds or folds a group or a run in both panes. */
   page.toggle = (name, wanted = !open.has(name)) => {
-    if (wanted) open.add(name); else open.delete(name);
+    if (wanted) open.add(name);
+    else open.delete(name);
     for (const side of SIDES) {
       const section = panes[side].querySelector(`[data-name="${CSS.escape(name)}"]`);
       if (!section) continue;
@@ -122,9 +156,13 @@
 
   function unfoldModule(box) {
     page.openModules.add(box.path);
-    const homes = SIDES.map((side) => page.graphs[side].home.get(box.node.id) ?? page.graphs[side].home.get(box.node.twin));
+    const homes = SIDES.map(
+      (side) => page.graphs[side].home.get(box.node.id) ?? page.graphs[side].home.get(box.node.twin),
+    );
     redraw(new Set(homes.filter(Boolean).map(nameOf)));
-    const shown = panes.after.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`) ?? panes.before.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`);
+    const shown =
+      panes.after.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`) ??
+      panes.before.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`);
     shown?.focus();
   }
 
@@ -142,9 +180,13 @@
         const { width, height } = drawing.fastcar;
         const scale = fit ? Math.max(SMALLEST, Math.min(1, room / width)) : zoom;
         drawing.setAttribute("width", Math.round(width * scale));
+        drawing.style.setProperty("margin-left", `${Math.max(0, (room - width * scale) / 2)}px`);
         drawing.setAttribute("height", Math.round(height * scale));
         if (fit && room > 0) zoom = scale;
-        if (!drawing.placed && room > 0) { drawing.placed = true; panes[side].body.scrollLeft = drawing.fastcar.start * scale - room / 2; }
+        if (!drawing.placed && room > 0) {
+          drawing.placed = true;
+          panes[side].body.scrollLeft = drawing.fastcar.start * scale - room / 2;
+        }
       }
     }
   }
@@ -156,7 +198,8 @@
   }
 
   function clearMarks() {
-    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin, .pane .near")) mark.classList.remove("selected", "twin", "near");
+    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin, .pane .near"))
+      mark.classList.remove("selected", "twin", "near");
   }
 
   /* The box of a node; its group and the run around that are unfolded first. */
@@ -169,7 +212,10 @@
     const run = runOf(nameOf(home));
     if (run && !open.has(run)) page.toggle(run, true);
     if (!open.has(nameOf(home))) page.toggle(nameOf(home), true);
-    const box = () => panes[side].querySelector(`[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`);
+    const box = () =>
+      panes[side].querySelector(
+        `[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`,
+      );
     if (!box() && shown.module) {
       page.openModules.add(shown.module);
       redraw(new Set([nameOf(home)]));
@@ -192,7 +238,10 @@
   }
 
   function bring(element) {
-    element?.scrollIntoView({ block: "center", inline: "center", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+    if (!element) return;
+    const tall = element.getBoundingClientRect().height > element.closest(".pane-body").clientHeight;
+    const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    element.scrollIntoView({ block: tall ? "start" : "center", inline: "center", behavior: calm ? "auto" : "smooth" });
   }
 
   /* Shows a node: in its graph, its twin in the other one, and its details. */
@@ -214,7 +263,8 @@
   /* Shows one graph or both; on a narrow screen "both" is the one after the passes. */
   function showSide(side) {
     document.querySelector(".panes").dataset.side = side;
-    for (const button of document.querySelectorAll(".which button")) button.setAttribute("aria-pressed", String(button.dataset.side === side));
+    for (const button of document.querySelectorAll(".which button"))
+      button.setAttribute("aria-pressed", String(button.dataset.side === side));
     resize();
   }
 
@@ -225,24 +275,61 @@
     if (view.dataset.side !== side) showSide(side);
   }
 
-  function toolbar() {
-    const button = (text, label, action) => el("button", { type: "button", "aria-label": label, title: label, onclick: action }, text);
-    const keys = [["added", "+ inserted"], ["replaced", "~ replaced"], ["removed", "− removed"]];
-    const every = (wanted) => { for (const row of rows("after")) if (row.group) page.toggle(nameOf(row.group), wanted); else fold(row, wanted); };
-    const fold = (row, wanted) => { if (!wanted || row.run.length > 1) page.toggle(row.run.length > 1 ? `layers ${row.run[0].layer} to ${row.run[row.run.length - 1].layer}` : nameOf(row.run[0]), wanted); if (!wanted) for (const g of row.run) page.toggle(nameOf(g), false); };
-    return el("div", { class: "toolbar" },
-      el("div", { class: "which", role: "group", "aria-label": "Graph shown" }, ["before", "both", "after"].map((side) =>
-        el("button", { type: "button", "data-side": side, "aria-pressed": String(side === shown()), onclick: () => showSide(side) }, side))),
-      el("div", { class: "legend", "aria-label": "Colours" }, keys.map(([kind, text]) => el("span", { class: `chip ${kind}` }, text)),
-        ["linear", "attention", "cache", "gate"].map((kind) => el("span", { class: "family" }, el("i", { class: `swatch ${kind}` }), kind))),
-      el("div", { class: "tools", role: "group", "aria-label": "View" },
-        el("button", { type: "button", "aria-pressed": "true", title: "Draw a norm and other small modules as one box", onclick: (event) => foldModules(event.target) }, "modules"),
-        button("fold all", "Fold every part", () => every(false)), button("unfold", "Unfold every distinct part", () => every(true)),
-        button("−", "Zoom out", () => setZoom(1 / 1.2)), button("+", "Zoom in", () => setZoom(1.2)), button("fit", "Fit to the width", () => setZoom(null))));
+  /* Unfolds every distinct part, or folds all. */
+  function every(wanted) {
+    for (const row of rows("after")) {
+      if (row.group) page.toggle(nameOf(row.group), wanted);
+      else if (!wanted) for (const group of row.run) page.toggle(nameOf(group), false);
+    }
+  }
+
+  const button = (text, label, action) =>
+    el("button", { type: "button", "aria-label": label, title: label, onclick: action }, text);
+
+  function sides() {
+    const choices = ["before", "both", "after"].map((side) => {
+      const pressed = String(side === shown());
+      return el(
+        "button",
+        { type: "button", "data-side": side, "aria-pressed": pressed, onclick: () => showSide(side) },
+        side,
+      );
+    });
+    return el("div", { class: "which", role: "group", "aria-label": "Graph shown" }, choices);
+  }
+
+  function legend() {
+    const marks = { added: "+ inserted", replaced: "~ replaced", removed: "− removed" };
+    const chips = Object.entries(marks).map(([kind, text]) => el("span", { class: `chip ${kind}` }, text));
+    const families = ["linear", "attention", "cache", "gate"].map((kind) =>
+      el("span", { class: "family" }, el("i", { class: `swatch ${kind}` }), kind),
+    );
+    return el("div", { class: "legend", "aria-label": "Colours" }, chips, families);
+  }
+
+  function tools() {
+    const modules = button("modules", "Draw a norm and other small modules as one box", (event) =>
+      foldModules(event.target),
+    );
+    modules.setAttribute("aria-pressed", "true");
+    return el(
+      "div",
+      { class: "tools", role: "group", "aria-label": "View" },
+      modules,
+      button("fold all", "Fold every part", () => every(false)),
+      button("unfold", "Unfold every distinct part", () => every(true)),
+      button("−", "Zoom out", () => setZoom(1 / 1.2)),
+      button("+", "Zoom in", () => setZoom(1.2)),
+      button("fit", "Fit to the width", () => setZoom(null)),
+    );
   }
 
   page.addTab("graph", "Graph", (panel) => {
-    panel.append(toolbar(), el("div", { class: "panes", "data-side": shown() }, SIDES.map(drawPane)), page.detailsPanel());
+    panel.append(
+      el("div", { class: "toolbar" }, sides(), legend(), tools()),
+      el("div", { class: "panes", "data-side": shown() }, SIDES.map(drawPane)),
+      page.detailsPanel(),
+    );
     const layers = page.graphs.after.groups.filter((g) => g.layer !== null);
     page.toggle(nameOf(layers[0] ?? page.graphs.after.groups[0]), true);
     addEventListener("resize", resize);

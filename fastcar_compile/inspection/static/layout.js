@@ -10,7 +10,10 @@
 
   function textWidth(text, font) {
     const key = font + text;
-    if (!widths.has(key)) { measure.font = font; widths.set(key, measure.measureText(text).width); }
+    if (!widths.has(key)) {
+      measure.font = font;
+      widths.set(key, measure.measureText(text).width);
+    }
     return widths.get(key);
   }
 
@@ -18,7 +21,8 @@
   page.stem = (op) => (op.split(".").length > 2 ? op.split(".")[1] : op.replace(/^operator\./, ""));
 
   /* Shape as `2×1×64`; the type only where it is not float32. */
-  page.shapeText = (type) => type.replace(/float32 /g, "").replace(/\[([^\]]*)\]/g, (_, dims) => dims.split(", ").join("×") || "scalar");
+  page.shapeText = (type) =>
+    type.replace(/float32 /g, "").replace(/\[([^\]]*)\]/g, (_, dims) => dims.split(", ").join("×") || "scalar");
 
   /* The two lines of a node. */
   page.lines = (node) => {
@@ -63,19 +67,37 @@
     return false;
   }
 
-  /* Operators that a module without modules inside computes, such as a norm: id -> its box, where there are three or more. */
+  /* What a module without modules inside computes, such as a norm: id -> its box, where there are three operators. */
   function modules(graph, members) {
     const found = new Map();
     if (!page.foldModules) return found;
     const ids = new Set(members.map((node) => node.id));
-    const groups = Map.groupBy(members.filter((n) => n.kind === "op" && n.module && n.change === "kept"), (n) => n.module);
+    const groups = Map.groupBy(
+      members.filter((n) => n.kind === "op" && n.module && n.change === "kept"),
+      (n) => n.module,
+    );
     for (const [path, own] of groups) {
       const outer = members.some((n) => n.module.startsWith(`${path}.`));
-      if (own.length < 3 || outer || page.openModules.has(path) || own.some((n) => page.family(n) !== "plain") || circular(graph, own, ids)) continue;
+      if (
+        own.length < 3 ||
+        outer ||
+        page.openModules.has(path) ||
+        own.some((n) => page.family(n) !== "plain") ||
+        circular(graph, own, ids)
+      )
+        continue;
       const last = own[own.length - 1];
       const [title, detail] = [path.split(".").pop(), `${own.length} operators  ${page.shapeText(last.type)}`];
       const width = Math.max(textWidth(title, "600 12px system-ui"), textWidth(detail, "10.5px system-ui"));
-      const box = { kind: "module", node: last, path, title, detail, width: Math.ceil(width * 1.04) + 36, height: HEIGHT };
+      const box = {
+        kind: "module",
+        node: last,
+        path,
+        title,
+        detail,
+        width: Math.ceil(width * 1.04) + 36,
+        height: HEIGHT,
+      };
       for (const node of own) found.set(node.id, box);
     }
     return found;
@@ -120,12 +142,21 @@
     for (const node of members) {
       for (const name of graph.results.get(node.id) ?? []) {
         const state = page.data.memory.state.some((s) => s.name === name);
-        edges.push([place.get(node.id), add({ kind: state ? "state-out" : "result", node, label: name, ...pillSize(name) })]);
+        edges.push([
+          place.get(node.id),
+          add({ kind: state ? "state-out" : "result", node, label: name, ...pillSize(name) }),
+        ]);
       }
-      const readers = node.users.map((id) => graph.nodes.get(id)).filter((user) => graph.home.get(user.id) !== graph.home.get(node.id));
+      const readers = node.users
+        .map((id) => graph.nodes.get(id))
+        .filter((user) => graph.home.get(user.id) !== graph.home.get(node.id));
       const homes = new Map(readers.map((user) => [graph.home.get(user.id)?.title, user]));
-      if (homes.size > 2 || node.kind === "input" || node.kind === "state") continue;  // every layer reads it: no pill
-      for (const [title, user] of homes) edges.push([place.get(node.id), add({ kind: "next", node: user, label: `to ${title}`, ...pillSize(`to ${title}`) })]);
+      if (homes.size > 2 || node.kind === "input" || node.kind === "state") continue; // every layer reads it: no pill
+      for (const [title, user] of homes)
+        edges.push([
+          place.get(node.id),
+          add({ kind: "next", node: user, label: `to ${title}`, ...pillSize(`to ${title}`) }),
+        ]);
     }
   }
 
@@ -146,8 +177,13 @@
     boxes.forEach((box, place) => graph.setNode(String(place), { width: box.width, height: box.height }));
     for (const [from, to] of edges) graph.setEdge(String(from), String(to));
     dagre.layout(graph);
-    const at = boxes.map((_, place) => { const n = graph.node(String(place)); return { x: n.x - n.width / 2, y: n.y - n.height / 2 }; });
-    const lines = graph.edges().map((edge) => ({ from: Number(edge.v), to: Number(edge.w), points: graph.edge(edge).points }));
+    const at = boxes.map((_, place) => {
+      const n = graph.node(String(place));
+      return { x: n.x - n.width / 2, y: n.y - n.height / 2 };
+    });
+    const lines = graph
+      .edges()
+      .map((edge) => ({ from: Number(edge.v), to: Number(edge.w), points: graph.edge(edge).points }));
     return { boxes, at, lines, width: graph.graph().width || 80, height: graph.graph().height || 40 };
   }
 
@@ -156,12 +192,18 @@
   /* The drawing of a group. Layers of equal structure share their places. */
   page.layout = (graph, group) => {
     const members = group.nodes.map((id) => graph.nodes.get(id)).filter((n) => n.kind !== "weight" && !n.branch);
-    const used = members.filter((n) => n.kind === "op" || n.kind === "cond" || n.users.length || graph.results.has(n.id));
+    const used = members.filter(
+      (n) => n.kind === "op" || n.kind === "cond" || n.users.length || graph.results.has(n.id),
+    );
     const parts = content(graph, used, false);
     const shape = (box) => box.kind + (box.parts ? box.parts.map((part) => part.boxes.map(shape)) : "");
     const key = [graph.side, group.key, parts.boxes.map(shape), parts.edges].join(" ");
     const before = known.get(key);
-    if (before) return { ...before, boxes: parts.boxes.map((box, n) => ({ ...box, width: before.boxes[n].width, height: before.boxes[n].height })) };
+    if (before)
+      return {
+        ...before,
+        boxes: parts.boxes.map((box, n) => ({ ...box, width: before.boxes[n].width, height: before.boxes[n].height })),
+      };
     const found = arrange(parts);
     known.set(key, found);
     return found;

@@ -4,7 +4,8 @@
   const figure = (label) => page.data.facts.find((fact) => fact.label === label)?.value;
   document.getElementById("name").textContent = page.data.name;
   document.title = `${page.data.name} · fastcar_compile`;
-  document.getElementById("subtitle").textContent = `${figure("layers")} layers · ${figure("weights")} · ${figure("target")}`;
+  document.getElementById("subtitle").textContent =
+    `${figure("layers")} layers · ${figure("weights")} · ${figure("target")}`;
   page.startTabs();
   page.startTheme();
   page.startSearch();

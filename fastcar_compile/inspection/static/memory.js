@@ -3,44 +3,122 @@
   "use strict";
   const { el } = page;
 
-  /* Of neighbouring steps only those are named that a person can tell apart. */
+  /* One memory: what lies in it, against its capacity. */
   function bar(item) {
     const used = item.pieces.reduce((sum, piece) => sum + piece.bytes, 0);
     const whole = Math.max(item.capacity ?? used, used, 1);
-    const text = item.capacity ? `${page.bytes(used)} of ${page.bytes(item.capacity)} (${page.percent(used / item.capacity)})` : page.bytes(used);
-    return el("div", { class: "bank" }, el("div", { class: "bank-head" }, el("strong", {}, item.name), el("span", { class: "muted" }, item.note), el("span", { class: "amount" }, text)),
-      el("div", { class: "stack", role: "img", "aria-label": item.pieces.map((p) => `${p.name} ${page.bytes(p.bytes)}`).join(", ") },
-        item.pieces.map((piece) => page.tip(el("i", { class: `piece-${piece.name.replace(/ /g, "_")}`, style: { width: `${100 * piece.bytes / whole}%` } }), `${piece.name}: ${page.bytes(piece.bytes)}`))),
-      el("ul", { class: "keys" }, item.pieces.map((piece) => el("li", {}, el("i", { class: `swatch piece-${piece.name.replace(/ /g, "_")}` }), `${piece.name.replace(/_/g, " ")} `, el("b", {}, page.bytes(piece.bytes))))));
+    const text = item.capacity
+      ? `${page.bytes(used)} of ${page.bytes(item.capacity)} (${page.percent(used / item.capacity)})`
+      : page.bytes(used);
+    return el(
+      "div",
+      { class: "bank" },
+      el(
+        "div",
+        { class: "bank-head" },
+        el("strong", {}, item.name),
+        el("span", { class: "muted" }, item.note),
+        el("span", { class: "amount" }, text),
+      ),
+      el(
+        "div",
+        {
+          class: "stack",
+          role: "img",
+          "aria-label": item.pieces.map((p) => `${p.name} ${page.bytes(p.bytes)}`).join(", "),
+        },
+        item.pieces.map((piece) =>
+          page.tip(
+            el("i", {
+              class: `piece-${piece.name.replace(/ /g, "_")}`,
+              style: { width: `${(100 * piece.bytes) / whole}%` },
+            }),
+            `${piece.name}: ${page.bytes(piece.bytes)}`,
+          ),
+        ),
+      ),
+      el(
+        "ul",
+        { class: "keys" },
+        item.pieces.map((piece) =>
+          el(
+            "li",
+            {},
+            el("i", { class: `swatch piece-${piece.name.replace(/ /g, "_")}` }),
+            `${piece.name.replace(/_/g, " ")} `,
+            el("b", {}, page.bytes(piece.bytes)),
+          ),
+        ),
+      ),
+    );
   }
 
-  /* Tensors of the same name, type and shape in several layers are one line. */
+  /* Tensors of the same name but for the layer's number, type and shape are one line. */
   function folded(lines) {
     const found = new Map();
     for (const line of lines) {
-      const name = line.layer === undefined ? line.name : line.name.replace(new RegExp(`(^|[._])${line.layer}(?=[._]|$)`), "$1*");
+      const number = new RegExp(`(^|[._])${line.layer}(?=[._]|$)`);
+      const name = line.layer === undefined ? line.name : line.name.replace(number, "$1*");
       const key = [name, line.dtype, line.shape.join(), line.role].join();
-      const entry = found.get(key) ?? { ...line, name, count: 0, total: 0 };
+      const entry = found.get(key) ?? { ...line, own: line.name, name, count: 0, total: 0 };
       found.set(key, { ...entry, count: entry.count + 1, total: entry.total + line.bytes });
     }
-    return [...found.values()].map((line) => (line.count === 1 ? { ...line, name: lines.find((l) => l.dtype === line.dtype && l.role === line.role && l.bytes === line.total && (l.name === line.name || l.layer !== undefined && line.name === l.name.replace(new RegExp(`(^|[._])${l.layer}(?=[._]|$)`), "$1*")))?.name ?? line.name } : line));
+    return [...found.values()].map((line) => (line.count === 1 ? { ...line, name: line.own } : line));
   }
 
   function tensors(title, note, lines) {
     if (!lines.length) return null;
-    const rows = folded(lines).map((line) => [el("code", {}, line.name), line.role.replace(/_/g, " "), line.dtype, line.shape.join(" × "), String(line.count), page.bytes(line.bytes), page.bytes(line.total)]);
-    return page.card(title, note, page.table(title, [["name", ""], ["kind", ""], ["type", ""], ["shape", "number"], ["layers", "number"], ["each", "number"], ["together", "number"]], rows));
+    const rows = folded(lines).map((line) => [
+      el("code", {}, line.name),
+      line.role.replace(/_/g, " "),
+      line.dtype,
+      line.shape.join(" × "),
+      String(line.count),
+      page.bytes(line.bytes),
+      page.bytes(line.total),
+    ]);
+    return page.card(
+      title,
+      note,
+      page.table(
+        title,
+        [
+          ["name", ""],
+          ["kind", ""],
+          ["type", ""],
+          ["shape", "number"],
+          ["layers", "number"],
+          ["each", "number"],
+          ["together", "number"],
+        ],
+        rows,
+      ),
+    );
   }
 
   page.addTab("memory", "Memory", (panel) => {
     const { bars, buffers, state, weights } = page.data.memory;
     const [whole, ...banks] = bars;
-    panel.append(page.card("Memory", "What the decoder keeps: parameters of the rewritten graph, and the state of a session.", bar(whole)));
-    if (banks.length) panel.append(page.card("Weight ports and banks", "The weight streams are cut into one section per port.", el("div", { class: "banks" }, banks.map(bar))));
+    panel.append(
+      page.card(
+        "Memory",
+        "What the decoder keeps: parameters of the rewritten graph, and the state of a session.",
+        bar(whole),
+      ),
+    );
+    if (banks.length)
+      panel.append(
+        page.card(
+          "Weight ports and banks",
+          "The weight streams are cut into one section per port.",
+          el("div", { class: "banks" }, banks.map(bar)),
+        ),
+      );
     for (const card of [
       tensors("State", "Kept from step to step. A star stands for the number of the layer.", state),
       tensors("Buffers of the kernels", "What the host gives to a kernel and takes from it.", buffers),
       tensors("Parameters", "Of the rewritten graph. A star stands for the number of the layer.", weights),
-    ]) if (card) panel.append(card);
+    ])
+      if (card) panel.append(card);
   });
 })();

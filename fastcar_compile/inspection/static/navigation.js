@@ -15,7 +15,10 @@
       tab.button.tabIndex = selected ? 0 : -1;
       tab.panel.hidden = !selected;
     }
-    if (!chosen.drawn) { chosen.drawn = true; chosen.draw(chosen.panel); }
+    if (!chosen.drawn) {
+      chosen.drawn = true;
+      chosen.draw(chosen.panel);
+    }
     document.body.dataset.tab = chosen.id;
     if (focus) chosen.button.focus();
     if (location.hash !== `#${chosen.id}`) history.replaceState(null, "", `#${chosen.id}`);
@@ -39,9 +42,25 @@
     const bar = document.getElementById("tabs");
     const main = document.getElementById("main");
     for (const tab of page.tabs) {
-      tab.button = el("button", { type: "button", role: "tab", id: `tab-${tab.id}`, "aria-controls": `panel-${tab.id}`,
-        onclick: () => page.showTab(tab.id), onkeydown: move }, tab.title);
-      tab.panel = el("section", { role: "tabpanel", id: `panel-${tab.id}`, class: `panel ${tab.id}`, "aria-labelledby": `tab-${tab.id}`, hidden: true });
+      tab.button = el(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab-${tab.id}`,
+          "aria-controls": `panel-${tab.id}`,
+          onclick: () => page.showTab(tab.id),
+          onkeydown: move,
+        },
+        tab.title,
+      );
+      tab.panel = el("section", {
+        role: "tabpanel",
+        id: `panel-${tab.id}`,
+        class: `panel ${tab.id}`,
+        "aria-labelledby": `tab-${tab.id}`,
+        hidden: true,
+      });
       bar.append(tab.button);
       main.append(tab.panel);
     }
@@ -50,11 +69,19 @@
   };
 
   function stored() {
-    try { return localStorage.getItem(KEY); } catch { return null; }  // a file page may have no storage
+    try {
+      return localStorage.getItem(KEY);
+    } catch {
+      return null;
+    } // a file page may have no storage
   }
 
   function keep(theme) {
-    try { localStorage.setItem(KEY, theme); } catch { /* the choice holds until the page is closed */ }
+    try {
+      localStorage.setItem(KEY, theme);
+    } catch {
+      /* the choice holds until the page is closed */
+    }
   }
 
   page.startTheme = () => {
@@ -83,7 +110,10 @@
   page.colour = (name) => {
     const probe = el("span", { style: { color: `var(${name})`, display: "none" } });
     document.body.append(probe);
-    const parts = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+    const parts = getComputedStyle(probe)
+      .color.match(/[\d.]+/g)
+      .slice(0, 3)
+      .map(Number);
     probe.remove();
     return parts;
   };

@@ -10,24 +10,72 @@
   function passes() {
     const rows = page.data.passes.map((line, number) => [
       String(number + 1),
-      line.made ? el("button", { type: "button", class: "link", onclick: () => page.search(line.name) }, line.name) : el("code", {}, line.name),
-      line.modified ? (line.made ? page.plural(line.made, "node") : "changed") : el("span", { class: "muted" }, "nothing to do"),
-      el("span", {}, page.data.reasons[line.reason] ?? "", line.options ? el("code", { class: "options" }, line.options) : null),
+      line.made
+        ? el("button", { type: "button", class: "link", onclick: () => page.search(line.name) }, line.name)
+        : el("code", {}, line.name),
+      line.modified
+        ? line.made
+          ? page.plural(line.made, "node")
+          : "changed"
+        : el("span", { class: "muted" }, "nothing to do"),
+      el(
+        "span",
+        {},
+        page.data.reasons[line.reason] ?? "",
+        line.options ? el("code", { class: "options" }, line.options) : null,
+      ),
     ]);
-    return page.card("Passes", "In the order in which they ran. A name finds the nodes that the pass made.",
-      page.table("Passes", [["#", "number"], ["pass", ""], ["made", "short"], ["why", "wide"]], rows));
+    return page.card(
+      "Passes",
+      "In the order in which they ran. A name finds the nodes that the pass made.",
+      page.table(
+        "Passes",
+        [
+          ["#", "number"],
+          ["pass", ""],
+          ["made", "short"],
+          ["why", "wide"],
+        ],
+        rows,
+      ),
+    );
   }
 
   function files() {
-    const rows = page.data.files.map((file) => [el("code", {}, file.name), page.bytes(file.bytes), el("code", { class: "muted", title: file.sha256 }, file.sha256.slice(0, 12))]);
+    const rows = page.data.files.map((file) => [
+      el("code", {}, file.name),
+      page.bytes(file.bytes),
+      el("code", { class: "muted", title: file.sha256 }, file.sha256.slice(0, 12)),
+    ]);
     const total = page.data.files.reduce((sum, file) => sum + file.bytes, 0);
-    return page.card("Files", `${page.plural(rows.length, "file")}, ${page.bytes(total)}. The manifest holds the SHA-256 of each.`,
-      page.table("Files", [["file", ""], ["size", "number"], ["SHA-256", ""]], rows));
+    return page.card(
+      "Files",
+      `${page.plural(rows.length, "file")}, ${page.bytes(total)}. The manifest holds the SHA-256 of each.`,
+      page.table(
+        "Files",
+        [
+          ["file", ""],
+          ["size", "number"],
+          ["SHA-256", ""],
+        ],
+        rows,
+      ),
+    );
   }
 
   page.addTab("overview", "Overview", (panel) => {
     const key = page.data.facts.filter((fact) => fact.group === "key");
-    panel.append(page.figures(key),
-      el("div", { class: "columns" }, group("decoder", "Decoder"), group("options", "Compiled with"), group("written by", "Written by")), passes(), files());
+    panel.append(
+      page.figures(key),
+      el(
+        "div",
+        { class: "columns" },
+        group("decoder", "Decoder"),
+        group("options", "Compiled with"),
+        group("written by", "Written by"),
+      ),
+      passes(),
+      files(),
+    );
   });
 })();

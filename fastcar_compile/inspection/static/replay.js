@@ -2,24 +2,59 @@
 (() => {
   "use strict";
   const { el } = page;
-  const ROLES = { key_cache: "keys", value_cache: "values", mlp_cache: "MLP cache", gate_cache: "gate cache", chain_count: "chain counts" };
+  const ROLES = {
+    key_cache: "keys",
+    value_cache: "values",
+    mlp_cache: "MLP cache",
+    gate_cache: "gate cache",
+    chain_count: "chain counts",
+  };
 
   function share(value) {
     if (value === undefined || value === null) return "";
-    return el("span", { class: "share" }, el("i", { style: { width: `${100 * value}%` } }), el("b", {}, page.percent(value)));
+    return el(
+      "span",
+      { class: "share" },
+      el("i", { style: { width: `${100 * value}%` } }),
+      el("b", {}, page.percent(value)),
+    );
   }
 
   function layers() {
     const { layers: lines } = page.data.replay;
     const roles = Object.keys(ROLES).filter((role) => lines.some((line) => line.bytes[role]));
-    const extra = [["calibrated", "calibrated"], ["expected", "replay, calibration"], ["measured", "replay, recorded"]]
-      .filter(([name]) => lines.some((line) => line[name] !== undefined && line[name] !== null));
-    const columns = [["layer", "number"], ["module", ""], ["source", ""], ["attention", ""], ["MLP", ""], ["gate", ""], ["threshold", ""],
-      ...extra.map(([, title]) => [title, ""]), ...roles.map((role) => [ROLES[role], "number"])];
-    const rows = lines.map((line) => [String(line.layer), el("code", {}, line.module), el("code", {}, line.source), line.attention, line.mlp,
-      line.gate || "none", line.threshold, ...extra.map(([name]) => (name === "calibrated" ? line[name] ?? "" : share(line[name]))),
-      ...roles.map((role) => page.bytes(line.bytes[role] ?? 0))]);
-    return page.card("Layers", "A site is a layer whose MLP may be replayed. Bytes are of the state that the layer keeps.", page.table("Layers", columns, rows));
+    const extra = [
+      ["calibrated", "calibrated"],
+      ["expected", "replay, calibration"],
+      ["measured", "replay, recorded"],
+    ].filter(([name]) => lines.some((line) => line[name] !== undefined && line[name] !== null));
+    const columns = [
+      ["layer", "number"],
+      ["module", ""],
+      ["gate", "short"],
+      ["threshold", "short"],
+      ...extra.map(([, title]) => [title, "short"]),
+      ...roles.map((role) => [ROLES[role], "number"]),
+      ["attention", "short"],
+      ["MLP", "short"],
+      ["source", ""],
+    ];
+    const rows = lines.map((line) => [
+      String(line.layer),
+      el("code", {}, line.module),
+      line.gate || "none",
+      line.threshold,
+      ...extra.map(([name]) => (name === "calibrated" ? (line[name] ?? "") : share(line[name]))),
+      ...roles.map((role) => page.bytes(line.bytes[role] ?? 0)),
+      line.attention,
+      line.mlp,
+      el("code", {}, line.source),
+    ]);
+    return page.card(
+      "Layers",
+      "A site is a layer whose MLP may be replayed. Bytes are of the state that the layer keeps.",
+      page.table("Layers", columns, rows),
+    );
   }
 
   function mix(low, high, value) {
@@ -37,42 +72,69 @@
     const context = canvas.getContext("2d");
     const [low, high] = [page.colour("--heat-low"), page.colour("--heat-high")];
     const [w, h] = [canvas.width / columns, canvas.height / values.length];
-    const gap = w > 6 * ratio ? ratio : 0;
-    values.forEach((line, y) => line.forEach((value, x) => {
-      context.fillStyle = mix(low, high, value);
-      context.fillRect(Math.floor(x * w), Math.floor(y * h), Math.ceil(w) - gap, Math.ceil(h) - (h > 10 * ratio ? ratio : 0));
-    }));
+    const room = (size) => (size > 6 * ratio ? ratio : 0);
+    values.forEach((line, row) =>
+      line.forEach((value, column) => {
+        const [x, y] = [Math.round(column * w), Math.round(row * h)];
+        const [right, bottom] = [Math.round((column + 1) * w), Math.round((row + 1) * h)];
+        context.fillStyle = mix(low, high, value);
+        context.fillRect(x, y, right - x - room(w), bottom - y - room(h));
+      }),
+    );
+  }
+
+  const VIEWS = [
+    { name: "frames", title: "layers × frames", column: "frame" },
+    { name: "tokens", title: "layers × places of the frame", column: "place" },
+  ];
+
+  /* What is under the pointer. */
+  function under(event, canvas, values, column) {
+    if (event.offsetX === undefined) return "";
+    const x = Math.floor((event.offsetX / canvas.clientWidth) * values[0].length);
+    const y = Math.floor((event.offsetY / canvas.clientHeight) * values.length);
+    const value = values[y]?.[x];
+    return value === undefined ? "" : `layer ${y}, ${column} ${x}: ${page.percent(value)} of the rows replayed`;
+  }
+
+  function choices(views, choose) {
+    const buttons = views.map((view, n) => {
+      const press = (event) => {
+        for (const other of buttons) other.setAttribute("aria-pressed", String(other === event.target));
+        choose(view);
+      };
+      return el("button", { type: "button", "aria-pressed": String(n === 0), onclick: press }, view.title);
+    });
+    return el("div", { class: "sides", role: "group", "aria-label": "View" }, buttons);
   }
 
   function heatMap(heat) {
-    const views = [["frames", "layers × frames", "frame"], ["tokens", "layers × places of the frame", "place"]].filter(([name]) => heat[name][0]?.length);
+    const views = VIEWS.filter((item) => heat[item.name][0]?.length);
     const canvas = el("canvas", { class: "heat", role: "img", tabindex: "0" });
     const axis = el("div", { class: "axis muted" });
     let view = views[0];
     const redraw = () => {
       if (!canvas.isConnected || !canvas.parentElement.clientWidth) return;
-      const values = heat[view[0]];
+      const values = heat[view.name];
+      const size = `${values.length} layers, ${values[0].length} columns`;
       paint(canvas, values);
-      canvas.setAttribute("aria-label", `Replay, ${view[1]}: ${values.length} layers, ${values[0].length} columns; the table of layers has the means`);
-      axis.replaceChildren(el("span", {}, `${view[2]} 0`), el("span", {}, "layer 0 at the top"), el("span", {}, `${view[2]} ${values[0].length - 1}`));
+      canvas.setAttribute("aria-label", `Replay, ${view.title}: ${size}; the table of layers has the means`);
+      const texts = [`${view.column} 0`, "layer 0 at the top", `${view.column} ${values[0].length - 1}`];
+      axis.replaceChildren(...texts.map((text) => el("span", {}, text)));
     };
-    const buttons = views.map((item) => el("button", { type: "button", "aria-pressed": String(item === view), onclick: (event) => {
+    const choose = (item) => {
       view = item;
-      for (const other of buttons) other.setAttribute("aria-pressed", String(other === event.target));
       redraw();
-    } }, item[1]));
-    page.tip(canvas, (event) => {
-      if (event.offsetX === undefined) return "";
-      const values = heat[view[0]];
-      const [x, y] = [Math.floor(event.offsetX / canvas.clientWidth * values[0].length), Math.floor(event.offsetY / canvas.clientHeight * values.length)];
-      const value = values[y]?.[x];
-      return value === undefined ? "" : `layer ${y}, ${view[2]} ${x}: ${page.percent(value)} of the rows replayed`;
-    });
+    };
+    page.tip(canvas, (event) => under(event, canvas, heat[view.name], view.column));
     page.onTheme.push(redraw);
     addEventListener("resize", redraw);
-    return { redraw, element: page.card("Recorded replay", `${page.plural(heat.forwards, "forward")} of ${page.plural(heat.rows, "row")}; the first frame always computes.`,
-      el("div", { class: "toolbar" }, el("div", { class: "sides", role: "group", "aria-label": "View" }, buttons),
-        el("div", { class: "scale" }, el("span", {}, "0 %"), el("i", {}), el("span", {}, "100 %"))), el("div", { class: "heat-box" }, canvas), axis) };
+    const scale = el("div", { class: "scale" }, el("span", {}, "0 %"), el("i", {}), el("span", {}, "100 %"));
+    const size = `${page.plural(heat.forwards, "forward")} of ${page.plural(heat.rows, "row")}`;
+    const tools = el("div", { class: "toolbar" }, choices(views, choose), scale);
+    const box = el("div", { class: "heat-box" }, canvas);
+    const element = page.card("Recorded replay", `${size}; the first frame always computes.`, tools, box, axis);
+    return { redraw, element };
   }
 
   page.addTab("replay", "Replay", (panel) => {
@@ -84,8 +146,21 @@
       requestAnimationFrame(map.redraw);
       page.tabs.find((tab) => tab.id === "replay").shown = map.redraw;
     } else {
-      panel.append(page.card("Recorded replay", null, el("p", { class: "muted" }, "No decisions were given. Record them with ",
-        el("code", {}, "fastcar run ARTIFACT --trace trace.npy"), " and give the file: ", el("code", {}, "fastcar inspect ARTIFACT --html FILE --trace trace.npy"), ".")));
+      panel.append(
+        page.card(
+          "Recorded replay",
+          null,
+          el(
+            "p",
+            { class: "muted" },
+            "No decisions were given. Record them with ",
+            el("code", {}, "fastcar run ARTIFACT --trace trace.npy"),
+            " and give the file: ",
+            el("code", {}, "fastcar inspect ARTIFACT --html FILE --trace trace.npy"),
+            ".",
+          ),
+        ),
+      );
     }
     panel.append(layers());
   });

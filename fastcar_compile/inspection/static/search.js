@@ -8,28 +8,55 @@
   let active = -1;
 
   function entries() {
-    texts ??= ["after", "before"].flatMap((side) => [...page.graphs[side].nodes.values()].map((node) => ({
-      side, node, text: [node.id, node.op, node.module, node.source, node.made_by, node.type, node.role].join(" ").toLowerCase(),
-    })));
+    texts ??= ["after", "before"].flatMap((side) =>
+      [...page.graphs[side].nodes.values()].map((node) => ({
+        side,
+        node,
+        text: [node.id, node.op, node.module, node.source, node.made_by, node.type, node.role].join(" ").toLowerCase(),
+      })),
+    );
     return texts;
   }
 
   function find(query) {
     let layer = null;
-    const rest = query.toLowerCase().replace(/\blayer (\d+)\b/, (_, number) => { layer = Number(number); return " "; });
+    const rest = query.toLowerCase().replace(/\blayer (\d+)\b/, (_, number) => {
+      layer = Number(number);
+      return " ";
+    });
     const words = rest.split(/\s+/).filter(Boolean);
     if (!words.length && layer === null) return [];
-    const found = entries().filter((entry) => (layer === null || entry.node.layer === layer) && words.every((word) => entry.text.includes(word)));
-    const rank = ({ node, side }) => (node.id.toLowerCase() === words[0] ? 0 : words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2)
-      + (side === "before" && node.change === "kept" ? 4 : 0) + (node.kind === "weight" ? 1 : 0);
-    return found.map((entry) => [rank(entry), entry]).sort((a, b) => a[0] - b[0]).map(([, entry]) => entry);
+    const found = entries().filter(
+      (entry) => (layer === null || entry.node.layer === layer) && words.every((word) => entry.text.includes(word)),
+    );
+    const rank = ({ node, side }) =>
+      (node.id.toLowerCase() === words[0] ? 0 : words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2) +
+      (side === "before" && node.change === "kept" ? 4 : 0) +
+      (node.kind === "weight" ? 1 : 0);
+    return found
+      .map((entry) => [rank(entry), entry])
+      .sort((a, b) => a[0] - b[0])
+      .map(([, entry]) => entry);
   }
 
   function option({ side, node }, number) {
     const place = node.layer === null ? "" : `layer ${node.layer}`;
-    return el("li", { role: "option", id: `found-${number}`, "aria-selected": "false", onpointerdown: (event) => { event.preventDefault(); go(side, node); } },
-      el("span", { class: `dot ${node.change}`, "aria-hidden": "true" }), el("strong", {}, page.stem(node.op)), el("code", {}, node.id),
-      el("span", { class: "muted" }, [side, place, node.made_by || node.module].filter(Boolean).join(" · ")));
+    return el(
+      "li",
+      {
+        role: "option",
+        id: `found-${number}`,
+        "aria-selected": "false",
+        onpointerdown: (event) => {
+          event.preventDefault();
+          go(side, node);
+        },
+      },
+      el("span", { class: `dot ${node.change}`, "aria-hidden": "true" }),
+      el("strong", {}, page.stem(node.op)),
+      el("code", {}, node.id),
+      el("span", { class: "muted" }, [side, place, node.made_by || node.module].filter(Boolean).join(" · ")),
+    );
   }
 
   function show(query) {
@@ -40,7 +67,13 @@
     list.found = found;
     if (query.trim()) {
       const more = found.length > MOST ? `, the first ${MOST} are shown` : "";
-      list.append(el("li", { class: "count muted", role: "presentation" }, found.length ? `${page.plural(found.length, "node")} found${more}` : "No node has all of these words."));
+      list.append(
+        el(
+          "li",
+          { class: "count muted", role: "presentation" },
+          found.length ? `${page.plural(found.length, "node")} found${more}` : "No node has all of these words.",
+        ),
+      );
     }
     list.hidden = !query.trim();
     document.getElementById("query").setAttribute("aria-expanded", String(!list.hidden));
@@ -68,8 +101,14 @@
   }
 
   function key(event) {
-    if (event.key === "ArrowDown" || event.key === "ArrowUp") { event.preventDefault(); mark(event.key === "ArrowDown" ? 1 : -1); }
-    if (event.key === "Escape") { close(); event.target.blur(); }
+    if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+      event.preventDefault();
+      mark(event.key === "ArrowDown" ? 1 : -1);
+    }
+    if (event.key === "Escape") {
+      close();
+      event.target.blur();
+    }
     const chosen = document.getElementById("results").found?.[Math.max(0, active)];
     if (event.key === "Enter" && chosen) go(chosen.side, chosen.node);
   }
@@ -85,12 +124,18 @@
   page.startSearch = () => {
     const field = document.getElementById("query");
     field.addEventListener("input", () => show(field.value));
-    field.addEventListener("focus", () => { if (field.value) show(field.value); });
+    field.addEventListener("focus", () => {
+      if (field.value) show(field.value);
+    });
     field.addEventListener("blur", close);
     field.addEventListener("keydown", key);
     addEventListener("keydown", (event) => {
       const typing = event.target.closest?.("input, textarea");
-      if ((event.key === "/" && !typing) || (event.key === "k" && (event.ctrlKey || event.metaKey))) { event.preventDefault(); field.focus(); field.select(); }
+      if ((event.key === "/" && !typing) || (event.key === "k" && (event.ctrlKey || event.metaKey))) {
+        event.preventDefault();
+        field.focus();
+        field.select();
+      }
       if (event.key === "Escape" && !typing && page.detailsBox && !page.detailsBox.hidden) page.closeDetails();
     });
   };

@@ -11,18 +11,23 @@ from fastcar_compile.codegen.tvm.converters.registry import converts
 fastcar = torch.ops.fastcar
 
 
+def _softcap(call: Call) -> tuple[float, ...]:
+    """Return the soft-cap as the kernels' last option; nothing without one."""
+    return () if call.is_none("softcap") else (call.number("softcap"),)
+
+
 @converts(fastcar.attention.default)
 def _attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
-    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype)
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *_softcap(call))
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
 @converts(fastcar.window_attention.default)
 def _window_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
+    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype, *_softcap(call))
     kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
     sink_query = call.optional("sink_query") or query
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])

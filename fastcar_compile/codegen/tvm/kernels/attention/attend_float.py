@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
     DECAY,
     KEY_BLOCK,
@@ -30,10 +31,10 @@ from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
 )
 
 
-def attend_rows(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> AttendRows:
+def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     rows_of = RowFormat(d, dtype, isa)
-    logits, add_values = _logits(rows_of, group, scale), _add_values(rows_of)
+    logits, add_values = _logits(rows_of, group, rule), _add_values(rows_of)
     lanes = vector_lanes(d)
 
     @inlined
@@ -55,7 +56,7 @@ def attend_rows(d: int, group: int, scale: float, dtype: str, isa: InstructionSe
     return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend, lambda column: column, d)
 
 
-def _logits(rows_of: RowFormat, group: int, scale: float) -> Callable[..., None]:
+def _logits(rows_of: RowFormat, group: int, rule: LogitRule) -> Callable[..., None]:
     """Return the macro (o, step, block, dot): the block's weights become logits, its m their maximum with m."""
     lanes, lines = vector_lanes(rows_of.dim), -(-rows_of.bytes // LINE)
     stride = lanes * rows_of.vectors_of_block(lanes)
@@ -94,7 +95,7 @@ def _logits(rows_of: RowFormat, group: int, scale: float) -> Callable[..., None]
             multiply(o, step, part, dot)
             for r in T.unroll(PARALLEL_KEYS):
                 add_lanes(dot, r * lanes, lanes)
-                block.weights[part * PARALLEL_KEYS + r] = dot[r * lanes] * T.float32(scale)
+                block.weights[part * PARALLEL_KEYS + r] = rule.logit(dot[r * lanes])
                 block.stat[M] = T.max(block.weights[part * PARALLEL_KEYS + r], block.stat[M])
 
     return logits

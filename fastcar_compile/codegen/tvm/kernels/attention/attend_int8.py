@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.limbs import LIMBS, SUMS, VECTOR_BYTES
 from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import LogitSums, SplitQuery, multiply_keys, split_query
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
@@ -38,17 +39,20 @@ def suits(d: int, dtype: str, isa: InstructionSet) -> bool:
     return dtype == "int8" and d % VECTOR_BYTES == 0 and isa.int8 == "vnni512"
 
 
-def attend_rows(d: int, group: int, scale: float, _dtype: str, _isa: InstructionSet) -> AttendRows:
+def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: InstructionSet) -> AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of int8."""
-    split, logits, add = split_query(d, group, scale), multiply_keys(d), add_values(d)
+    split, logits, add = split_query(d, group, rule.scale), multiply_keys(d), add_values(d)
     vectors, columns, lanes, quads = d // VECTOR_BYTES, columns_of(d), lanes_for(d), KEY_BLOCK // PARALLEL_KEYS
 
     @inlined
     def add_block(o, step, block, query, sums, values):
         logits(o, step, query, sums, block.weights)
+        if rule.softcap is not None:
+            for v in T.vectorized(KEY_BLOCK):
+                block.weights[v] = rule.capped(block.weights[v])
         block.stat[M] = o.state.m[step.slot]
         for v in T.unroll(4):
-            block.stat[M] = T.max(sums.m[v], block.stat[M])
+            block.stat[M] = T.max(rule.capped(sums.m[v]), block.stat[M])
         weigh_block(o.state, step.slot, step.count, block)
         sums.m[ramp(0, 4)] = fold_fours(load_from(block.weights, [], 0), KEY_BLOCK)
         o.state.l[step.slot] = o.state.l[step.slot] * block.stat[DECAY] + (

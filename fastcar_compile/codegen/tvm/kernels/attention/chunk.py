@@ -15,7 +15,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
@@ -34,12 +34,12 @@ def tile_rows(t: int) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is known when the kernel is made: T, S and D, the query rows of a tile, the scale and the row format."""
+    """What is known when the kernel is made: T, S and D, the query rows of a tile, and how logits and rows are read."""
 
     t: int
     s: int
     tile: int
-    scale: float
+    rule: LogitRule
     rows_of: RowFormat
 
     @property
@@ -92,7 +92,12 @@ class _Tile:
 
 @kernel
 def chunk_attention(
-    query: HeadShape, cache: HeadShape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+    query: HeadShape,
+    cache: HeadShape,
+    scale: float,
+    dtype: str = "float32",
+    softcap: float | None = None,
+    isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return causal grouped-query attention: row i of query [B, Hq, T, D] sees cache rows 0 .. position + i.
 
@@ -104,7 +109,7 @@ def chunk_attention(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, tile = hq // hkv, tile_rows(t)
-    shape = _Shape(t, s, tile, scale, RowFormat(d, dtype, isa))
+    shape = _Shape(t, s, tile, LogitRule(scale, softcap), RowFormat(d, dtype, isa))
     size, width = shape.rows_of.size, shape.width
     pieces = context_parts(b * hkv, b * hq * t * s * d // 2)
     parts = next(p for p in range(max(pieces, 1), 0, -1) if (group * t // tile) % p == 0)
@@ -217,14 +222,14 @@ def _attend_tile(shape: _Shape) -> Callable[..., None]:
 
 def _weigh(shape: _Shape) -> Callable[..., None]:
     """Return the macro (o, temporaries, tile, r): row r's logits become weights, its m and decay are updated."""
-    s, scale = shape.s, shape.scale
+    s, rule = shape.s, shape.rule
 
     @inlined
     def weigh(o, tmp, tile, r):
         for v in T.vectorized(CHUNK_KEYS):
             tmp.weights[r * CHUNK_KEYS + v] = T.Select(
                 tile.start + v < filled_rows(o.position[0], tile.i + r, s),
-                tmp.weights[r * CHUNK_KEYS + v] * T.float32(scale),
+                rule.logit(tmp.weights[r * CHUNK_KEYS + v]),
                 T.float32(LOWEST),
             )
         tmp.tile_m[r] = T.max(

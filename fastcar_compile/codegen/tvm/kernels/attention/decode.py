@@ -13,6 +13,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
@@ -30,7 +31,12 @@ def _itself(row: Any) -> Any:
 
 @kernel
 def decode_attention(
-    query: HeadShape, cache: HeadShape, scale: float, dtype: str = "float32", isa: InstructionSet = PORTABLE
+    query: HeadShape,
+    cache: HeadShape,
+    scale: float,
+    dtype: str = "float32",
+    softcap: float | None = None,
+    isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return softmax(scale * q k^T) v, grouped-query, over cache rows 0 .. position: float32 [B, Hq, 1, D].
 
@@ -44,7 +50,7 @@ def decode_attention(
     pieces = context_parts(b * hkv, b * hkv * s * d * 2)
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
-    softmax = online_softmax(d, group, scale, dtype, isa)
+    softmax = online_softmax(d, group, LogitRule(scale, softcap), dtype, isa)
 
     def ahead_of(last: Any, j: Any) -> Any:
         # Past the rows 0 .. last - 1 of a head come those of the next head.

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention import attend_float, attend_int8
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.script import inlined
 
@@ -53,10 +53,10 @@ class OnlineSoftmax:
     finish: Callable[..., None]
 
 
-def online_softmax(d: int, group: int, scale: float, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
+def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
-    rows = kind.attend_rows(d, group, scale, dtype, isa)
+    rows = kind.attend_rows(d, group, rule, dtype, isa)
     place, run = rows.place, rows.run
 
     @inlined

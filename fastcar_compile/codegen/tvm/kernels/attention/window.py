@@ -13,6 +13,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
@@ -43,6 +44,7 @@ def window_attention(
     sinks: int,
     window: int,
     dtype: str = "float32",
+    softcap: float | None = None,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return grouped-query attention to the sinks and the window of every query row: float32 [B, Hq, T, D].
@@ -59,7 +61,7 @@ def window_attention(
     parts = max(pieces, 1)
     loop = T.parallel if pieces else T.serial
     slots = b * hkv * t * parts * group
-    softmax = online_softmax(d, group, scale, dtype, isa)
+    softmax = online_softmax(d, group, LogitRule(scale, softcap), dtype, isa)
 
     def sink(j: Any) -> Any:
         return j

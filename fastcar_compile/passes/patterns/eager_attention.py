@@ -1,0 +1,227 @@
+"""Attention that a model writes out: product, scale, soft-cap, mask, softmax and product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
+
+aten = torch.ops.aten
+MASKED = -1e9
+"""An additive mask, or what fills a masked logit, is at most this."""
+
+_CASTS = (aten.to, aten._to_copy, aten.alias, aten.detach, aten.contiguous, aten.clone, aten.dropout)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask over logits [.., T, S]: bool, or added to them. `hidden`: its True is what a query does not see."""
+
+    node: fx.Node
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention: `node` yields [B, Hq, T, D] from query [B, Hq, T, D] and keys and values [B, Hq or Hkv, S, D].
+
+    Attributes:
+        mask: None: there is none, or `problem` says what is wrong with it.
+        scale: factor on the logits. softcap: their soft-cap, or None.
+        problem: what no operator computes; "" if there is nothing.
+    """
+
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: Mask | None
+    scale: float
+    softcap: float | None = None
+    problem: str = ""
+
+
+def attention_calls(graph: fx.Graph) -> list[AttentionCall]:
+    """Return every attention of a graph, in order, as a call of PyTorch's operator or written out."""
+    found: list[AttentionCall] = []
+    for node in graph.nodes:
+        if is_op(node, aten.scaled_dot_product_attention):
+            found.append(_of_operator(node))
+        elif is_op(node, aten.softmax, aten._softmax) and (call := _written_out(node)) is not None:
+            found.append(call)
+    return found
+
+
+def _of_operator(node: fx.Node) -> AttentionCall:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "scale": None}
+    options = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    query, key, value = (node_arg(node, i) for i in range(3))
+    given, mask = options["scale"], options["attn_mask"]
+    scale = float(given) if isinstance(given, int | float) and given else shape_of(query)[-1] ** -0.5
+    problem = "" if options["dropout_p"] == 0.0 else f"attention dropout {options['dropout_p']} in a decode step"
+    return AttentionCall(
+        node, query, key, value, Mask(mask) if isinstance(mask, fx.Node) else None, scale, problem=problem
+    )
+
+
+def _written_out(softmax: fx.Node) -> AttentionCall | None:
+    """Return the attention around a softmax; None: it is another softmax."""
+    product = _product_behind(softmax)
+    if product is None or softmax.args[1] not in (-1, value_of(softmax).dim() - 1):
+        return None
+    logits = _Logits(_before_casts(node_arg(softmax, 0)))
+    first = logits.product
+    if first is None or value_of(first).dim() != 4:
+        return None
+    key = _transposed(_before_casts(node_arg(first, 1)))
+    if key is None:
+        return None
+    query, value = node_arg(first, 0), node_arg(product, 1)
+    return AttentionCall(product, query, key, value, logits.mask, logits.scale, logits.softcap, logits.problem)
+
+
+def _product_behind(softmax: fx.Node) -> fx.Node | None:
+    """Return the product of the weights and the values, past casts and dropout."""
+    node = softmax
+    while len(users := [u for u in node.users if not is_op(u, aten._assert_tensor_metadata)]) == 1:
+        (user,) = users
+        if is_op(user, aten.matmul) and node_arg(user, 0) is node:
+            return user if value_of(user).dim() == 4 else None
+        if not is_op(user, *_CASTS) or (is_op(user, aten.dropout) and user.args[2] is not False):
+            return None
+        node = user
+    return None
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    while is_op(node, *_CASTS) and not is_op(node, aten.dropout):
+        node = node_arg(node, 0)
+    return node
+
+
+def _transposed(node: fx.Node) -> fx.Node | None:
+    """Return what the node is with its last two axes swapped."""
+    if is_op(node, aten.mT):
+        return node_arg(node, 0)
+    if is_op(node, aten.transpose) and {cast("int", a) % 4 for a in node.args[1:3]} == {2, 3}:
+        return node_arg(node, 0)
+    if is_op(node, aten.permute) and [a % 4 for a in cast("list[int]", node.args[1])] == [0, 1, 3, 2]:
+        return node_arg(node, 0)
+    return None
+
+
+class _Logits:
+    """What is between the product of query and key and the softmax, read from the softmax back.
+
+    Attributes:
+        product: of query and key; None: there is none.
+        mask, scale, softcap, problem: as of `AttentionCall`.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.mask: Mask | None = None
+        self.scale, self.softcap, self.problem = 1.0, None, ""
+        self.product = self._read(node)
+
+    def _read(self, node: fx.Node) -> fx.Node | None:
+        unmasked = self._unmasked(node)
+        capped = self._uncapped(unmasked)
+        while not is_op(capped, aten.matmul):
+            inner = _before_casts(capped)
+            if inner is capped:
+                factor = _factor(capped)
+                if factor is None:
+                    return self._biased(capped)
+                inner, self.scale = factor[0], self.scale * factor[1]
+            capped = inner
+        return capped
+
+    def _biased(self, node: fx.Node) -> fx.Node | None:
+        """Return the product below a second sum, which is a bias such as ALiBi; None: there is no product."""
+        for logits, _ in _pairs(node) if is_op(node, aten.add) else ():
+            if _makes_logits(logits):
+                self.problem = "the attention logits get a bias, such as ALiBi, which is not supported"
+                return self._read(logits)
+        return None
+
+    def _unmasked(self, node: fx.Node) -> fx.Node:
+        """Return the logits before the mask."""
+        fill = node.args[2] if len(node.args) == 3 else None
+        if is_op(node, aten.add) and len(node.args) == 2 and not node.kwargs:
+            for logits, mask in _pairs(node):
+                if value_of(logits).shape == value_of(node).shape and not _makes_logits(mask):
+                    self.mask = Mask(mask)
+                    return _before_casts(logits)
+        if is_op(node, aten.masked_fill) and self._hides(fill):
+            self.mask = Mask(node_arg(node, 1), hidden=True)
+            return _before_casts(node_arg(node, 0))
+        if is_op(node, aten.where) and self._hides(fill):
+            self.mask = Mask(node_arg(node, 0))
+            return _before_casts(node_arg(node, 1))
+        return node
+
+    def _hides(self, fill: object) -> bool:
+        """Return whether a number fills hidden logits, and note one that does not hide them."""
+        number = _constant(fill)
+        if number is not None and number > MASKED:
+            self.problem = f"hidden attention logits become {number:g}, which does not hide them"
+        return number is not None
+
+    def _uncapped(self, node: fx.Node) -> fx.Node:
+        """Return the logits before the soft-cap, and take note of it."""
+        outer = _factor(node)
+        if outer is None or not is_op(outer[0], aten.tanh):
+            return node
+        inner = _factor(node_arg(outer[0], 0))
+        if inner is None or abs(inner[1] * outer[1] - 1) > 1e-6:
+            return node
+        self.softcap = outer[1]
+        return _before_casts(inner[0])
+
+
+def _factor(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return (x, number) where the node is x times a number."""
+    if is_op(node, aten.mul):
+        for x, number in _pairs_of(node.args[0], node.args[1]):
+            if isinstance(x, fx.Node) and (found := _constant(number)) is not None:
+                return x, found
+    if is_op(node, aten.div) and not node.kwargs:
+        x, number = optional_arg(node, 0), _constant(node.args[1])
+        if x is not None and number:
+            return x, 1 / number
+    return None
+
+
+def _constant(value: object) -> float | None:
+    """Return a number that an argument is, as it stands or as a constant tensor that the graph makes."""
+    if isinstance(value, int | float):
+        return float(value)
+    if is_op(value, aten.full, aten.scalar_tensor, aten.full_like):
+        assert isinstance(value, fx.Node)
+        number = value.args[0] if is_op(value, aten.scalar_tensor) else value.args[1]
+        return float(number) if isinstance(number, int | float) else None
+    return None
+
+
+def _pairs_of(a: object, b: object) -> Iterator[tuple[object, object]]:
+    yield a, b
+    yield b, a
+
+
+def _pairs(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for x, y in _pairs_of(node.args[0], node.args[1]):
+        if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+            yield x, y
+
+
+def _makes_logits(node: fx.Node) -> bool:
+    """Whether a node is a product of computed values, past factors and casts, and so no mask."""
+    while (factor := _factor(node)) is not None or is_op(node, *_CASTS, aten.tanh):
+        node = factor[0] if factor is not None else node_arg(node, 0)
+    return is_op(node, aten.matmul)

@@ -1,0 +1,95 @@
+"""`fastcar doctor`: what it finds on this machine, on one without tools, and with packages of other versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import fastcar_compile as fc
+from fastcar_compile import environment
+
+
+def by_name() -> dict[str, fc.Check]:
+    return {check.name: check for check in fc.doctor()}
+
+
+def test_packages_and_cpu_are_found() -> None:
+    found = by_name()
+    for name in ("python", "apache-tvm", "torch", "onnx", "onnxruntime", "cpu"):
+        assert found[name].severity == "ok", found[name]
+        assert not found[name].hint
+    assert importlib.metadata.version("torch") in found["torch"].message
+
+
+@pytest.fixture
+def without_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing on PATH, and no headers."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("AP_TYPES", str(tmp_path))
+
+
+def test_a_machine_without_tools(without_tools: None, fastcar: Callable[..., Result]) -> None:
+    result = fastcar("doctor", "--json")
+    assert result.exit_code == 2
+    found: dict[str, Any] = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    severities = {"g++": "error", "aarch64-linux-gnu-g++": "warning", "qemu-aarch64": "info", "vitis": "info"}
+    for name, severity in (severities | {"ap_types headers": "warning"}).items():
+        assert found[name]["severity"] == severity
+        assert found[name]["hint"]
+    assert "host programs of kv260, zcu102" in found["aarch64-linux-gnu-g++"]["message"]
+    text = fastcar("doctor")
+    assert text.exit_code == 2
+    assert text.stdout.splitlines()[1].startswith("error")
+    assert "1 error, 2 warning" in text.stdout
+
+
+def test_a_device_that_only_decodes_needs_no_compiler(without_tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    assert by_name()["g++"].severity == "info"
+
+
+def test_a_tool_that_does_not_run_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "g++").write_text("no program")
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert by_name()["g++"].severity == "error"
+
+
+def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("torch", "numpy"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "99.0" if name in ("onnxruntime", "apache-tvm") else real(name)
+
+    extras = {"torch": "compile", "onnxruntime": "onnxruntime"}
+    base = ["numpy>=2,<3", "apache-tvm<0.28,>=0.27", 'fastcar_compile[onnxruntime]; extra == "compile"']
+    required = [*base, *(f'{name}>=1,<90; extra == "{extra}"' for name, extra in extras.items())]
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    found = by_name()
+    assert {n: found[n].severity for n in ("torch", "numpy", "onnxruntime", "apache-tvm")} == {
+        "torch": "warning", "numpy": "error", "onnxruntime": "warning", "apache-tvm": "error",
+    }  # fmt: skip
+    assert found["torch"].hint == 'pip install "fastcar_compile[compile]"'
+    assert found["apache-tvm"].message == "99.0 (wants <0.28,>=0.27)"
+
+
+@pytest.mark.parametrize(("free", "severity"), [(10**10, "ok"), (10**9, "warning"), (10**8, "error")])
+def test_the_temporary_folder_needs_room(free: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert by_name()["TMPDIR"].severity == severity
+
+
+def test_an_old_cpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cpu_flags", lambda: frozenset({"sse2"}))
+    assert by_name()["cpu"].severity == "error"
