@@ -4,9 +4,7 @@
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
 
-#include "fastcar_drs_table.hpp"
-#include "fastcar_gate_core.hpp"
-#include "fastcar_tas_core.hpp"
+#include "fastcar_drs_scores.hpp"
 
 namespace fastcar {
 namespace drs {
@@ -29,18 +27,6 @@ enum ResultWord {
 static const int ANSWER_WORDS = R_RECORDS + 2 * MAX_LAYER_WORDS;
 static const uint32_t NO_PLACE = NO_UNIT << 8 | NO_UNIT;
 
-// What one call is about. `crc` names the table that the host counts on.
-struct Call {
-    uint32_t crc;
-    uint32_t layer;
-    uint32_t step;
-    uint32_t query_words;
-    uint32_t key_words;
-    uint32_t held;
-    uint32_t capacity;
-    uint32_t mask;  // rows that compute in a layer without a gate
-};
-
 // What the array has to do for a layer: rows that compute, each with its core and pass, rows that are copied, whether the
 // weights begin in the prefetch buffer, and whether the buffer is filled with the next layer's.
 struct Queue {
@@ -50,35 +36,6 @@ struct Queue {
     bool held;
     bool fills;
 };
-
-// One layer's fields of the table.
-struct Layer {
-    uint32_t threshold;
-    uint32_t factor;
-    uint32_t prefetch;
-    uint32_t prefetch_before;  // that of the layer before: how much of this layer's weights it fetched
-    uint32_t next;
-    uint32_t program;  // word of its first instruction
-};
-
-template <class C>
-Layer read_layer(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], uint32_t layer) {
-    FASTCAR_NO_INLINE
-    const uint32_t last = header[F_LAYERS] - 1;
-    Layer fields;
-    fields.threshold = words[header[F_THRESHOLDS] + layer];
-    fields.factor = words[header[F_FACTORS] + layer];
-    fields.prefetch = words[header[F_PREFETCH] + layer];
-    fields.prefetch_before = words[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
-    fields.next = layer == last ? 0 : layer + 1;
-    fields.program = words[header[F_PROGRAMS] + layer];
-    return fields;
-}
-
-inline bool has_gate(const Layer& layer) {
-    FASTCAR_INLINE
-    return (layer.factor & 0x7FFFFFFFu) != 0;
-}
 
 inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) {
     FASTCAR_INLINE
@@ -108,27 +65,11 @@ read_counts:
     }
 }
 
-// What the gate compares with its threshold, for every row. A kernel is built for one gate, so one branch is left.
-template <class C>
-void score_rows(const uint32_t header[HEADER_WORDS], const Layer& layer, const word_t* query, const word_t* key,
-                float scores[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    const uint32_t rows = header[F_ROWS];
-    const uint32_t words = header[F_ROW_QUERY_WORDS];
-    if (C::GATE == GATE_INPUT_DELTA) {
-        gate::change_scores<C::KEY_WORDS>(query, key, rows, words, scores);
-    } else if (C::GATE == GATE_LEARNED) {
-        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, words, header[F_KEY_WORDS], scores);
-    } else {
-        const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], words, header[F_ROW_KEY_WORDS]};
-        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, rows, shape, float_of_bits(layer.factor), scores);
-    }
-}
-
 // Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and the mask decides.
 template <class C>
-uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, const Call& call, const word_t* query,
-                const word_t* key, const uint32_t counts[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
+uint32_t decide(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const Call& call, const word_t* query, const word_t* key, const uint32_t counts[INDEX_REGISTER_BITS],
+                float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
     uint32_t replay = ~call.mask;
@@ -138,10 +79,10 @@ clear_scores:
         scores[row] = 0.0f;
     }
     if (has_gate(layer)) {
-        score_rows<C>(header, layer, query, key, scores);
+        score_rows<C>(header, words, layer, call, query, key, scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
-        replay = call.step >= header[F_TOKENS_PER_FRAME] ? replay : 0;
+        replay = recomputes(header, call.step) ? 0 : replay;
     }
     return ~replay & all_rows(rows);
 }
@@ -263,7 +204,7 @@ Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
         return BAD_OPERANDS;
     }
     read_chain(chain, header[F_ROWS], counts);
-    const uint32_t index_register = decide<C>(header, layer, call, query, key, counts, scores);
+    const uint32_t index_register = decide<C>(header, words, layer, call, query, key, counts, scores);
     uint32_t held = call.held;
     uint32_t count = 0;
     report_rows(header[F_ROWS], has_gate(layer), index_register, scores, counts, answer);

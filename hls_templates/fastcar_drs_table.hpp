@@ -13,8 +13,8 @@ namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 3;
-static const uint32_t HEADER_WORDS = 28;
+static const uint32_t VERSION = 4;
+static const uint32_t HEADER_WORDS = 32;
 static const uint32_t MAX_TABLE_WORDS = 65536;
 static const uint32_t MAX_LAYER_WORDS = 128;
 static const uint32_t MAX_LAYERS = 65535;
@@ -24,7 +24,11 @@ static const uint32_t MAX_CHAIN = 0x7FFFFFFFu;
 static const uint32_t UNLIMITED = 0xFFFFFFFFu;
 static const uint32_t GATE_TAS = 1;
 static const uint32_t GATE_INPUT_DELTA = 2;
+static const uint32_t GATE_BOUND = 3;
 static const uint32_t GATE_LEARNED = 4;
+static const uint32_t GATE_ALWAYS = 5;
+static const uint32_t GATE_NEVER = 6;
+static const uint32_t GATE_RANDOM = 7;
 static const uint32_t COUPLE_CFG = 1;
 static const uint32_t NO_UNIT = 0xFFu;
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
@@ -57,6 +61,10 @@ enum Field {
     F_PROGRAMS,
     F_INSTRUCTIONS,
     F_UNITS,
+    F_REFRESH_PERIOD,
+    F_ROW_INPUT_WORDS,
+    F_DISTANCE_WEIGHT,
+    F_HEAD_WEIGHTS,
     F_RESERVED
 };
 
@@ -106,25 +114,46 @@ inline uint32_t times(uint32_t a, uint32_t b) {
     return a * b;
 }
 
+// Which operands a kernel's gate reads: q and the key, x and the cached x.
+inline bool reads_query(uint32_t gate) {
+    FASTCAR_INLINE
+    return gate == GATE_TAS || gate == GATE_BOUND;
+}
+
+inline bool reads_input(uint32_t gate) {
+    FASTCAR_INLINE
+    return gate == GATE_INPUT_DELTA || gate == GATE_BOUND || gate == GATE_LEARNED;
+}
+
 // The compiler divided; here it is checked that the quotients and products fit the heads.
-template <class C>
-bool attention_is_valid(const uint32_t header[HEADER_WORDS]) {
+inline bool heads_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t heads = header[F_HEADS];
     const uint32_t kv_heads = header[F_KV_HEADS];
     const uint32_t dim = header[F_HEAD_DIM];
     const uint32_t head_words = header[F_HEAD_WORDS];
-    const uint32_t query = header[F_ROW_QUERY_WORDS];
-    const uint32_t key = header[F_ROW_KEY_WORDS];
     if (!within(heads, 1, MAX_COUNT) || !within(kv_heads, 1, MAX_COUNT) || !within(dim, 1, MAX_COUNT) ||
-        !within(header[F_GROUP], 1, MAX_COUNT) || !within(head_words, 1, MAX_COUNT) || !within(query, 1, MAX_COUNT) ||
-        !within(key, 1, MAX_COUNT)) {
+        !within(header[F_GROUP], 1, MAX_COUNT) || !within(head_words, 1, MAX_COUNT)) {
         return false;
     }
-    return times(kv_heads, header[F_GROUP]) == heads && times(heads, dim) <= MAX_PRODUCTS && head_words == (dim + 3) >> 2 &&
-           times(heads, head_words) == query && times(kv_heads, head_words) == key &&
-           times(header[F_ROWS], query) == header[F_QUERY_WORDS] && times(header[F_ROWS], key) == header[F_KEY_WORDS] &&
-           query <= C::QUERY_WORDS && key <= C::KEY_WORDS;
+    return times(kv_heads, header[F_GROUP]) == heads && times(heads, dim) <= MAX_PRODUCTS && head_words == (dim + 3) >> 2;
+}
+
+// Call after heads_are_valid. Words of one row, and of all rows: q and the key first, then x and the cached x.
+template <class C>
+bool operands_are_valid(const uint32_t header[HEADER_WORDS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t query = header[F_ROW_QUERY_WORDS];
+    const uint32_t key = header[F_ROW_KEY_WORDS];
+    const uint32_t input = header[F_ROW_INPUT_WORDS];
+    const uint32_t head_words = reads_query(C::GATE) ? header[F_HEAD_WORDS] : 0;
+    if (!(reads_input(C::GATE) ? within(input, 1, MAX_COUNT) : input == 0)) {
+        return false;
+    }
+    return times(header[F_HEADS], head_words) == query && times(header[F_KV_HEADS], head_words) == key &&
+           times(header[F_ROWS], query + input) == header[F_QUERY_WORDS] &&
+           times(header[F_ROWS], key + input) == header[F_KEY_WORDS] && query <= C::QUERY_WORDS && key <= C::KEY_WORDS &&
+           input <= C::KEY_WORDS;
 }
 
 template <class C>
@@ -132,10 +161,23 @@ bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t flags = header[F_FLAGS];
     const uint32_t chain = header[F_MAX_CHAIN];
+    const uint32_t period = header[F_REFRESH_PERIOD];
     const bool pairs = flags == 0 || (flags == COUPLE_CFG && (header[F_ROWS] & 1u) == 0);
     const bool learned = C::GATE == GATE_LEARNED;
     const bool units = learned ? within(header[F_UNITS], 1, C::UNITS) : header[F_UNITS] == 0;
-    return header[F_GATE] == C::GATE && units && pairs && (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
+    const bool distance = (header[F_DISTANCE_WEIGHT] != 0) == (C::GATE == GATE_BOUND);
+    const bool refresh = period == 0 || period >= header[F_TOKENS_PER_FRAME];
+    return header[F_GATE] == C::GATE && units && distance && refresh && pairs &&
+           (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
+}
+
+// Weights of chosen heads are for TAS alone. What is kept of a head needs room: its weight, or the sums of `bound`.
+template <class C>
+bool heads_fit(const uint32_t header[HEADER_WORDS]) {
+    FASTCAR_NO_INLINE
+    const bool weighted = header[F_HEAD_WEIGHTS] != 0;
+    const bool kept = weighted || C::GATE == GATE_BOUND;
+    return (C::GATE == GATE_TAS || !weighted) && (header[F_HEADS] <= C::HEADS || !kept);
 }
 
 // The array has ROWS rows and PASSES passes: with fewer cores the rows need more passes.
@@ -148,14 +190,17 @@ bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
            header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0;
 }
 
-// Call after counts_are_valid: then nothing here overflows.
+// Call after counts_are_valid and heads_are_valid: then nothing here overflows.
 inline bool offsets_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t layers = header[F_LAYERS];
+    const uint32_t end = header[F_INSTRUCTIONS] + times(layers, header[F_LAYER_WORDS]);
+    const bool weighted = header[F_HEAD_WEIGHTS] != 0;
+    const uint32_t weights = weighted ? times(layers, header[F_HEADS]) : 0;
     return header[F_THRESHOLDS] == HEADER_WORDS && header[F_FACTORS] == HEADER_WORDS + layers &&
            header[F_PREFETCH] == HEADER_WORDS + 2 * layers && header[F_PROGRAMS] == HEADER_WORDS + 3 * layers &&
-           header[F_INSTRUCTIONS] == HEADER_WORDS + 4 * layers &&
-           header[F_WORDS] == header[F_INSTRUCTIONS] + times(layers, header[F_LAYER_WORDS]);
+           header[F_INSTRUCTIONS] == HEADER_WORDS + 4 * layers && weights <= MAX_TABLE_WORDS &&
+           header[F_WORDS] == end + weights && (!weighted || header[F_HEAD_WEIGHTS] == end);
 }
 
 inline uint32_t opcode_of(uint32_t word) { return word >> 24; }
@@ -225,8 +270,8 @@ read_table:
     return crc;
 }
 
-// Copies the table from memory and checks it as it comes. C: CORES, ROWS, PASSES, TABLE_WORDS, QUERY_WORDS and KEY_WORDS of
-// this controller.
+// Copies the table from memory and checks it as it comes. C: CORES, ROWS, PASSES, TABLE_WORDS, QUERY_WORDS, KEY_WORDS, GATE,
+// UNITS and HEADS of this controller.
 template <class C>
 Status load_table(const word_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
                   uint32_t words[C::TABLE_WORDS]) {
@@ -255,8 +300,8 @@ copy_header:
     if (~crc != header[F_CRC]) {
         return BAD_CRC;
     }
-    if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !attention_is_valid<C>(header) ||
-        !offsets_are_valid(header)) {
+    if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !heads_are_valid(header) || !heads_fit<C>(header) ||
+        !operands_are_valid<C>(header) || !offsets_are_valid(header)) {
         return BAD_HEADER;
     }
     return programs_are_valid<C>(header, words) ? OK : BAD_INSTRUCTION;

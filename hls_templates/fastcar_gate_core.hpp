@@ -1,4 +1,4 @@
-// Scores of the gates `input_delta`, `bound` and `learned` for one row: plain functions over words, no streams.
+// Scores of every gate but `tas`: plain functions over words, no streams.
 //
 // docs/reference/numerics.md, "Scores, bit for bit", defines them. Every sum is one of integers: one 64-bit addition per
 // clock closes each loop, so a word enters per clock (II = 1), and the order of the words does not matter. What is float
@@ -15,9 +15,6 @@ namespace gate {
 static const uint32_t SIGN = 0x80000000u;
 static const uint32_t NOT_A_NUMBER = 0x7FC00000u;
 static const int COSINE_BITS = 30;
-static const uint32_t LEAST_EXPONENT = 22;  // exponent field of a row of features
-static const int SCALE_FIELD = 148;         // a feature times 2^(SCALE_FIELD - field) is at most 2^22
-static const int BFLOAT_LANES = 8;
 
 inline uint32_t lane_of(const word_t& word, int lane) {
     FASTCAR_INLINE
@@ -202,10 +199,12 @@ uint32_t heads_of_row(const word_t* query, uint32_t first, uint32_t query_words,
     uint32_t member = 0;
     uint32_t base = 0;
     uint32_t head = 0;
+    FASTCAR_BURST(QUERY)
 read_heads:
     for (uint32_t i = 0; i < query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, 65536)
+        FASTCAR_BEAT(QUERY, first + i)
         step = head_step(step, word == 0, query[first + i], key[base + word]);
         const bool last_word = word + 1 == head_words;
         const bool last_member = last_word && member + 1 == group;
@@ -254,187 +253,101 @@ inline float bound_score(const Change& change, int64_t apart, uint32_t largest, 
     return finite_or_nan(largest, change_score(change) + weight * distance);
 }
 
-// ---- learned
-
-// A network in memory: a word with the number of units, then the units. A unit is one word of b1, w2, the exponent of the lowest bit of its weights, b2 (in every unit), then
-// its bfloat16 weights, eight to a word: those of x, then those of the change, each padded with zeros to whole words.
-struct UnitTail {
-    int64_t sum;
-    uint32_t b1;
-    uint32_t w2;
-    uint32_t place;
+// What `bound` is computed of, besides the words in memory: words of one row of x, and both factors of the distance.
+struct BoundShape {
+    tas::HeadShape heads;
+    uint32_t count;
+    uint32_t input_words;
+    float weight;
+    float factor;
 };
 
-// Reads a row, a word per clock: |x - cached| follows x in `raw`. Returns the largest magnitude of both. `padded` is `words`,
-// or one more, so that it is even.
-template <int WORDS>
-uint32_t features_of_row(const word_t* x, uint32_t first, uint32_t words, uint32_t padded, const word_t cached[WORDS],
-                         uint32_t raw[2 * WORDS + 2][FLOAT_LANES]) {
-    FASTCAR_NO_INLINE
-    uint32_t largest = 0;
-    FASTCAR_BURST(QUERY)
-read_features:
-    for (uint32_t i = 0; i < padded; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS + 1)
-        const bool spare = i >= words;
-        FASTCAR_BEAT(QUERY, first + i)
-        const word_t now = spare ? word_t(0) : x[first + i];
-        const word_t before = spare ? word_t(0) : cached[i];
-        FASTCAR_UNROLL
-        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
-            const uint32_t change = change_of(lane_of(now, lane), lane_of(before, lane));
-            raw[i][lane] = lane_of(now, lane);
-            raw[padded + i][lane] = change;
-            largest = larger(largest, larger(change, magnitude_of(lane_of(now, lane))));
-        }
-    }
-    return largest;
-}
-
-inline uint32_t field_of(uint32_t largest) {
-    FASTCAR_INLINE
-    return larger(tas::exponent_of(largest), LEAST_EXPONENT);
-}
-
-// A feature as an integer of at most 2^22, rounded half to even.
-inline int32_t whole_feature(uint32_t bits, uint32_t field) {
-    FASTCAR_INLINE
-    const uint32_t own = tas::exponent_of(bits);
-    const int shift = static_cast<int>(field) + 2 - static_cast<int>(own != 0 ? own : 1u);
-    const int32_t size = static_cast<int32_t>(tas::scaled_down(tas::mantissa_of(bits), shift));
-    return (bits & SIGN) != 0 ? -size : size;
-}
-
-// In place, a word per clock; it writes what it read, so no word meets itself again.
-template <int WORDS>
-void round_features(uint32_t raw[2 * WORDS + 2][FLOAT_LANES], uint32_t count, uint32_t field) {
-    FASTCAR_NO_INLINE
-round_words:
-    for (uint32_t i = 0; i < count; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 2 * WORDS + 2)
-        FASTCAR_UNROLL
-        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
-            raw[i][lane] = static_cast<uint32_t>(whole_feature(raw[i][lane], field));
-        }
-    }
-}
-
-// bfloat16 times an integer feature, in units of the unit's lowest bit: exact. 8 by 23 bits, one DSP, and a shift.
-inline int64_t weight_product(uint32_t weight, int32_t feature, int place) {
-    FASTCAR_INLINE
-    const uint32_t own = (weight >> 7) & 0xFFu;
-    const uint32_t mantissa = (weight & 0x7Fu) | (own != 0 ? 0x80u : 0u);
-    const uint32_t size = static_cast<uint32_t>(feature < 0 ? -feature : feature);
-    const uint64_t product = static_cast<uint64_t>(mantissa * size);
-    const int shift = static_cast<int>(own != 0 ? own : 1u) - 134 - place;
-    const uint64_t moved = shift >= 0 ? product << (shift & 63) : product >> (-shift & 63);
-    const bool negative = ((weight >> 15) != 0) != (feature < 0);
-    return negative ? -static_cast<int64_t>(moved) : static_cast<int64_t>(moved);
-}
-
-// The body of the loop: eight weights of one word, and two words of features.
-inline int64_t weight_step(int64_t sum, const word_t& weights, const uint32_t low[FLOAT_LANES],
-                           const uint32_t high[FLOAT_LANES], int place) {
-    FASTCAR_INLINE
-    int64_t total = 0;
-    FASTCAR_UNROLL
-    for (int lane = 0; lane < BFLOAT_LANES; ++lane) {
-        const uint32_t pair = lane_of(weights, lane / 2);
-        const uint32_t weight = (lane & 1) != 0 ? pair >> 16 : pair & 0xFFFFu;
-        const uint32_t feature = lane < FLOAT_LANES ? low[lane % FLOAT_LANES] : high[lane % FLOAT_LANES];
-        total += weight_product(weight, static_cast<int32_t>(feature), place);
-    }
-    return sum + total;
-}
-
-// The sums of all units, a word of the weights per clock. `count`: words of features. Returns b2 as bits.
-template <int WORDS, int UNITS>
-uint32_t sums_of_units(const word_t* network, uint32_t first, uint32_t units, const uint32_t features[2 * WORDS + 2][FLOAT_LANES],
-                       uint32_t count, UnitTail tails[UNITS]) {
-    FASTCAR_NO_INLINE
-    const uint32_t words = 1 + (count >> 1);
-    const uint32_t total = units * words;
-    UnitTail tail = {0, 0, 0, 0};
-    uint32_t b2 = 0;
-    uint32_t word = 0;
-    uint32_t unit = 0;
-    FASTCAR_BURST(KEY)
-read_weights:
-    for (uint32_t i = 0; i < total; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, UNITS * (2 + WORDS))
-        FASTCAR_BEAT(KEY, first + i)
-        const word_t now = network[first + i];
-        const uint32_t pair = word == 0 ? 0 : 2 * (word - 1);
-        const int64_t sum = weight_step(tail.sum, now, features[pair], features[pair + 1], static_cast<int>(tail.place));
-        if (word == 0) {
-            const UnitTail head = {0, lane_of(now, 0), lane_of(now, 1), lane_of(now, 2)};
-            tail = head;
-            b2 = lane_of(now, 3);
-        } else {
-            tail.sum = sum;
-        }
-        const bool last = word + 1 == words;
-        if (last) {
-            tails[unit] = tail;
-        }
-        word = last ? 0 : word + 1;
-        unit += last ? 1u : 0u;
-    }
-    return b2;
-}
-
-// relu of one unit: the sum in float32, moved to its place (both products are exact), and the bias.
-inline float hidden_of(const UnitTail& tail, uint32_t field) {
-    FASTCAR_INLINE
-    const float sum = static_cast<float>(tail.sum) * power_of_two(static_cast<int>(tail.place));
-    const float hidden = sum * power_of_two(static_cast<int>(field) - SCALE_FIELD) + float_of_bits(tail.b1);
-    return hidden > 0.0f ? hidden : 0.0f;
-}
-
-// The second layer, a unit per clock; the float functions are in the pipeline.
-template <int UNITS>
-float network_score(const UnitTail tails[UNITS], uint32_t units, uint32_t largest, uint32_t b2) {
-    FASTCAR_NO_INLINE
-    const uint32_t field = field_of(largest);
-    uint32_t most = largest;
-    int64_t total = 0;
-add_units:
-    for (uint32_t unit = 0; unit < units; ++unit) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, UNITS)
-        const uint32_t hidden = bits_of_float(hidden_of(tails[unit], field));
-        most = larger(most, hidden);
-        total += tas::fixed_product(tails[unit].w2, hidden);
-    }
-    return finite_or_nan(most, static_cast<float>(total) * power_of_two(-tas::FRACTION_BITS) + float_of_bits(b2));
-}
-
-// Minus the scores of all rows. `network`: the word of the first one, behind the cached rows; it has the number of units.
-template <int WORDS, int UNITS>
-void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words, uint32_t network,
-                    float scores[INDEX_REGISTER_BITS]) {
+// Minus the scores of all rows. x of all rows follows q in `query`, the cached x follows the key in `key`; one buffer holds a
+// row's cached x, then its key.
+template <int HEADS, int WORDS>
+void bound_scores(const word_t* query, const word_t* key, uint32_t rows, const BoundShape& shape, uint32_t first_x,
+                  uint32_t first_cached, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[WORDS];
-    uint32_t features[2 * WORDS + 2][FLOAT_LANES];
-    UnitTail tails[UNITS];
-    FASTCAR_PARTITION(features, 2)
-    FASTCAR_PARTITION_CYCLIC(features, 1, 2)
-    const uint32_t given = lane_of(cached[network], 0);
-    const uint32_t units = given < static_cast<uint32_t>(UNITS) ? given : static_cast<uint32_t>(UNITS);
-    const uint32_t padded = (words + 1) & ~1u;
-    uint32_t at = 0;
-score_networks:
+    HeadSums sums[HEADS];
+    uint32_t x_at = first_x;
+    uint32_t cached_at = first_cached;
+    uint32_t query_at = 0;
+    uint32_t key_at = 0;
+score_bounds:
     for (uint32_t row = 0; row < rows; ++row) {
         FASTCAR_TRIPS(1, 32)
-        tas::load_key<WORDS>(cached, at, words, buffer);
-        const uint32_t largest = features_of_row<WORDS>(x, at, words, padded, buffer, features);
-        round_features<WORDS>(features, 2 * padded, field_of(largest));
-        const uint32_t b2 = sums_of_units<WORDS, UNITS>(cached, network + 1, units, features, 2 * padded, tails);
-        scores[row] = -network_score<UNITS>(tails, units, largest, b2);
-        at += words;
+        tas::load_key<WORDS>(key, cached_at, shape.input_words, buffer);
+        const Change change = change_of_row<WORDS>(query, x_at, shape.input_words, buffer);
+        tas::load_key<WORDS>(key, key_at, shape.heads.key_words, buffer);
+        const uint32_t largest = heads_of_row<HEADS, WORDS>(query, query_at, shape.heads.query_words, shape.heads.head_words,
+                                                            shape.heads.group, buffer, sums);
+        const int64_t apart = distance_of_heads<HEADS>(sums, shape.count);
+        scores[row] = -bound_score(change, apart, largest, shape.weight, shape.factor);
+        x_at += shape.input_words;
+        cached_at += shape.input_words;
+        query_at += shape.heads.query_words;
+        key_at += shape.heads.key_words;
+    }
+}
+
+// ---- always, never, random
+
+static const uint32_t HASH_PRIME = 0x7FFFFFFFu;  // 2^31 - 1
+static const uint32_t HASH_BY_STEP = 48271;
+static const uint32_t HASH_BY_ROW = 69621;
+static const uint32_t HASH_BY_LAYER = 16807;
+static const uint32_t HASH_ROUNDS[3] = {1234567, 89012345, 678901234};
+static const int HASH_DROPPED_BITS = 7;  // of 31, so that 24 are left
+
+// value mod 2^31 - 1, for value < 2^62: the upper bits count as many of 2^31, and 2^31 is 1.
+inline uint32_t modulo_prime(uint64_t value) {
+    FASTCAR_INLINE
+    const uint64_t folded = (value & HASH_PRIME) + (value >> 31);
+    const uint32_t again = static_cast<uint32_t>((folded & HASH_PRIME) + (folded >> 31));
+    return again >= HASH_PRIME ? again - HASH_PRIME : again;
+}
+
+// The one multiplier of the hash.
+inline uint32_t modular_product(uint32_t a, uint32_t b) {
+    FASTCAR_NO_INLINE
+    return modulo_prime(static_cast<uint64_t>(a) * b);
+}
+
+// x^5 + added, modulo the prime.
+inline uint32_t hash_round(uint32_t x, uint32_t added) {
+    FASTCAR_NO_INLINE
+    const uint32_t square = modular_product(x, x);
+    const uint32_t fifth = modular_product(modular_product(square, square), x);
+    return modulo_prime(static_cast<uint64_t>(fifth) + added);
+}
+
+// Minus a hash of (forward, layer, row) in (0, 1], for all rows. For studies: not pipelined, one multiplier.
+inline void random_scores(uint32_t step, uint32_t layer, uint32_t rows, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint64_t by_step = (static_cast<uint64_t>(step) + 1u) * HASH_BY_STEP;
+    const uint64_t by_layer = (static_cast<uint64_t>(layer) + 1u) * HASH_BY_LAYER;
+    uint64_t seed = by_step + by_layer;
+score_hashes:
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(1, 32)
+        seed += HASH_BY_ROW;
+        uint32_t x = modulo_prime(seed);
+        x = hash_round(x, HASH_ROUNDS[0]);
+        x = hash_round(x, HASH_ROUNDS[1]);
+        x = hash_round(x, HASH_ROUNDS[2]);
+        scores[row] = -static_cast<float>((x >> HASH_DROPPED_BITS) + 1u) * power_of_two(-24);
+    }
+}
+
+// Minus a score that every row has.
+inline void constant_scores(float value, uint32_t rows, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+score_constants:
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, 32)
+        scores[row] = -value;
     }
 }
 

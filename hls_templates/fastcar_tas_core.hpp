@@ -126,6 +126,43 @@ read_query:
     return sum;
 }
 
+// Chosen heads: a word of q times the weight of its head, one float multiplication per lane.
+inline word_t weighted_word(const word_t& query, uint32_t weight) {
+    FASTCAR_INLINE
+    const float factor = float_of_bits(weight);
+    return word_of_bits(bits_of_float(unpack_float(query, 0) * factor), bits_of_float(unpack_float(query, 1) * factor),
+                        bits_of_float(unpack_float(query, 2) * factor), bits_of_float(unpack_float(query, 3) * factor));
+}
+
+// The same sum with q of a head times its weight. The weights are on chip, so that one is read per clock.
+template <int QUERY_WORDS, int KEY_WORDS, int HEADS>
+int64_t weighted_row_sum(const word_t* query, uint32_t first, const HeadShape& shape, const word_t key[KEY_WORDS],
+                         const uint32_t weights[HEADS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t head_words = shape.head_words;
+    const uint32_t group = shape.group;
+    int64_t sum = 0;
+    uint32_t word = 0;
+    uint32_t member = 0;
+    uint32_t base = 0;
+    uint32_t head = 0;
+    FASTCAR_BURST(QUERY)
+read_weighted_query:
+    for (uint32_t i = 0; i < shape.query_words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, QUERY_WORDS)
+        FASTCAR_BEAT(QUERY, first + i)
+        sum = product_step(sum, weighted_word(query[first + i], weights[head]), key[base + word]);
+        const bool last_word = word + 1 == head_words;
+        const bool last_member = last_word && member + 1 == group;
+        word = last_word ? 0 : word + 1;
+        member = last_member ? 0 : member + (last_word ? 1u : 0u);
+        base += last_member ? head_words : 0;
+        head += last_word ? 1u : 0u;
+    }
+    return sum;
+}
+
 template <int QUERY_WORDS, int KEY_WORDS>
 void scores_of_rows(const word_t* query, const word_t* key, uint32_t rows, const HeadShape& shape, float factor,
                     float scores[INDEX_REGISTER_BITS]) {
@@ -138,6 +175,24 @@ score_rows:
         FASTCAR_TRIPS(1, 32)
         load_key<KEY_WORDS>(key, key_at, shape.key_words, buffer);
         const int64_t sum = row_sum<QUERY_WORDS, KEY_WORDS>(query, query_at, shape, buffer);
+        scores[row] = static_cast<float>(sum) * factor;
+        query_at += shape.query_words;
+        key_at += shape.key_words;
+    }
+}
+
+template <int QUERY_WORDS, int KEY_WORDS, int HEADS>
+void weighted_scores_of_rows(const word_t* query, const word_t* key, uint32_t rows, const HeadShape& shape, float factor,
+                             const uint32_t weights[HEADS], float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    word_t buffer[KEY_WORDS];
+    uint32_t query_at = 0;
+    uint32_t key_at = 0;
+score_weighted_rows:
+    for (uint32_t row = 0; row < rows; ++row) {
+        FASTCAR_TRIPS(1, 32)
+        load_key<KEY_WORDS>(key, key_at, shape.key_words, buffer);
+        const int64_t sum = weighted_row_sum<QUERY_WORDS, KEY_WORDS, HEADS>(query, query_at, shape, buffer, weights);
         scores[row] = static_cast<float>(sum) * factor;
         query_at += shape.query_words;
         key_at += shape.key_words;

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import PlainBlock, PlainDecoder, llama
+from gates import foreign
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -97,15 +98,15 @@ class ComputedDecoder(PlainDecoder):
     block = ComputedWeight
 
 
-def test_strict_refuses_every_fallback_at_once(tmp_path: Path) -> None:
-    replay = fc.ReplayConfig(gate="random")
+def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = fc.ReplayConfig(gate=foreign.register(monkeypatch))
     options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "replay": replay, "output": tmp_path / "artifact"}
     with pytest.warns(UserWarning, match="256 is assumed"), pytest.raises(CompileError) as error:
         fc.compile(ComputedDecoder(rows=300), strict=True, **options)
     text = str(error.value)
     assert "tokens_per_frame: 256 is assumed; the model's config gives none" in text
     assert "linear blocks.1 of layer 1: it is computed in float32; its weight is computed in the graph" in text
-    assert "gate of layers 0, 1: the host decides; the DRS controller does not have the score of gate random" in text
+    assert "gate of layers 0, 1: the host decides; the DRS controller has the gates of this package" in text
     assert len(error.value.problems) >= 4
     assert not (tmp_path / "artifact").exists()
 

@@ -12,9 +12,9 @@ LINEAR_FUNCTION = "fastcar.offloaded_linear"
 """Packed function (x [B, K], name, out [B, N])."""
 
 GATE_FUNCTION = "fastcar.offloaded_gate"
-"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], chain [B], position [1], step [1], stride, layer,
-replay [B], score [B], new chain [B]). The last three are its results. Of a gate that reads the MLP's input, x is the
-query of one head, and the cached x is row 0 of its key cache."""
+"""Packed function (query [B, Hq, 1, D], key cache [B, Hkv, S, D], x [B, H], cached x [B, H], chain [B], position [1],
+step [1], stride, layer, replay [B], score [B], new chain [B]). The last three are its results. Query and key cache are
+the integer 0 where the gate compares no query, x and the cached x where it does not read the MLP's input."""
 
 NETWORK = "gate_"
 """Names of the networks of gate `learned` among the accelerator's weights begin with this; the layer follows."""

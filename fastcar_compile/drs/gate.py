@@ -1,4 +1,4 @@
-"""The TAS unit in Python: scores, gate, Index Register and chain counts of one layer (docs/reference/drs_table.md)."""
+"""The score unit in Python: score, gate, Index Register, chain counts of a layer (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
-from fastcar_compile.drs.scores import input_delta, score_of_network
+from fastcar_compile.drs.scores import Distance, input_delta, output_bound, random_score, score_of_network
 from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape, GateKind
 from fastcar_compile.errors import InternalError
 
@@ -20,6 +20,7 @@ Array = NDArray[Any]
 class Gate:
     """What the unit reads of a table for one layer; the fields are those of DrsTable."""
 
+    layer: int
     rows: int
     tokens_per_frame: int
     attention: AttentionShape
@@ -28,6 +29,14 @@ class Gate:
     threshold: float
     factor: float
     kind: GateKind = GateKind.TAS
+    refresh_period: int = 0
+    distance_weight: float = 0.0
+    head_weights: tuple[float, ...] | None = None
+
+    def recomputes(self, step: int) -> bool:
+        """Return whether every row computes in this forward: in the first frame, and in frames of the refresh."""
+        first, refresh = step < self.tokens_per_frame, self.refresh_period
+        return first or (refresh != 0 and step % refresh < self.tokens_per_frame)
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,11 @@ def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Arra
 
 @dataclass(frozen=True)
 class Operands:
-    """What a layer is decided on.
+    """What a layer is decided on; which of them a gate reads is up to its kind.
 
     Args:
-        query: words of the rows' queries, or of x. key: words of the cached keys of position - F, or of the cached x.
+        query: words of the rows' queries, then of x of the rows.
+        key: words of the cached keys of position - F, then of the cached x.
         network: words of the layer's network, for gate `learned`.
     """
 
@@ -84,19 +94,71 @@ class Operands:
     key: Array
     network: Array | None = None
 
+    def inputs(self, gate: Gate) -> tuple[Array, Array]:
+        """Return x and the cached x, float32 [B, H with spare lanes of zero]."""
+        shape, reads = gate.attention, gate.kind.reads_query
+        first = (gate.rows * shape.query_words, gate.rows * shape.key_words) if reads else (0, 0)
+        x, cached = self.query[first[0] :], self.key[first[1] :]
+        return x.reshape(gate.rows, -1), cached.reshape(gate.rows, -1)
 
-def scores_of(gate: Gate, operands: Operands) -> Array:
+    def heads(self, gate: Gate) -> tuple[Array, Array]:
+        """Return q [B, Hq, D] and the cached key [B, Hkv, D] with spare lanes of zero, float32."""
+        shape, rows = gate.attention, gate.rows
+        width = shape.head_words * FLOATS_PER_WORD
+        query, key = self.query[: rows * shape.query_words], self.key[: rows * shape.key_words]
+        return query.reshape(rows, shape.heads, width), key.reshape(rows, shape.kv_heads, width)
+
+
+def scores_of(gate: Gate, step: int, operands: Operands) -> Array:
     """Return what is compared with the threshold, float32 [B]: the score; minus the score where small ones replay."""
     if gate.kind is GateKind.TAS:
-        with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor may be anything
-            sums = tas_sums(operands.query, operands.key, gate.rows, gate.attention)
-            return sums.astype(np.float32) * np.float32(gate.factor)
-    x, cached = (words.reshape(gate.rows, -1) for words in (operands.query, operands.key))
-    if gate.kind is GateKind.INPUT_DELTA:
-        return -input_delta(x, cached)
+        return _tas(gate, operands)
+    return -_SCORES[gate.kind](gate, step, operands)
+
+
+def _tas(gate: Gate, operands: Operands) -> Array:
+    query, key = operands.heads(gate)
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
+        if gate.head_weights is not None:
+            query = query * np.array(gate.head_weights, np.float32)[None, :, None]
+        return tas_sums(query, key, gate.rows, gate.attention).astype(np.float32) * np.float32(gate.factor)
+
+
+def _input_delta(gate: Gate, _step: int, operands: Operands) -> Array:
+    return input_delta(*operands.inputs(gate))
+
+
+def _bound(gate: Gate, _step: int, operands: Operands) -> Array:
+    scale = Distance(gate.distance_weight, gate.factor)
+    return output_bound(*operands.inputs(gate), *operands.heads(gate), scale)
+
+
+def _learned(gate: Gate, _step: int, operands: Operands) -> Array:
     if operands.network is None:
         raise InternalError("a call of gate `learned` has no network")
-    return -score_of_network(x, cached, operands.network)
+    return score_of_network(*operands.inputs(gate), operands.network)
+
+
+def _always(gate: Gate, _step: int, _operands: Operands) -> Array:
+    return np.zeros(gate.rows, np.float32)
+
+
+def _never(gate: Gate, _step: int, _operands: Operands) -> Array:
+    return np.full(gate.rows, np.inf, np.float32)
+
+
+def _random(gate: Gate, step: int, _operands: Operands) -> Array:
+    return random_score(step, gate.rows, gate.layer)
+
+
+_SCORES = {
+    GateKind.INPUT_DELTA: _input_delta,
+    GateKind.BOUND: _bound,
+    GateKind.LEARNED: _learned,
+    GateKind.ALWAYS: _always,
+    GateKind.NEVER: _never,
+    GateKind.RANDOM: _random,
+}
 
 
 def decide(gate: Gate, step: int, operands: Operands, chain: Array, *, mask: int = 0xFFFFFFFF) -> Decision:
@@ -111,8 +173,8 @@ def decide(gate: Gate, step: int, operands: Operands, chain: Array, *, mask: int
     rows, threshold = gate.rows, np.float32(gate.threshold)
     if gate.factor == 0:
         return Decision(np.zeros(rows, np.float32), (1 << rows) - 1 & mask, np.zeros(rows, np.int32))
-    scores = scores_of(gate, operands)
-    replay = (scores >= threshold) & (step >= gate.tokens_per_frame) & (threshold != np.float32(np.inf))
+    scores = scores_of(gate, step, operands)
+    replay = (scores >= threshold) & (not gate.recomputes(step)) & (threshold != np.float32(np.inf))
     if gate.max_chain is not None:
         replay &= chain < gate.max_chain
     if gate.couple_cfg:

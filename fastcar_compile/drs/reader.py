@@ -13,6 +13,7 @@ from fastcar_compile.drs.table import (
     HEADER_WORDS,
     LAYER_FIELDS,
     MAGIC,
+    MAX_COUNT,
     MAX_LAYER_WORDS,
     MAX_LAYERS,
     MAX_UNITS,
@@ -33,7 +34,6 @@ from fastcar_compile.errors import UserError
 _EXPLAINED = {
     Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
     Status.BAD_MAGIC: 'it does not begin with "FDRS"',
-    Status.BAD_VERSION: f"its version is not {VERSION}",
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
     Status.BAD_HEADER: "a header field is out of range",
@@ -71,6 +71,10 @@ class Header(NamedTuple):
     programs: int
     instructions: int
     units: int
+    refresh_period: int
+    input_words: int
+    distance_weight: int
+    head_weights: int
     reserved: int
 
     @property
@@ -102,28 +106,41 @@ class Header(NamedTuple):
         return (
             self.gate in (list(GateKind) if limits.gate is None else [limits.gate])
             and (1 <= self.units <= limits.units if self.gate == GateKind.LEARNED else self.units == 0)
+            and (self.distance_weight != 0) == (self.gate == GateKind.BOUND)
+            and (self.refresh_period == 0 or self.refresh_period >= self.tokens_per_frame)
+            and self._heads_are_valid(limits)
             and self.flags <= COUPLE_CFG
             and not (self.flags and self.rows % 2)
             and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
         )
 
+    def _heads_are_valid(self, limits: Limits) -> bool:
+        """Return whether what is kept per query head fits: weights of gate `tas`, sums of gate `bound`."""
+        weighted, bound = self.head_weights != 0, self.gate == GateKind.BOUND
+        return (self.gate == GateKind.TAS or not weighted) and (self.heads <= limits.heads or not (weighted or bound))
+
     def _attention_is_valid(self, limits: Limits) -> bool:
-        shape = self.attention
+        shape, kind = self.attention, GateKind(self.gate)
         if shape.problems():
             return False
-        derived = (shape.group, shape.head_words, shape.query_words, shape.key_words)
+        derived = (shape.group, shape.head_words)
+        rows = (shape.query_words, shape.key_words) if kind.reads_query else (0, 0)
         return (
-            (self.group, self.head_words, self.row_query_words, self.row_key_words) == derived
-            and self.query_words == self.rows * shape.query_words
-            and self.key_words == self.rows * shape.key_words
-            and shape.query_words <= limits.query_words
-            and shape.key_words <= limits.key_words
+            (self.group, self.head_words) == derived
+            and (self.row_query_words, self.row_key_words) == rows
+            and (1 <= self.input_words <= MAX_COUNT if kind.reads_input else self.input_words == 0)
+            and self.query_words == self.rows * (self.row_query_words + self.input_words)
+            and self.key_words == self.rows * (self.row_key_words + self.input_words)
+            and self.row_query_words <= limits.query_words
+            and max(self.row_key_words, self.input_words) <= limits.key_words
         )
 
     def _offsets_are_valid(self) -> bool:
         offsets = (self.thresholds, self.factors, self.prefetch, self.programs, self.instructions)
         expected = tuple(HEADER_WORDS + i * self.layers for i in range(LAYER_FIELDS + 1))
-        return offsets == expected and self.words == self.instructions + self.layers * self.layer_words
+        end = self.instructions + self.layers * self.layer_words
+        weights = self.layers * self.heads if self.head_weights else 0
+        return offsets == expected and self.head_weights in (0, end) and self.words == end + weights
 
 
 def words_of(data: bytes) -> tuple[int, ...]:
@@ -143,7 +160,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
     Args:
         limits: of the hardware. None: those of the format.
     """
-    limits = limits or Limits(gate=None, units=MAX_UNITS)
+    limits = limits or Limits(gate=None, units=MAX_UNITS, heads=MAX_COUNT)
     if len(data) < 4 * HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
@@ -194,12 +211,42 @@ def _decode(word: int, layer: int, rows: int) -> Instruction | None:
 def gate_of(data: bytes, layer: int) -> Gate:
     """Return the gate of a layer of a checked table."""
     header = header_of(data)
-    (threshold,) = struct.unpack_from("<f", data, 4 * (header.thresholds + layer))
-    (factor,) = struct.unpack_from("<f", data, 4 * (header.factors + layer))
-    max_chain = None if header.max_chain == UNLIMITED else header.max_chain
-    couple = bool(header.flags & COUPLE_CFG)
-    kind = GateKind(header.gate)
-    return Gate(header.rows, header.tokens_per_frame, header.attention, max_chain, couple, threshold, factor, kind)
+    (threshold,) = _floats(data, header.thresholds + layer, 1)
+    (factor,) = _floats(data, header.factors + layer, 1)
+    return Gate(
+        layer=layer,
+        rows=header.rows,
+        tokens_per_frame=header.tokens_per_frame,
+        attention=header.attention,
+        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
+        couple_cfg=bool(header.flags & COUPLE_CFG),
+        threshold=threshold,
+        factor=factor,
+        kind=GateKind(header.gate),
+        refresh_period=header.refresh_period,
+        distance_weight=_distance_weight(data),
+        head_weights=_head_weights(data, layer),
+    )
+
+
+def _floats(data: bytes, at: int, count: int) -> tuple[float, ...]:
+    return struct.unpack_from(f"<{count}f", data, 4 * at)
+
+
+def _distance_weight(data: bytes) -> float:
+    return _floats(data, Header._fields.index("distance_weight"), 1)[0]
+
+
+def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
+    header = header_of(data)
+    return _floats(data, header.head_weights + layer * header.heads, header.heads) if header.head_weights else None
+
+
+def _explained(data: bytes, status: Status) -> str:
+    """Return what a check found, with the version of a table of another one."""
+    if status is Status.BAD_VERSION:
+        return f"its version is {header_of(data).version}, and this program reads version {VERSION}"
+    return _EXPLAINED[status]
 
 
 def read_table(data: bytes) -> DrsTable:
@@ -210,9 +257,11 @@ def read_table(data: bytes) -> DrsTable:
     """
     status = check(data)
     if status is not Status.OK:
-        raise UserError(f"the DRS table is not valid: {status.name}, {_EXPLAINED[status]}", hint="compile it again")
+        hint = "compile the model again"
+        raise UserError(f"the DRS table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
     words, header = words_of(data), header_of(data)
     programs = (layer_program(words, layer) for layer in range(header.layers))
+    weights = [_head_weights(data, layer) for layer in range(header.layers)]
     return DrsTable(
         rows=header.rows,
         cores=header.cores,
@@ -220,10 +269,14 @@ def read_table(data: bytes) -> DrsTable:
         attention=header.attention,
         max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
         couple_cfg=bool(header.flags & COUPLE_CFG),
-        thresholds=struct.unpack_from(f"<{header.layers}f", data, 4 * header.thresholds),
-        factors=struct.unpack_from(f"<{header.layers}f", data, 4 * header.factors),
+        thresholds=_floats(data, header.thresholds, header.layers),
+        factors=_floats(data, header.factors, header.layers),
         prefetch=words[header.prefetch : header.prefetch + header.layers],
         instructions=tuple(tuple(program) for program in programs if program is not None),
         gate=GateKind(header.gate),
         units=header.units,
+        input_words=header.input_words,
+        distance_weight=_distance_weight(data),
+        refresh_period=header.refresh_period,
+        head_weights=tuple(w for w in weights if w is not None) or None,
     )

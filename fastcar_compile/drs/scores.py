@@ -1,4 +1,4 @@
-"""Scores of `input_delta`, `bound` and `learned` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
+"""Scores of every gate but `tas` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
 
 The constants are those of every backend. The functions add Python or int64 integers, so they share no arithmetic with
 the backends that they check.
@@ -7,22 +7,26 @@ the backends that they check.
 from __future__ import annotations
 
 import math
-import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
+from fastcar_compile.drs.score import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+)
 from fastcar_compile.drs.table import FLOATS_PER_WORD
 
 Array = NDArray[Any]
 
 MAX_TERMS = 65536
 """Terms of one sum: as many values of at most TAS_LIMIT fit int64."""
-
-COSINE_BITS = 30
-"""Cosines of query heads are averaged as integers of 2^-30."""
 
 FEATURE_BITS = 22
 """The features of a row are integers of at most 2^22 in magnitude, with one exponent for all of them."""
@@ -43,11 +47,6 @@ BFLOATS_PER_WORD = 8
 """bfloat16 values in a memory word of 128 bits."""
 
 
-def distance_factor(heads: int) -> float:
-    """Return what the integer sum over query heads of 1 - cosine is multiplied with: 1 / heads / 2^30, as float32."""
-    return struct.unpack("<f", struct.pack("<f", 1 / heads / (1 << COSINE_BITS)))[0]
-
-
 def fixed_products(a: Array, b: Array) -> Array:
     """Return a * b of float32 in units of 2^-24, rounded half to even and limited, int64; -2^46 where not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -65,11 +64,19 @@ def input_delta(x: Array, cached: Array) -> Array:
     return np.where(np.isfinite(change).all(-1), sums[0] / np.maximum(sums[1], one), np.float32(np.nan))
 
 
-def output_bound(x: Array, cached: Array, query: Array, key: Array, weight: float) -> Array:
+class Distance(NamedTuple):
+    """What the distance of q and key is multiplied with, and before its root the integer sum of 1 - cosine."""
+
+    weight: float
+    factor: float
+
+
+def output_bound(x: Array, cached: Array, query: Array, key: Array, scale: Distance) -> Array:
     """Return the input change plus weight * sqrt(1 - mean cosine), float32 [B].
 
     Args:
         x, cached: float32 [B, H]. query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], of one frame earlier.
+        scale: its factor is `distance_factor` of the heads.
     """
     rows, heads, dim = query.shape
     own = query.reshape(rows, key.shape[1], -1, dim)
@@ -79,9 +86,9 @@ def output_bound(x: Array, cached: Array, query: Array, key: Array, weight: floa
     cosines = np.clip(dots.astype(np.float32) / lengths, np.float32(-1), np.float32(1))
     near = np.rint(cosines * np.float32(1 << COSINE_BITS)).astype(np.int64)
     apart = (heads * (1 << COSINE_BITS) - near.sum((1, 2))).astype(np.float32)
-    distance = np.sqrt(apart * np.float32(distance_factor(heads)))
+    distance = np.sqrt(apart * np.float32(scale.factor))
     finite = np.isfinite(query).all((1, 2)) & np.isfinite(key).all((1, 2))
-    return np.where(finite, input_delta(x, cached) + np.float32(weight) * distance, np.float32(np.nan))
+    return np.where(finite, input_delta(x, cached) + np.float32(scale.weight) * distance, np.float32(np.nan))
 
 
 def unit_exponents(w1: Array) -> Array:
@@ -166,3 +173,15 @@ def _network(features: Array, w1: Array, b1: Array, w2: Array, b2: np.float32) -
     if not np.isfinite(hidden).all():
         return np.float32(np.nan)
     return np.float32(fixed_products(w2, np.array(hidden, np.float32)).sum()) * np.float32(2.0**-TAS_FRACTION_BITS) + b2
+
+
+def random_score(step: int, rows: int, layer: int) -> Array:
+    """Return the hash of (forward, layer, row), float32 [B]."""
+    by_step, by_row, by_layer = HASH_FACTORS
+    found: list[float] = []
+    for row in range(rows):
+        x = (step + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer
+        for constant in HASH_ROUNDS:
+            x = (pow(x, 5, HASH_PRIME) + constant) % HASH_PRIME
+        found.append((x // 2 ** (31 - HASH_BITS) + 1) * 2.0**-HASH_BITS)
+    return np.array(found, np.float32)

@@ -76,7 +76,8 @@ class LayerCall:
 
     Args:
         layer: index of the decoder layer. step: decode forward number t.
-        query, key: memory words of q and of the cached key (`gate.pack_heads`).
+        query: memory words of q (`gate.pack_heads`) and of x (`scores.pack_row`), what the gate reads of them.
+        key: those of the cached key and of the cached x.
         chain: int32 [at least B], replays in a row at slot t mod F.
         held: layer in the prefetch buffer; None: none.
         mask: bit b = 1: row b computes; of a layer without a gate.

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from fastcar_compile.drs.score import score_factor
-from fastcar_compile.errors import UserError
+from fastcar_compile.drs.score import float32
 
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 3
-HEADER_WORDS = 28
+VERSION = 4
+HEADER_WORDS = 32
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
@@ -25,6 +24,9 @@ MAX_LAYER_WORDS = 128
 MAX_TABLE_WORDS = 65536
 MAX_PRODUCTS = 65536
 """heads * head_dim: as many products as one score may sum (fastcar_compile.ops.attention)."""
+
+MAX_COUNT = 65535
+"""Heads, elements of a head, and words of a row."""
 
 LAYER_FIELDS = 4
 """Words of a layer besides its instructions: threshold, factor, prefetch bytes, offset of the first instruction."""
@@ -50,12 +52,26 @@ class GateKind(IntEnum):
 
     TAS = 1
     INPUT_DELTA = 2
+    BOUND = 3
     LEARNED = 4
+    ALWAYS = 5
+    NEVER = 6
+    RANDOM = 7
 
     @property
     def at_most(self) -> bool:
         """Return whether small scores replay: the controller then compares minus score and minus threshold."""
         return self is not GateKind.TAS
+
+    @property
+    def reads_query(self) -> bool:
+        """Return whether q and the cached key are operands."""
+        return self in (GateKind.TAS, GateKind.BOUND)
+
+    @property
+    def reads_input(self) -> bool:
+        """Return whether the MLP's input and its cached value are operands."""
+        return self in (GateKind.INPUT_DELTA, GateKind.BOUND, GateKind.LEARNED)
 
 
 COUPLE_CFG = 1
@@ -107,8 +123,10 @@ class Limits:
         cores: compute cores. rows: of the batch.
         passes: over a tile of weights; `cores` of a table times these have to reach its rows.
         table_words: 32-bit words of a table.
-        query_words, key_words: 128-bit words of one row of q and of the key, all heads.
+        query_words: 128-bit words of one row of q, all heads.
+        key_words: of one row of the key, all heads, and of one row of the MLP's input.
         gate: the score that it computes. None: any, for a reader of tables. units: of the largest network.
+        heads: query heads that it keeps something of: weights of chosen heads, or sums of gate `bound`.
     """
 
     cores: int = MAX_CORES
@@ -119,6 +137,7 @@ class Limits:
     key_words: int = MAX_PRODUCTS
     gate: GateKind | None = GateKind.TAS
     units: int = 1
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +171,7 @@ class AttentionShape:
     def problems(self) -> list[str]:
         """Return what is out of the format's range, as texts."""
         pairs = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        wrong = [f"{name} = {value} (1 to 65535)" for name, value in pairs.items() if not 1 <= value <= 65535]
+        wrong = [f"{name} = {value} (1 to 65535)" for name, value in pairs.items() if not 1 <= value <= MAX_COUNT]
         if not wrong and self.heads % self.kv_heads:
             wrong.append(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads")
         if not wrong and self.heads * self.head_dim > MAX_PRODUCTS:
@@ -182,15 +201,19 @@ class DrsTable:
         rows: B, rows of the batch, at most 32.
         cores: C, cores the rows are mapped to.
         tokens_per_frame: F, the replay stride in tokens.
-        attention: heads of q and k. A gate that reads the MLP's input has one head of its width: x and the cached x.
+        attention: heads of q and k; of a gate that reads neither, one head of one element.
         max_chain: replays in a row after which a row computes; None: unlimited.
         couple_cfg: rows b and b + B / 2 replay only together.
         thresholds: float32 per layer; +inf: the layer never replays.
-        factors: float32 per layer, what a sum of products is multiplied with; 0: the layer has no gate.
+        factors: float32 per layer, what the integer sum is multiplied with; 0: the layer has no gate.
         prefetch: bytes per layer of the next layer's weights (after the last layer: the first one's) that fit on chip.
         instructions: per layer its instructions, END last, the same number in every layer.
         gate: the score. Thresholds of one with `at_most` are minus those of the gate.
         units: of the largest network of gate `learned`; 0: another gate.
+        input_words: 128-bit words of one row of the MLP's input; 0: the gate does not read it.
+        distance_weight: float32, of the distance of q and k in gate `bound`; 0: another gate.
+        refresh_period: forwards from one frame in which every row computes to the next; 0: there is none.
+        head_weights: float32 per layer and query head, which q is multiplied with; None: all heads count alike.
     """
 
     rows: int
@@ -205,6 +228,10 @@ class DrsTable:
     instructions: tuple[tuple[Instruction, ...], ...]
     gate: GateKind = GateKind.TAS
     units: int = 0
+    input_words: int = 0
+    distance_weight: float = 0.0
+    refresh_period: int = 0
+    head_weights: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def layers(self) -> int:
@@ -212,32 +239,57 @@ class DrsTable:
         return len(self.thresholds)
 
     @property
+    def row_query_words(self) -> int:
+        """128-bit words of one row of q that the gate reads."""
+        return self.attention.query_words if self.gate.reads_query else 0
+
+    @property
+    def row_key_words(self) -> int:
+        """128-bit words of one row's cached key that the gate reads."""
+        return self.attention.key_words if self.gate.reads_query else 0
+
+    @property
+    def query_words(self) -> int:
+        """128-bit words of the operand `query`: q of all rows, then x of all rows."""
+        return self.rows * (self.row_query_words + self.input_words)
+
+    @property
     def key_words(self) -> int:
-        """128-bit words of all rows' cached keys, or of the cached x."""
-        return self.rows * self.attention.key_words
+        """128-bit words of the operand `key`: the cached keys of all rows, then the cached x of all rows."""
+        return self.rows * (self.row_key_words + self.input_words)
+
+    @property
+    def words(self) -> int:
+        """32-bit words of the table."""
+        return table_words(self.layers, self.rows, self.weighted_heads)
+
+    @property
+    def weighted_heads(self) -> int:
+        """Query heads that have a weight each; 0: they count alike."""
+        return 0 if self.head_weights is None else self.attention.heads
 
     def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
-        return replace(self, thresholds=_float32(thresholds))
+        return replace(self, thresholds=tuple(float32(t) for t in thresholds))
 
     def to_bytes(self) -> bytes:
         """Return the binary form; same table, same bytes."""
         layers, stride, shape = self.layers, len(self.instructions[0]), self.attention
         offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
         programs = [offsets[-1] + layer * stride for layer in range(layers)]
+        end = offsets[-1] + layers * stride
+        weights = [weight for layer in self.head_weights or () for weight in layer]
         chain = UNLIMITED if self.max_chain is None else self.max_chain
         fields = (
-            *(offsets[-1] + layers * stride, layers, self.rows, self.cores, self.tokens_per_frame, stride),
+            *(end + len(weights), layers, self.rows, self.cores, self.tokens_per_frame, stride),
             *(self.gate, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
-            *(shape.group, shape.head_words, shape.query_words, shape.key_words),
-            *(self.rows * shape.query_words, self.rows * shape.key_words),
-            *offsets,
-            *(self.units, 0),
+            *(shape.group, shape.head_words, self.row_query_words, self.row_key_words),
+            *(self.query_words, self.key_words, *offsets, self.units, self.refresh_period, self.input_words),
         )
-        body = struct.pack(f"<{HEADER_WORDS - 3}I", *fields)
+        body = struct.pack(f"<{len(fields)}If2I", *fields, self.distance_weight, end if weights else 0, 0)
         body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
         words = [*self.prefetch, *programs, *(i.word for layer in self.instructions for i in layer)]
-        body += struct.pack(f"<{len(words)}I", *words)
+        body += struct.pack(f"<{len(words)}I{len(weights)}f", *words, *weights)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
@@ -250,14 +302,18 @@ class DrsTable:
             "tokens_per_frame": self.tokens_per_frame,
             "gate": self.gate.name.lower(),
             "units": self.units,
+            "input_words": self.input_words,
+            "distance_weight": self.distance_weight,
             "couple_cfg": self.couple_cfg,
             "max_chain": self.max_chain,
+            "refresh_period": self.refresh_period,
             "heads": self.attention.heads,
             "kv_heads": self.attention.kv_heads,
             "head_dim": self.attention.head_dim,
             "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
             "factors": list(self.factors),
             "prefetch_bytes": list(self.prefetch),
+            "head_weights": None if self.head_weights is None else [list(layer) for layer in self.head_weights],
             "instructions": [[_instruction_json(i) for i in layer] for layer in self.instructions],
         }
 
@@ -267,93 +323,11 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
     return {"opcode": instruction.opcode.name, **row}
 
 
-def _float32(values: Sequence[float]) -> tuple[float, ...]:
-    return struct.unpack(f"<{len(values)}f", struct.pack(f"<{len(values)}f", *values))
-
-
 def layer_words(rows: int) -> int:
     """Return the instruction words of one layer: load, compute and replay per row, prefetch, barrier, end."""
     return 2 * rows + 4
 
 
-def table_words(layers: int, rows: int) -> int:
+def table_words(layers: int, rows: int, weighted_heads: int = 0) -> int:
     """Return the words of the table that the compiler writes for these sizes."""
-    return HEADER_WORDS + layers * (LAYER_FIELDS + layer_words(rows))
-
-
-def build_table(
-    layers: int,
-    rows: int,
-    cores: int,
-    tokens_per_frame: int,
-    thresholds: Sequence[float],
-    *,
-    attention: AttentionShape | None = None,
-    scales: Sequence[float | None] | None = None,
-    max_chain: int | None = None,
-    couple_cfg: bool = False,
-    prefetch: Sequence[int] | None = None,
-    gate: GateKind = GateKind.TAS,
-    units: int = 0,
-) -> DrsTable:
-    """Return the control table of a decoder.
-
-    Args:
-        thresholds: one per layer, rounded to float32; +inf where the layer never replays.
-        attention: heads of q and k; None: one head of one element, for a decoder without gates.
-        scales: per layer the attention's factor on its logits; None (also for all layers): the layer has no gate.
-        max_chain: at least 1. couple_cfg: needs an even number of rows.
-        prefetch: bytes per layer of the next layer's weights that fit on chip; None: there is no prefetch buffer.
-        gate: the score; thresholds are as the controller compares them. units: of the largest network.
-
-    Raises:
-        UserError: sizes that are out of the format's range, all of them.
-    """
-    shape = attention or AttentionShape(1, 1, 1)
-    scales = [None] * layers if scales is None else scales
-    prefetch = [0] * layers if prefetch is None else prefetch
-    sizes = {"layers": layers, "rows": rows, "cores": cores, "tokens_per_frame": tokens_per_frame}
-    wrong = _out_of_range(sizes | ({} if max_chain is None else {"max_chain": max_chain}))
-    for name, values in (("thresholds", thresholds), ("scales", scales), ("prefetch sizes", prefetch)):
-        if len(values) != layers:
-            wrong.append(f"{len(values)} {name} for {layers} layers")
-    if not all(0 <= size <= 0xFFFFFFFF for size in prefetch):
-        wrong.append("a prefetch size that is not 0 to 4294967295 bytes")
-    if couple_cfg and rows % 2:
-        wrong.append(f"coupled pairs of {rows} rows")
-    if (words := table_words(layers, rows)) > MAX_TABLE_WORDS:
-        wrong.append(f"{words} words (at most {MAX_TABLE_WORDS})")
-    if not (1 <= units <= MAX_UNITS if gate is GateKind.LEARNED else units == 0):
-        wrong.append(f"a network of {units} units for gate {gate.name.lower()} (1 to {MAX_UNITS} for learned, else 0)")
-    if wrong := wrong + shape.problems():
-        raise UserError(f"no DRS table can be built: {'; '.join(wrong)}", hint="change the model, batch or target")
-    factors = [0.0 if scale is None else score_factor(scale, shape.heads) for scale in scales]
-    programs = tuple(_program(layer, rows) for layer in range(layers))
-    return DrsTable(
-        *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
-        *(_float32(thresholds), tuple(factors), tuple(prefetch), programs, gate, units),
-    )
-
-
-_MOST = {
-    "layers": MAX_LAYERS,
-    "rows": MAX_ROWS,
-    "cores": MAX_CORES,
-    "tokens_per_frame": 0xFFFFFFFF,
-    "max_chain": 0x7FFFFFFF,
-}
-
-
-def _out_of_range(sizes: dict[str, int]) -> list[str]:
-    return [f"{name} = {n} (1 to {_MOST[name]})" for name, n in sizes.items() if not 1 <= n <= _MOST[name]]
-
-
-def _program(layer: int, rows: int) -> tuple[Instruction, ...]:
-    return (
-        Instruction(Opcode.LOAD_WEIGHTS, layer),
-        *(Instruction(Opcode.COMPUTE_MLP, layer, row) for row in range(rows)),
-        *(Instruction(Opcode.REPLAY_COPY, layer, row) for row in range(rows)),
-        Instruction(Opcode.PREFETCH_NEXT, layer),
-        Instruction(Opcode.BARRIER, layer),
-        Instruction(Opcode.END, layer),
-    )
+    return HEADER_WORDS + layers * (LAYER_FIELDS + layer_words(rows) + weighted_heads)

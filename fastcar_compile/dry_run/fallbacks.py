@@ -15,7 +15,7 @@ from fastcar_compile.dry_run.report import Fallback
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats import quant_format
 from fastcar_compile.formats.quant import ACCELERATED
-from fastcar_compile.gates import decided_on_accelerator, gate_class
+from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.modules import with_branches
 from fastcar_compile.ir.program import DecoderProgram
@@ -34,7 +34,7 @@ def fallbacks_of(program: DecoderProgram, config: CompileConfig, board: Target) 
     """Return everything that the rewritten program does in another way than the options ask for."""
     found = list(_unquantised(program, config))
     if has_accelerator(config, board):
-        found += _gates(program, config)
+        found += _gates(program)
         found += _linears(program) if config.offload == "linears" else []
     elif board.kind == "fpga":
         found.append(
@@ -106,28 +106,17 @@ def _unquantised(program: DecoderProgram, config: CompileConfig) -> Iterator[Fal
             )
 
 
-def _gates(program: DecoderProgram, config: CompileConfig) -> Iterator[Fallback]:
+def _gates(program: DecoderProgram) -> Iterator[Fallback]:
     """Yield the gates that the host decides."""
-    replay = config.replay
-    if replay is None:
-        return
     layers: dict[str, list[int]] = defaultdict(list)
     for site in program.sites:
-        own = site.replay
-        if own is not None and not decided_on_accelerator(own.gate, own.heads, replay.refresh_every):
-            layers[_why_on_host(own.gate, chosen_heads=own.heads is not None)].append(site.layer)
-    for reason, found in layers.items():
-        hint = "choose a gate and options that the DRS controller has (docs/reference/gates.md)"
+        if site.replay is not None and not decided_on_accelerator(site.replay.gate):
+            layers[site.replay.gate].append(site.layer)
+    for gate, found in layers.items():
+        reason = f"the DRS controller has the gates of this package, and {gate} is of another one"
+        hint = "choose a gate of docs/reference/gates.md"
         place, what = tuple(found), "gate"
         yield Fallback(kind="gate", what=what, layers=place, instead="the host decides", reason=reason, hint=hint)
-
-
-def _why_on_host(gate: str, *, chosen_heads: bool) -> str:
-    if not gate_class(gate).in_fabric:
-        return f"the DRS controller does not have the score of gate {gate}"
-    if chosen_heads:
-        return f"the DRS controller averages all heads, and gate {gate} has chosen ones"
-    return "the DRS controller has no refresh_every"
 
 
 def _linears(program: DecoderProgram) -> Iterator[Fallback]:

@@ -47,7 +47,7 @@ class GateModel:
         if units is not None and not GATES[name].takes_weights:
             raise InputError(f"gate {name!r} has no hidden units", hint="leave them out, or choose gate learned")
         own = (units or DEFAULT_UNITS) if GATES[name].takes_weights else 0
-        return cls(name, own, not decided_on_accelerator(name, None, None))
+        return cls(name, own, not decided_on_accelerator(name))
 
     @classmethod
     def of_sections(cls, replay: ReplayConfig | None, layers: Sequence[LayerPart]) -> GateModel:
@@ -56,7 +56,7 @@ class GateModel:
         if replay is None or not gated:
             return cls()
         units = max(part.gate_units or 0 for part in gated)
-        return cls(replay.gate, units, not decided_on_accelerator(gated[0].gate, gated[0].heads, replay.refresh_every))
+        return cls(replay.gate, units, not decided_on_accelerator(replay.gate))
 
     @property
     def kind(self) -> GateKind:

@@ -9,12 +9,14 @@ from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
-from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, build_table
+from fastcar_compile.drs.builder import GateScore, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.gate import TAS, GateModel
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.formats.quant import ACCELERATED
+from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 
 Offload = Literal["mlp", "linears", "all"]
 
@@ -75,21 +77,25 @@ class Workload:
         """Positions that attention reads."""
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
 
-    def attention(self) -> AttentionShape:
-        """Return what the controller reads of a row: q and key, or x and the cached x as one head."""
-        if self.gate.kind.at_most:
-            return AttentionShape(1, 1, self.shape.hidden)
+    def heads(self) -> AttentionShape:
+        """Return the heads of q and k that the controller reads; one head of one element where it reads neither."""
+        if not self.gate.kind.reads_query:
+            return AttentionShape(1, 1, 1)
         return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+
+    def score(self) -> GateScore:
+        """Return the score that the controller computes."""
+        kind = self.gate.kind
+        return GateScore(
+            kind,
+            width=self.shape.hidden if kind.reads_input else 0,
+            units=self.gate.units if kind is GateKind.LEARNED else 0,
+            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
+        )
 
     def kernel_spec(self) -> KernelSpec:
         """Return what the kernel has to do."""
-        controller = ControllerSpec(self.attention(), self.gate.kind, self.network_units)
-        return KernelSpec(self.mlp_spec(), controller, self.linear_specs())
-
-    @property
-    def network_units(self) -> int:
-        """Hidden units of the networks that the controller reads; 0: its gate has none."""
-        return self.gate.units if self.gate.kind is GateKind.LEARNED else 0
+        return KernelSpec(self.mlp_spec(), ControllerSpec(self.heads(), self.score()), self.linear_specs())
 
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
@@ -97,10 +103,9 @@ class Workload:
         return build_table(
             *(layers, self.batch, cores, self.shape.tokens_per_frame),
             [0.0] * layers,
-            attention=self.attention(),
+            attention=self.heads(),
             scales=[1.0] * layers,
-            gate=self.gate.kind,
-            units=self.network_units,
+            gate=self.score(),
             couple_cfg=self.couple_cfg,
         )
 

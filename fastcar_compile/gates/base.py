@@ -93,7 +93,6 @@ class Gate(ABC):
         takes_weights: the gate is a trained network.
         one_scale: scores of all layers mean the same, so that calibration begins with one threshold for every layer.
         study: only for comparisons, never a choice for a product.
-        in_fabric: the accelerator's controller computes this score; the host decides every other gate.
         flops_per_query_element: operations of the score for each of the Hq x D elements of a query.
         heads: (head, weight) pairs of a gate that averages over heads; None: all of them alike.
         weights: of a gate that was trained; None: only its facts are asked for.
@@ -108,7 +107,6 @@ class Gate(ABC):
     takes_weights: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
     study: ClassVar[bool] = False
-    in_fabric: ClassVar[bool] = False
     flops_per_query_element: ClassVar[int] = 0
 
     heads: tuple[tuple[int, float], ...] | None = None

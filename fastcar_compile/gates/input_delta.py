@@ -20,7 +20,6 @@ class InputDeltaGate(Gate):
     comparison = Comparison.AT_MOST
     default_threshold = 0.1
     caches_input = True
-    in_fabric = True
 
     def score(self, call: Call, values: GateValues[T]) -> T:
         """Return the change; a row replays where it is at most the threshold."""

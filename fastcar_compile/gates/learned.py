@@ -26,7 +26,6 @@ class LearnedGate(Gate):
     caches_input = True
     takes_weights = True
     one_scale = True
-    in_fabric = True
 
     def score(self, call: Call, values: GateValues[T]) -> T:
         """Return the network's output; a row replays where it is at most the threshold."""

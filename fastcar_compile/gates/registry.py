@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.base import Gate
 from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
@@ -117,8 +118,6 @@ def _those(fact: str) -> str:
     return f"gate {names[0]}" if len(names) == 1 else f"one of: {', '.join(names)}"
 
 
-def decided_on_accelerator(
-    gate: str | None, heads: tuple[tuple[int, float], ...] | None, refresh_every: int | None
-) -> bool:
-    """Return whether the accelerator's controller has this rule; the host decides every other gate."""
-    return gate is not None and gate_class(gate).in_fabric and heads is None and not refresh_every
+def decided_on_accelerator(gate: str) -> bool:
+    """Return whether the accelerator's controller has this gate: all of this package. The host decides the others."""
+    return gate in _BUILT_IN and gate.upper() in GateKind.__members__

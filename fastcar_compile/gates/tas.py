@@ -16,7 +16,6 @@ class TasGate(Gate):
     default_threshold = 2.0
     reads_query = True
     takes_heads = True
-    in_fabric = True
     flops_per_query_element = 2  # a multiplication and an addition
 
     def score(self, call: Call, values: GateValues[T]) -> T:

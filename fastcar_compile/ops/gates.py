@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
-from fastcar_compile.drs.scores import COSINE_BITS, LEAST_EXPONENT, SCALE_FIELD, distance_factor
+from fastcar_compile.drs.score import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+    distance_factor,
+    score_factor,
+)
+from fastcar_compile.drs.scores import LEAST_EXPONENT, SCALE_FIELD
 from fastcar_compile.ops.cached import BIAS, MANTISSA_BITS, loaded
 from fastcar_compile.ops.fixed_point import fixed_sum
-
-HASH_PRIME = 2**31 - 1
-HASH_FACTORS = (48271, 69621, 16807)
-HASH_ROUNDS = (1_234_567, 89_012_345, 678_901_234)
-HASH_BITS = 24
-"""x -> x**5 is a permutation modulo this prime. A product of two residues fits int64, which every backend has."""
 
 
 @custom_op("fastcar::tas_heads", mutates_args=())
@@ -117,12 +121,17 @@ def output_bound(
     heads, one = query.shape[1], float(1 << COSINE_BITS)
     own, key = _grouped(query, key_cache, position, stride)
     dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
-    cosines = dots / (squares * others).clamp(min=1).sqrt()
+    cosines = dots / _root((squares * others).clamp(min=1))
     near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
-    distance = ((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads)).sqrt()
+    distance = _root((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads))
     finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
     score = input_delta(x, cached) + query.new_tensor(weight) * distance
     return torch.where(finite, score, torch.nan)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the square root, rounded half to even. That of MKL for float32 is not: 1.5912704e17 has 398907296."""
+    return x.double().sqrt().float()
 
 
 @output_bound.register_fake

@@ -1,4 +1,4 @@
-"""The call from a host graph to the accelerator's TAS unit, which decides the replays."""
+"""The call from a host graph to the accelerator's score unit, which decides the replays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.cached import loaded
 
@@ -26,16 +27,39 @@ class GateDecision:
 
 
 class GateUnit(Protocol):
-    """A TAS unit that a session binds."""
+    """A score unit that a session binds."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
+    def __call__(self, layer: int, inputs: GateInputs[Tensor], chain: Tensor, step: int) -> GateDecision:
         """Decide for one layer.
 
         Args:
-            query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
+            inputs: what the layer's gate reads.
             chain: int32 [B], replays in a row at slot step mod F. step: decode forward number t.
         """
         ...
+
+
+@dataclass(frozen=True)
+class GateCall:
+    """The tensor arguments of `offloaded_gate`, and its constants."""
+
+    query: Tensor | None
+    key_cache: Tensor | None
+    x: Tensor | None
+    cached: Tensor | None
+    chain: Tensor
+    position: int
+    step: int
+    stride: int
+    layer: int
+
+    @property
+    def inputs(self) -> GateInputs[Tensor]:
+        """What the gate reads: of the key cache the row `position - stride`, clamped to 0."""
+        if self.query is None or self.key_cache is None:
+            return GateInputs(None, None, self.x, self.cached)
+        row = self.key_cache[:, :, max(self.position - self.stride, 0)]
+        return GateInputs(self.query[:, :, 0], loaded(row, self.query.shape[3]), self.x, self.cached)
 
 
 _unit: ContextVar[GateUnit | None] = ContextVar("fastcar_gate_unit", default=None)
@@ -51,12 +75,8 @@ def bound_gate_unit(unit: GateUnit) -> Iterator[None]:
         _unit.reset(token)
 
 
-def decide(
-    query: Tensor, key_cache: Tensor, chain: Tensor, position: int, step: int, stride: int, layer: int
-) -> GateDecision:
-    """Return the bound unit's decision for q and the key row `position - stride` (clamped to 0).
-
-    The arguments are those of `offloaded_gate`.
+def decide(call: GateCall) -> GateDecision:
+    """Return the bound unit's decision.
 
     Raises:
         BackendError: no unit is bound.
@@ -67,32 +87,49 @@ def decide(
             "an offloaded gate was reached, but no accelerator is bound",
             hint="run the host graph through session(backend='hls-csim')",
         )
-    key = loaded(key_cache[:, :, max(position - stride, 0)], query.shape[3])
-    return unit(layer, query[:, :, 0], key, chain, step)
+    return unit(call.layer, call.inputs, call.chain, call.step)
 
 
 @custom_op("fastcar::offloaded_gate", mutates_args=())
 def offloaded_gate(
-    query: Tensor, key_cache: Tensor, chain: Tensor, position: Tensor, step: Tensor, stride: int, layer: int
+    query: Tensor | None,
+    key_cache: Tensor | None,
+    x: Tensor | None,
+    cached: Tensor | None,
+    chain: Tensor,
+    position: Tensor,
+    step: Tensor,
+    stride: int,
+    layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the accelerator's decision for one layer. Threshold, chain limit and coupling are in its table.
+    """Return the accelerator's decision for one layer. Threshold, chain limit, refresh and coupling are in its table.
 
     Args:
-        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` defines.
+        query: float32 [B, Hq, 1, D]. key_cache: [B, Hkv, S, D] as `stored` defines. None: the gate compares no query.
+        x: float32 [B, H], the MLP's input. cached: that of the slot's last computed visit. None: neither is read.
         chain: int32 [B], the counts of this slot.
-        position: int64 [1], sequence position of the query. step: int64 [1], decode forward number t.
-        stride: tokens per frame F. layer: index of the decoder layer.
+        position: int64 [1], row of the key cache that the query belongs to. step: int64 [1], decode forward number t.
+        stride: rows from the earlier key to that one. layer: index of the decoder layer.
 
     Returns:
         replay bool [B], score float32 [B], chain int32 [B] with this forward counted.
     """
-    decision = decide(query, key_cache, chain, int(position), int(step), stride, layer)
+    call = GateCall(query, key_cache, x, cached, chain, int(position), int(step), stride, layer)
+    decision = decide(call)
     return decision.replay, decision.score, decision.chain
 
 
 @offloaded_gate.register_fake
 def _(
-    query: Tensor, key_cache: Tensor, chain: Tensor, position: Tensor, step: Tensor, stride: int, layer: int
+    query: Tensor | None,
+    key_cache: Tensor | None,
+    x: Tensor | None,
+    cached: Tensor | None,
+    chain: Tensor,
+    position: Tensor,
+    step: Tensor,
+    stride: int,
+    layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = query.new_empty((query.shape[0],))
-    return torch.empty_like(rows, dtype=torch.bool), rows, torch.empty_like(chain)
+    rows = chain.new_empty(chain.shape)
+    return torch.empty_like(rows, dtype=torch.bool), torch.empty_like(rows, dtype=torch.float32), rows

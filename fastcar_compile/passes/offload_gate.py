@@ -1,4 +1,4 @@
-"""The host graph of an accelerator: TAS and gate of every layer become one call to its TAS unit."""
+"""The host graph of an accelerator: score and gate of every layer become one call to its score unit."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir.layers import Role, layer_of, role_nodes
+from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.ir.layers import Role, layer_of, replay_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.query import argument_names, is_op, node_arg
 from fastcar_compile.ir.rewrite import call, replace
+from fastcar_compile.passes.patterns.earlier_key import reads_earlier_key
 
 fastcar = torch.ops.fastcar
-
-REFRESH = 7
-"""The place of `refresh_every` among the arguments of `fastcar.gate`."""
-
-FIRST_ROW = 1 << 31
-"""A stride beyond every position: the key cache's row is the first one."""
 
 
 @dataclass(frozen=True)
 class OffloadGate(Pass):
     """Let the accelerator decide which rows replay; prefill has no gate.
 
-    1. Matches a gate whose score is TAS over all heads, the input's change or a network, without refresh.
-    2. Makes `replay, score, count = fastcar.offloaded_gate(query, key_cache, counts of this slot, …)`.
+    1. Matches a gate whose name the controller has: every gate of this package. A gate of another package stays on the
+       host, and its mask is the Index Register.
+    2. Makes `replay, score, count = fastcar.offloaded_gate(query, key_cache, x, cached, counts of this slot, …)` with
+       what the score reads; the others are None.
     3. The new chain counts are those of the accelerator.
-    So the accelerator decides and the host follows: there is one decision, not two that have to agree. The thresholds
-    are in the accelerator's table; the graph keeps the input of that name, unread. Other gates stay on the host.
-    A gate that reads the MLP's input gives x as the query of one head, and the cached x as a key cache of one row.
+    So the accelerator decides and the host follows: there is one decision, not two that have to agree. Thresholds, the
+    limits on replay, the refresh and the weights of heads are in the accelerator's table; the graph keeps the input
+    `thresholds`, unread. Networks of gate `learned` are in its memory.
     """
 
     name: ClassVar[str] = "offload-gate"
@@ -50,9 +48,9 @@ class OffloadGate(Pass):
 
 
 def _unit_has(gate: fx.Node) -> bool:
-    """Return whether the unit has the score, and the rule has no refresh."""
-    scores = (fastcar.tas, fastcar.input_delta, fastcar.learned_score)
-    return is_op(node_arg(gate, 0), *scores) and not any(gate.args[REFRESH : REFRESH + 1])
+    """Return whether the controller computes this gate's score."""
+    facts = replay_of(gate)
+    return facts is not None and decided_on_accelerator(facts.gate)
 
 
 def _offload(graph: fx.Graph, gate: fx.Node) -> None:
@@ -67,16 +65,10 @@ def _offload(graph: fx.Graph, gate: fx.Node) -> None:
 
 def _call(graph: fx.Graph, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
     step, chain, made_by = node_arg(gate, 2), node_arg(gate, 3), OffloadGate.name
-    if is_op(score, fastcar.tas):
-        query, key_cache, position, stride, _scale = score.args
-    else:
-        batch, width = node_arg(score, 0).meta["val"].shape
-        view, shape = torch.ops.aten.view.default, [batch, 1, 1, width]
-        query, key_cache = (
-            call(graph, view, (node_arg(score, i), shape), origin=gate, made_by=made_by) for i in (0, 1)
-        )
-        position, stride = step, FIRST_ROW
+    given = dict(zip(argument_names(score), score.args, strict=False))
+    operands = [given.get(name) for name in ("query", "key_cache", "x", "cached")]
+    row = (given["position"], given["stride"]) if reads_earlier_key(score) else (step, 0)
     counts = call(graph, fastcar.slot_read.default, (chain, step), origin=gate, made_by=made_by)
-    arguments = (query, key_cache, counts, position, step, stride, layer_of(gate))
+    arguments = (*operands, counts, row[0], step, row[1], layer_of(gate))
     decided = call(graph, fastcar.offloaded_gate.default, arguments, origin=gate, made_by=made_by)
     return [call(graph, operator.getitem, (decided, i), origin=gate, made_by=made_by) for i in range(3)]

@@ -23,16 +23,19 @@ static const size_t TABLE_CRC = 2;
 enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, CHAIN = 36, RECORDS = 68 };
 static const uint32_t NO_LAYER = 0xFFFFFFFFu;
 
-// What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; replays
-// in a row, int32 [B].
+// What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; the MLP's
+// input and that of the slot's last computed visit, float32 [B, H]; replays in a row, int32 [B]. Null: the gate does not read
+// it.
 struct GateInputs {
-    const float* query;
-    const float* keys;
-    const int32_t* chain;
-    int64_t heads;
-    int64_t kv_heads;
-    int64_t depth;
-    int64_t step;
+    const float* query = nullptr;
+    const float* keys = nullptr;
+    const float* x = nullptr;
+    const float* cached = nullptr;
+    const int32_t* chain = nullptr;
+    int64_t heads = 0;
+    int64_t kv_heads = 0;
+    int64_t depth = 1;
+    int64_t step = 0;
 };
 
 class Accelerator {
@@ -73,17 +76,20 @@ public:
     // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B]. When no row computes, the same run
     // fills the prefetch buffer with the beginning of the next layer's weights.
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
-        const uint64_t words = write_heads("query", inputs.query, inputs.heads, inputs.depth);
-        const uint64_t key_words = write_heads("key", inputs.keys, inputs.kv_heads, inputs.depth);
+        const std::vector<char> query = operand(inputs.query, inputs.heads, inputs.depth, inputs.x);
+        const std::vector<char> key = operand(inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
         bind_weights("layer_" + std::to_string((layer + 1) % spec_.layers));
+        engine_.write("query", query.data(), query.size());
         if (spec_.network) {
-            write_beside_network(layer, inputs);
+            write_beside_network(layer, key);
+        } else {
+            engine_.write("key", key.data(), key.size());
         }
         engine_.write("chain", inputs.chain, sizeof(int32_t) * rows());
         engine_.set("op", OP_GATE);
         engine_.set("step", static_cast<uint32_t>(inputs.step));
-        engine_.set("query_words", static_cast<uint32_t>(words));
-        engine_.set("key_words", static_cast<uint32_t>(key_words));
+        engine_.set("query_words", static_cast<uint32_t>(query.size() / WORD));
+        engine_.set("key_words", static_cast<uint32_t>(key.size() / WORD));
         set_layer(layer);
         engine_.run();
         const std::vector<uint32_t> result = answer("layer " + std::to_string(layer));
@@ -186,12 +192,9 @@ private:
         networks_.emplace(layer, buffer);
     }
 
-    void write_beside_network(int64_t layer, const GateInputs& inputs) {
+    void write_beside_network(int64_t layer, const std::vector<char>& cached) {
         xrt::bo& buffer = networks_.at(layer);
-        for (size_t row = 0; row < rows(); ++row) {
-            std::memcpy(buffer.map<char*>() + row * padded(spec_.hidden), inputs.keys + row * static_cast<size_t>(spec_.hidden),
-                        sizeof(float) * static_cast<size_t>(spec_.hidden));
-        }
+        std::memcpy(buffer.map(), cached.data(), cached.size());
         buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
         engine_.bind("key", buffer);
     }
@@ -287,16 +290,21 @@ private:
         engine_.write(argument, words.data(), words.size());
     }
 
-    // [B, heads, depth]; the number of words written.
-    uint64_t write_heads(const std::string& argument, const float* values, int64_t heads, int64_t depth) {
-        const size_t count = rows() * static_cast<size_t>(heads);
-        std::vector<char> words(count * padded(depth), 0);
-        for (size_t head = 0; head < count; ++head) {
-            std::memcpy(&words[head * padded(depth)], values + head * static_cast<size_t>(depth),
-                        sizeof(float) * static_cast<size_t>(depth));
+    // The words of an operand: heads [B, heads, depth], then rows [B, H]; each head and each row begins one.
+    std::vector<char> operand(const float* values, int64_t heads, int64_t depth, const float* input) const {
+        std::vector<char> words;
+        append(words, values, values == nullptr ? 0 : rows() * static_cast<size_t>(heads), depth);
+        append(words, input, input == nullptr ? 0 : rows(), spec_.hidden);
+        return words;
+    }
+
+    static void append(std::vector<char>& words, const float* values, size_t count, int64_t width) {
+        const size_t first = words.size();
+        words.resize(first + count * padded(width), 0);
+        for (size_t i = 0; i < count; ++i) {
+            std::memcpy(&words[first + i * padded(width)], values + i * static_cast<size_t>(width),
+                        sizeof(float) * static_cast<size_t>(width));
         }
-        engine_.write(argument, words.data(), words.size());
-        return words.size() / WORD;
     }
 
     AcceleratorSpec spec_;

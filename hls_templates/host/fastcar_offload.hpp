@@ -2,6 +2,7 @@
 #ifndef FASTCAR_OFFLOAD_HPP
 #define FASTCAR_OFFLOAD_HPP
 
+#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
@@ -56,26 +57,40 @@ inline std::vector<float> cache_row(const tvm::ffi::Tensor& cache, int64_t row, 
     return values;
 }
 
+// The values of a float32 tensor; null where the argument is none.
+inline const float* floats_of(const tvm::ffi::Any& argument) {
+    const auto tensor = argument.as<tvm::ffi::Tensor>();
+    return tensor.has_value() ? data_of<float>(*tensor) : nullptr;
+}
+
 // `accelerator` has to outlive every step of the decoder.
 inline void register_accelerator(Accelerator& accelerator) {
+    using tvm::ffi::Any;
     using tvm::ffi::Function;
     using tvm::ffi::Tensor;
     const auto mlp = [&accelerator](const Tensor& x, const Tensor& replay, const Tensor& cached, int64_t layer,
                                     const Tensor& y) {
         accelerator.mlp(layer, data_of<float>(x), data_of<uint8_t>(replay), data_of<float>(cached), data_of<float>(y));
     };
-    const auto gate = [&accelerator](const Tensor& query, const Tensor& keys, const Tensor& chain, const Tensor& position,
-                                     const Tensor& step, int64_t stride, int64_t layer, const Tensor& replay,
-                                     const Tensor& score, const Tensor& counted) {
+    // What the gate does not read is the integer 0.
+    const auto gate = [&accelerator](const Any& query, const Any& keys, const Any& x, const Any& cached, const Tensor& chain,
+                                     const Tensor& position, const Tensor& step, int64_t stride, int64_t layer,
+                                     const Tensor& replay, const Tensor& score, const Tensor& counted) {
         GateInputs inputs;
-        inputs.query = data_of<float>(query);
-        const int64_t earlier = std::max<int64_t>(*data_of<int64_t>(position) - stride, 0);
-        const std::vector<float> key = cache_row(keys, earlier, query.size(3));
-        inputs.keys = key.data();
+        std::vector<float> key;
+        const auto q = query.as<Tensor>(), cache = keys.as<Tensor>();
+        if (q.has_value() && cache.has_value()) {
+            const int64_t earlier = std::max<int64_t>(*data_of<int64_t>(position) - stride, 0);
+            key = cache_row(*cache, earlier, q->size(3));
+            inputs.query = data_of<float>(*q);
+            inputs.keys = key.data();
+            inputs.heads = q->size(1);
+            inputs.kv_heads = cache->size(1);
+            inputs.depth = q->size(3);
+        }
+        inputs.x = floats_of(x);
+        inputs.cached = floats_of(cached);
         inputs.chain = data_of<int32_t>(chain);
-        inputs.heads = query.size(1);
-        inputs.kv_heads = keys.size(1);
-        inputs.depth = query.size(3);
         inputs.step = *data_of<int64_t>(step);
         accelerator.gate(layer, inputs, data_of<uint8_t>(replay), data_of<float>(score), data_of<int32_t>(counted));
     };

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ import tvm_ffi
 from conftest import check_module, check_tool, missing
 from decoders import llama
 from filelock import FileLock
+from gates import foreign
 from gates.networks import networks
 
 import fastcar_compile as fc
@@ -54,10 +55,18 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by `bound`."""
-    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "batch": 4, "num_hidden_layers": 1}
-    changes |= {"target": "u280"}
+    """One layer, batch 2, w8a8: the accelerator decides by `bound`, over keys in float16."""
+    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "num_hidden_layers": 1}
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
+
+
+@pytest.fixture(scope="session")
+def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
+    """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
+    with pytest.MonkeyPatch.context() as patch:
+        changes: dict[str, Any] = {"threshold": (1.1,), "gate": foreign.register(patch), "num_hidden_layers": 1}
+        changes |= {"target": "u280", "batch": 4}
+        yield built_once(tmp_path_factory, "foreign", lambda output: compiled(output, **changes))
 
 
 @pytest.fixture(scope="session")

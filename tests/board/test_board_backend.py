@@ -82,10 +82,10 @@ def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, p
     assert starts(fake) == {"fastcar_engine": 1 + decisions.shape[0] + launched}
 
 
-def test_rows_that_the_host_has_replay_are_not_computed(bound_artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt(bound_artifact)
-    decisions = assert_same_logits(bound_artifact)
-    (compute,) = accelerator_of(bound_artifact).kernels
+def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(foreign_artifact)
+    decisions = assert_same_logits(foreign_artifact)
+    (compute,) = accelerator_of(foreign_artifact).kernels
     _table, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
     registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
     assert [scalars[compute.index("index_register")] for scalars in runs] == [r for r in registers if r]

@@ -111,13 +111,13 @@ def test_tokens_are_equal_with_linears_offloaded(
 
 
 def test_rows_that_the_host_has_replay_are_not_computed(
-    bound_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+    foreign_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
     """A gate that the host decides: the engine gets the mask as its Index Register, layer by layer."""
-    built = build(bound_artifact, native, fake_library, tmp_path)
-    assert accelerator_of(bound_artifact).design.axi_words > 1
+    built = build(foreign_artifact, native, fake_library, tmp_path)
+    assert accelerator_of(foreign_artifact).design.axi_words > 1
     prompts, log = [[16], [3], [5], [11]], tmp_path / "log"
-    session = bound_artifact.session("cpu", record=True)
+    session = foreign_artifact.session("cpu", record=True)
     expected = session.generate(torch.tensor(prompts), 40)
     words = [word for prompt in prompts for word in ("--prompt", prompt[0])]
     done = built.run("--xclbin", built.xclbin, *words, "--num-tokens", 40, log=log)
@@ -129,12 +129,15 @@ def test_rows_that_the_host_has_replay_are_not_computed(
     assert index_registers(log) == [register for register in registers.reshape(-1).tolist() if register]
 
 
-def test_a_network_decides_in_the_fabric(
-    learned_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+@pytest.mark.parametrize("name", ["learned_artifact", "bound_artifact"])
+def test_the_fabric_decides(
+    name: str, request: pytest.FixtureRequest, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
-    """The C++ host gives x, the cached x and the network to the kernel, and follows it."""
-    built = build(learned_artifact, native, fake_library, tmp_path)
-    session = learned_artifact.session("cpu", record=True)
+    """The C++ host gives the kernel what the gate reads, a network too, and follows it."""
+    artifact = request.getfixturevalue(name)
+    assert accelerator_of(artifact).controller.gated_layers == (0,)
+    built = build(artifact, native, fake_library, tmp_path)
+    session = artifact.session("cpu", record=True)
     expected = session.generate(torch.tensor([[16], [3]]), 40)
     assert 0 < session.stats.decisions.mean() < 1
     done = built.run("--xclbin", built.xclbin, "--prompt", 16, "--prompt", 3, "--num-tokens", 40)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import check, header_of
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.runtime.backends.accelerator import controller
 
-LIMITS = Limits(cores=8, rows=32, passes=32, table_words=4096, query_words=1024, key_words=64)
+LIMITS = Limits(cores=8, rows=32, passes=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
 
 FRAME = 64

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from drs.oracle import Answer, Situation, schedule
 from drs.tables import FRAME, LATER, LIMITS, Controller, call_for, numbers, table_for
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.simulator import DispatchRecord, LayerCall, LayerTrace, map_rows, simulate
-from fastcar_compile.drs.table import DrsTable, Opcode, Status, build_table
+from fastcar_compile.drs.table import DrsTable, Opcode, Status
 
 RANDOM_CALLS = 10_000
 

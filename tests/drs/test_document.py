@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.reader import Header
 from fastcar_compile.drs.simulator import simulate
-from fastcar_compile.drs.table import AttentionShape, Opcode, Status, build_table
+from fastcar_compile.drs.table import AttentionShape, Opcode, Status
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "drs_table.md").read_text()
 EXAMPLE = build_table(

@@ -1,8 +1,11 @@
-"""Gates that read the input of an MLP: the HLS controller, the Python simulator and the operators decide alike."""
+"""Every gate besides the mean TAS: the HLS controller, the Python simulator and the operators decide alike."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,30 +18,47 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller
 from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of
 from fastcar_compile.codegen.hls.interface import drs_interface
-from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.builder import GateScore, build_table
+from fastcar_compile.drs.inputs import GateInputs, pack_inputs
 from fastcar_compile.drs.reader import check, read_table
 from fastcar_compile.drs.scores import pack_network
 from fastcar_compile.drs.simulator import LayerCall
-from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, Limits, Status, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, Limits, Status
 from fastcar_compile.errors import UserError
+from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.weight_tensors import exact_weights
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, build_library, compiler
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 
 fastcar = torch.ops.fastcar
 __all__ = ["csim_tools"]
 
 ROWS, WIDTH, LAYERS, UNITS = 4, 37, 2, (5, 3)
-SHAPE = AttentionShape(1, 1, WIDTH)
-KINDS = (GateKind.INPUT_DELTA, GateKind.LEARNED)
+HEADS = AttentionShape(6, 2, 10)
+SCALE = 0.3
+CHOSEN = ((1, 0.5), (4, -1.25), (5, 3.0))
 
 
-def table_of(kind: GateKind, threshold: float = 0.5) -> DrsTable:
-    """A table whose layers replay where the score is at most `threshold`."""
-    units = max(UNITS) if kind is GateKind.LEARNED else 0
-    sizes = (LAYERS, ROWS, 2, FRAME, [-threshold] * LAYERS)
-    return build_table(*sizes, attention=SHAPE, scales=[1.0] * LAYERS, gate=kind, units=units)
+@dataclass(frozen=True)
+class Case:
+    """A score, and the operator that defines it."""
+
+    score: GateScore
+    operator: Callable[[GateInputs[torch.Tensor], int], torch.Tensor]
+
+    @property
+    def at_most(self) -> bool:
+        return self.score.kind.at_most
+
+    def table(self, threshold: float, refresh_every: int | None = None) -> DrsTable:
+        """A table whose layers replay where the score passes `threshold`."""
+        sign = -1 if self.at_most else 1
+        sizes = (LAYERS, ROWS, 2, FRAME, [sign * threshold] * LAYERS)
+        shape = HEADS if self.score.kind.reads_query else None
+        return build_table(
+            *sizes, attention=shape, scales=[SCALE] * LAYERS, gate=self.score, refresh_every=refresh_every
+        )
 
 
 def network(layer: int) -> tuple[torch.Tensor, ...]:
@@ -54,94 +74,215 @@ def words_of(layer: int) -> np.ndarray:
     return pack_network(*(t.float().numpy() for t in network(layer)))
 
 
+def at_zero(inputs: GateInputs[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key cache of one row, and its position."""
+    assert inputs.query is not None
+    assert inputs.key is not None
+    return inputs.query[:, :, None], inputs.key[:, :, None], torch.zeros(1, dtype=torch.int64)
+
+
+def weighted(inputs: GateInputs[torch.Tensor], layer: int) -> torch.Tensor:
+    """Chosen heads in layer 1, the mean over all heads in layer 0."""
+    if layer == 0:
+        return fastcar.tas(*at_zero(inputs), 0, SCALE)
+    heads, weights = zip(*CHOSEN, strict=True)
+    return fastcar.tas_heads(*at_zero(inputs), 0, SCALE, list(heads), list(weights))
+
+
+def steps(_inputs: GateInputs[torch.Tensor], layer: int) -> torch.Tensor:
+    return fastcar.random_score(torch.tensor([LATER]), ROWS, layer)
+
+
+def constant(value: float) -> Callable[[GateInputs[torch.Tensor], int], torch.Tensor]:
+    return lambda _inputs, _layer: fastcar.constant_score(torch.tensor([LATER]), ROWS, value)
+
+
+CASES = {
+    "tas": Case(GateScore(heads=(None, CHOSEN)), weighted),
+    "input_delta": Case(GateScore(GateKind.INPUT_DELTA, WIDTH), lambda v, _n: fastcar.input_delta(v.x, v.cached)),
+    "bound": Case(
+        GateScore(GateKind.BOUND, WIDTH, distance_weight=0.1),
+        lambda v, _n: fastcar.output_bound(v.x, v.cached, *at_zero(v), 0, 0.1),
+    ),
+    "learned": Case(
+        GateScore(GateKind.LEARNED, WIDTH, max(UNITS)), lambda v, n: fastcar.learned_score(v.x, v.cached, *network(n))
+    ),
+    "always": Case(GateScore(GateKind.ALWAYS), constant(0.0)),
+    "never": Case(GateScore(GateKind.NEVER), constant(float("inf"))),
+    "random": Case(GateScore(GateKind.RANDOM), steps),
+}
+COMPARED = ("tas", "input_delta", "bound", "learned")
+"""Gates that compare something, and may meet a value that is not finite."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("input_gates")
+    return tmp_path_factory.mktemp("gates")
 
 
-def controller_of(kind: GateKind, folder: Path) -> Controller:
-    """A controller that is built for this gate, with the networks in its memory."""
-    table, own = table_of(kind), folder / kind.name
+def sources(name: str, folder: Path) -> Path:
+    """The files of a controller that is built for this gate."""
+    own = folder / name
     if not own.exists():
         own.mkdir()
-        for name, text in emit_drs(table, limits_of(table)).texts.items():
-            (own / name).write_text(text)
+        table = CASES[name].table(0.5, refresh_every=2)
+        for file, text in emit_drs(table, limits_of(table)).texts.items():
+            (own / file).write_text(text)
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
                 (own / path.name).write_text(path.read_text())
+    return own
+
+
+def controller_of(name: str, folder: Path) -> Controller:
+    """A controller that is built for this gate, with the networks in its memory."""
+    table, own = CASES[name].table(0.5), sources(name, folder)
     library = ctypes.CDLL(str(build_library(own, own / "build", ("fastcar_drs.cpp",))))
     kernel = kernels.Controller(CsimUnit(library, drs_interface(control_sizes(table)).part))
-    if kind is GateKind.LEARNED:
+    if name == "learned":
         for layer in range(LAYERS):
             kernel.load_network(layer, words_of(layer).view(np.uint8).reshape(-1), table.key_words)
     return Controller(kernel, limits_of(table))
 
 
-def call_of(kind: GateKind, layer: int, x: np.ndarray, cached: np.ndarray) -> LayerCall:
-    """A call for rows x and their cached x, both float32 [B, H]."""
-    query, key = (pack_heads(v[:, None]) for v in (x, cached))
-    own = words_of(layer) if kind is GateKind.LEARNED else None
-    return LayerCall(layer, LATER, query, key, np.zeros(ROWS, np.int32), network=own)
+def drawn(name: str, seed: int) -> GateInputs[np.ndarray]:
+    """What the gate reads: rows that change more or less since they were cached."""
+    random, kind = np.random.default_rng(seed), CASES[name].score.kind
+
+    def pair(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+        now = random.normal(size=(ROWS, *shape))
+        change = random.uniform(0, 1.2, (ROWS, *(1 for _ in shape)))
+        return now.astype(np.float32), (now + change * random.normal(size=now.shape)).astype(np.float32)
+
+    query, key = pair(HEADS.heads, HEADS.head_dim) if kind.reads_query else (None, None)
+    x, cached = pair(WIDTH) if kind.reads_input else (None, None)
+    return GateInputs(query, None if key is None else key[:, : HEADS.kv_heads], x, cached)
 
 
-def score_of(kind: GateKind, layer: int, x: np.ndarray, cached: np.ndarray) -> np.ndarray:
+def call_of(name: str, layer: int, inputs: GateInputs[np.ndarray], step: int = LATER) -> LayerCall:
+    """A call on these rows."""
+    own = words_of(layer) if name == "learned" else None
+    return LayerCall(layer, step, *pack_inputs(inputs), np.zeros(ROWS, np.int32), network=own)
+
+
+def score_of(name: str, layer: int, inputs: GateInputs[np.ndarray]) -> np.ndarray:
     """By the operator."""
-    given = (torch.from_numpy(x), torch.from_numpy(cached))
-    if kind is GateKind.INPUT_DELTA:
-        return fastcar.input_delta(*given).numpy()
-    return fastcar.learned_score(*given, *network(layer)).numpy()
+    tensors = (None if v is None else torch.from_numpy(v) for v in vars(inputs).values())
+    return CASES[name].operator(GateInputs(*tensors), layer).numpy()
+
+
+def run_bench(folder: Path) -> str:
+    """What the test bench prints, with the kernel of the library that is there."""
+    library = build_library(folder, folder / "build", ("fastcar_drs.cpp",))
+    include = [f"-I{folder}", "-isystem", str(ap_types_folder())]
+    program = folder / "bench"
+    command = [compiler(), "-std=c++14", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *include]
+    command += [str(folder / "drs_testbench.cpp"), str(library), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return subprocess.run([program], capture_output=True, text=True, check=False).stdout
+
+
+def expected_registers(folder: Path) -> set[int]:
+    """The values of the Index Register that the bench expects."""
+    text = (folder / "drs_testbench.cpp").read_text()
+    lines = text.split("EXPECTED[] = {\n", 1)[1].split("\n};", 1)[0].splitlines()
+    return {int(line.split(", ")[1].removesuffix("u"), 16) for line in lines}
+
+
+def test_every_gate_of_this_package_is_decided_by_the_controller() -> None:
+    assert set(CASES) == {kind.name.lower() for kind in GateKind} == set(GATES)
+    assert all(decided_on_accelerator(name) for name in CASES)
+    assert not decided_on_accelerator("of another package")
 
 
 @pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("kind", KINDS)
-def test_decisions_are_those_of_the_operator(kind: GateKind, folder: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_decisions_are_those_of_the_operator(name: str, folder: Path) -> None:
     """Every row alone, and one that is not finite."""
-    unit, random = controller_of(kind, folder), np.random.default_rng(3)
+    case, unit = CASES[name], controller_of(name, folder)
+    sign = -1 if case.at_most else 1
     replayed = set()
     for seed in range(12):
-        x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
-        cached = (x + random.uniform(0, 1.2, (ROWS, 1)) * random.normal(size=x.shape)).astype(np.float32)
-        if seed == 5:
-            cached[1, 3] = np.nan
-        layer = seed % LAYERS
-        expected = score_of(kind, layer, x, cached)
-        threshold = float(np.nanmedian(expected))
-        trace = unit.agreed(table_of(kind, threshold), call_of(kind, layer, x, cached))
-        np.testing.assert_array_equal(-np.array(trace.scores, np.float32), expected)
+        inputs, layer = drawn(name, seed), seed % LAYERS
+        if seed == 5 and name in COMPARED:
+            spoilt = inputs.key if inputs.cached is None else inputs.cached
+            assert spoilt is not None
+            spoilt[1, ..., 3] = np.nan
+        expected = score_of(name, layer, inputs)
+        threshold = 0.5 if name in ("always", "never") else float(np.nanmedian(expected))
+        trace = unit.agreed(case.table(threshold), call_of(name, layer, inputs))
+        np.testing.assert_array_equal(sign * np.array(trace.scores, np.float32), expected)
         rows = [not trace.index_register >> row & 1 for row in range(ROWS)]
-        assert rows == (expected <= np.float32(threshold)).tolist()
+        passed = expected <= np.float32(threshold) if case.at_most else expected >= np.float32(threshold)
+        assert rows == passed.tolist()
         assert list(trace.chain) == [int(r) for r in rows]
         replayed.add(tuple(rows))
-    assert len(replayed) > 2
+    assert name in COMPARED or len(replayed) == {"always": 1, "never": 1, "random": LAYERS}[name]
+    assert len(replayed) > 2 or name not in COMPARED
 
 
 @pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("threshold", "open_"), [(float("inf"), True), (-float("inf"), False)])
-def test_the_thresholds_always_and_never(kind: GateKind, threshold: float, open_: bool, folder: Path) -> None:
-    x = np.random.default_rng(4).normal(size=(ROWS, WIDTH)).astype(np.float32)
-    trace = controller_of(kind, folder).agreed(table_of(kind, threshold), call_of(kind, 0, x, x + 1))
-    assert trace.index_register == (0 if open_ else 0b1111)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("opens", [True, False])
+def test_the_thresholds_always_and_never(name: str, opens: bool, folder: Path) -> None:
+    threshold = float("inf") if opens is CASES[name].at_most else -float("inf")
+    trace = controller_of(name, folder).agreed(CASES[name].table(threshold), call_of(name, 0, drawn(name, 4)))
+    assert trace.index_register == (0 if opens else 0b1111)
+
+
+@pytest.mark.usefixtures("csim_tools")
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_row_computes_in_the_frames_of_a_refresh(every: int, folder: Path) -> None:
+    """As the operator has it, for small and large numbers of the forward."""
+    case, unit = CASES["always"], controller_of("always", folder)
+    chain = torch.zeros((FRAME, ROWS), dtype=torch.int32)
+    for step in (0, FRAME - 1, *range(FRAME, 7 * FRAME, FRAME // 2), 2**31 + 5, 2**32 - 1):
+        rule = (torch.tensor([0.5]), torch.tensor([step]), chain, FRAME, -1, False, every, True)
+        replays = fastcar.gate(torch.zeros(ROWS), *rule).tolist()
+        call = call_of("always", 0, drawn("always", 0), step)
+        trace = unit.agreed(case.table(0.5, refresh_every=every), call)
+        assert [not trace.index_register >> row & 1 for row in range(ROWS)] == replays
+        assert trace.index_register in (0, 0b1111)
+
+
+@pytest.mark.usefixtures("csim_tools")
+@pytest.mark.parametrize("name", CASES)
+def test_the_bench_of_every_gate_passes(name: str, folder: Path) -> None:
+    own = sources(name, folder)
+    assert run_bench(own) == "PASS: DRS, 16 pattern(s), 0 mismatch(es)\n"
+    assert name not in COMPARED or expected_registers(own) == set(range(16))
 
 
 @pytest.mark.usefixtures("csim_tools")
 def test_a_kernel_takes_tables_of_its_own_gate_only(folder: Path) -> None:
-    """And networks of at most the units that it was built for."""
-    delta, learned = (controller_of(kind, folder) for kind in KINDS)
-    for table in (table_of(GateKind.LEARNED), build_table(LAYERS, ROWS, 2, FRAME, [0.0] * LAYERS, attention=SHAPE)):
-        assert delta.kernel.load(table.to_bytes()) is Status.BAD_HEADER
-    more = build_table(
-        LAYERS, ROWS, 2, FRAME, [0.0] * LAYERS, attention=SHAPE, gate=GateKind.LEARNED, units=max(UNITS) + 1
-    )
-    assert learned.kernel.load(more.to_bytes()) is Status.BAD_HEADER
-    assert check(more.to_bytes(), limits_of(table_of(GateKind.LEARNED))) is Status.BAD_HEADER
-    assert check(more.to_bytes(), Limits()) is Status.BAD_HEADER
-    assert read_table(more.to_bytes()) == more
+    """And networks of at most the units, and heads of at most the number, that it was built for."""
+    delta = controller_of("input_delta", folder)
+    for name in CASES.keys() - {"input_delta", "tas"}:  # whose table is longer
+        assert delta.kernel.load(CASES[name].table(0.5).to_bytes()) is Status.BAD_HEADER
+    learned = CASES["learned"]
+    more = replace(learned, score=replace(learned.score, units=max(UNITS) + 1)).table(0.5)
+    assert controller_of("learned", folder).kernel.load(more.to_bytes()) is Status.BAD_HEADER
+    table = CASES["bound"].table(0.5)
+    fewer = Limits(gate=GateKind.BOUND, heads=HEADS.heads - 1)
+    assert check(table.to_bytes(), fewer) is Status.BAD_HEADER
+    assert check(table.to_bytes(), replace(fewer, heads=HEADS.heads)) is Status.OK
 
 
-@pytest.mark.parametrize(
-    ("kind", "units"), [(GateKind.LEARNED, 0), (GateKind.INPUT_DELTA, 3), (GateKind.LEARNED, 4097)]
-)
-def test_units_belong_to_a_network(kind: GateKind, units: int) -> None:
-    with pytest.raises(UserError, match=f"a network of {units} units"):
-        build_table(1, 1, 1, 1, [0.0], gate=kind, units=units)
+@pytest.mark.parametrize("name", CASES)
+def test_tables_are_read_again(name: str) -> None:
+    table = CASES[name].table(0.25, refresh_every=3)
+    assert read_table(table.to_bytes()) == table
+    assert table.to_json()["gate"] == table.gate.name.lower()
+    assert table.refresh_period == 3 * FRAME
+    own = Limits(gate=None, units=max(UNITS), heads=HEADS.heads)
+    assert check(table.to_bytes(), own) is Status.OK
+    other = next(kind for kind in GateKind if kind is not table.gate)
+    assert check(table.to_bytes(), replace(own, gate=other)) is Status.BAD_HEADER
+
+
+def test_a_network_needs_units() -> None:
+    with pytest.raises(UserError, match="a network of 0 units for gate learned"):
+        build_table(1, 1, 1, FRAME, [0.0], gate=GateScore(GateKind.LEARNED, WIDTH))
+    with pytest.raises(UserError, match="a network of 2 units for gate tas"):
+        build_table(1, 1, 1, FRAME, [0.0], gate=GateScore(units=2))

@@ -26,9 +26,10 @@ from fastcar_compile.codegen.hls.design.controller import (
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Status, build_table, table_words
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Status, table_words
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim.build import FLAGS, ap_types_folder, compiler
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit

@@ -21,8 +21,8 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.drs.table import AttentionShape, table_words
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
 
-SOURCES = ("fastcar_drs.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp")
-STEPS = {"crc_step", "product_step"}
+SOURCES = ("fastcar_drs.hpp", "fastcar_drs_scores.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp")
+STEPS = {"crc_step", "product_step", "remainder_step"}
 MDPI = """#include <stddef.h>
 #include <stdio.h>
 inline void m_param_alloc(unsigned index, size_t bytes) { printf("%u %zu\\n", index, bytes); }

@@ -13,6 +13,7 @@ from lowering.programs import FRAME, LAYERS, Case, program, tokens
 from drs.tables import Controller, table_for
 from fastcar_compile.codegen.hls.control import control_table, controller_part
 from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.score import score_factor
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Opcode, table_words
@@ -67,9 +68,10 @@ def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
     return np.array([np.inf if t is None else t + shift for t in case.thresholds], np.float32)
 
 
-def asked(unit: GateController, layer: int, *operands: torch.Tensor) -> GateDecision:
+def asked(unit: GateController, layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor) -> GateDecision:
     """The unit's decision for a graph in eager PyTorch."""
-    found = unit.decide(layer, *(tensor.numpy() for tensor in operands))
+    given = GateInputs(*(None if tensor is None else tensor.numpy() for tensor in vars(inputs).values()))
+    found = unit.decide(layer, given, chain.numpy())
     return GateDecision(*map(torch.from_numpy, (found.replay, found.score, found.chain)))
 
 
@@ -88,7 +90,7 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert summary.gated_layers == tuple(i for i, t in enumerate(case.thresholds) if t is not None)
     words = table_words(LAYERS, case.batch)
     sizes = {"cores": 2, "rows": case.batch, "passes": 2, "table_words": words, "query_words": 16, "key_words": 8}
-    assert summary.limits.model_dump() == sizes | {"gate": "tas", "units": 1}
+    assert summary.limits.model_dump() == sizes | {"gate": "tas", "units": 1, "heads": 0}
     assert (summary.couple_cfg, summary.max_chain) == (case.couple_cfg, case.max_chain)
     assert summary.usage_estimate.dsp == 4 * 2 + 3 + 1
 
@@ -101,8 +103,8 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
     unit = GateController(controller.kernel, table_of(case).to_bytes())
     replayed = 0
 
-    def decided(layer: int, query: torch.Tensor, key: torch.Tensor, chain: torch.Tensor, step: int) -> GateDecision:
-        return asked(unit, layer, query, key, chain)
+    def decided(layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor, step: int) -> GateDecision:
+        return asked(unit, layer, inputs, chain)
 
     for t, token in enumerate(tokens(case, FORWARDS)):
         thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
@@ -127,17 +129,17 @@ def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) 
     arguments = []
     for sign in (1.0, -1.0, 1.0):
         unit.start(64, zeros)
-        unit.decide(0, sign * one, one, none)
+        unit.decide(0, GateInputs(sign * one, one), none)
         arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(0).records if r.argument])
-        unit.decide(1, -one, one, none)
+        unit.decide(1, GateInputs(-one, one), none)
         arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(1).records if r.argument])
     both = [[("PREFETCH_NEXT", 8)], [("LOAD_WEIGHTS", 8)]]
     assert arguments == [*both, [], [], *both]
     unit.start(64, zeros)
-    unit.decide(0, one, one, none)
+    unit.decide(0, GateInputs(one, one), none)
     unit.reset()
     unit.start(64, zeros)
-    unit.decide(1, -one, one, none)
+    unit.decide(1, GateInputs(-one, one), none)
     assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
 
 
@@ -151,7 +153,7 @@ def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypa
     replays = []
     for threshold in (0.0, 0.0, 2.0, 2.0, 0.0):
         unit.start(64, np.full(3, threshold, np.float32))
-        replays += [bool(unit.decide(layer, one, one, none).replay[0]) for layer in range(3)]
+        replays += [bool(unit.decide(layer, GateInputs(one, one), none).replay[0]) for layer in range(3)]
     assert loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
     assert replays == [*[True] * 6, *[False] * 6, *[True] * 3]
 
@@ -159,8 +161,9 @@ def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypa
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
     unit = GateController(controller.kernel, table_for(2).to_bytes())
     unit.start(64, np.zeros(3, np.float32))
+    inputs = GateInputs(np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32))
     with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
-        unit.decide(1, np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32), np.zeros(2, np.int32))
+        unit.decide(1, inputs, np.zeros(2, np.int32))
     with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
         GateController(controller.kernel, table_for(2).to_bytes()[:-1] + b"\x07")
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drs.tables import LIMITS, ONE, Controller, call_for, changed, repaired, table_for
+from drs.tables import FRAME, LIMITS, ONE, Controller, call_for, changed, repaired, table_for
+from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.reader import Header, read_table
 from fastcar_compile.drs.simulator import CAPACITY
 from fastcar_compile.drs.table import (
@@ -22,9 +23,9 @@ from fastcar_compile.drs.table import (
     NONE,
     VERSION,
     AttentionShape,
+    GateKind,
     Opcode,
     Status,
-    build_table,
 )
 from fastcar_compile.errors import UserError
 
@@ -40,6 +41,12 @@ WIDE = table_for(attention=AttentionShape(LIMITS.query_words + 1, 1, 4)).to_byte
 """A row of q is one word longer than the hardware's loop."""
 
 
+OTHER = table_for(gate=GateScore(GateKind.RANDOM)).to_bytes()
+WEIGHTED = table_for(attention=AttentionShape(2, 1, 2), gate=GateScore(heads=(((1, 0.5),), None, None))).to_bytes()
+MANY = table_for(attention=AttentionShape(LIMITS.heads + 1, 1, 1), gate=GateScore(heads=(((0, 1.0),),) * 3)).to_bytes()
+"""One query head more has a weight than the hardware has room for."""
+
+
 def header(field: str, value: int, data: bytes = GOOD) -> bytes:
     """`data` with one header field replaced, and the CRC-32 made to fit."""
     return changed(data, WORD[field], value)
@@ -49,8 +56,8 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "empty": (b"", Status.TOO_SHORT),
     "header cut": (GOOD[: 4 * HEADER_WORDS - 1], Status.TOO_SHORT),
     "magic": (header("magic", 0x53524447), Status.BAD_MAGIC),
-    "version 2": (header("version", 2), Status.BAD_VERSION),
-    "version 4": (header("version", 4), Status.BAD_VERSION),
+    "version 3": (header("version", 3), Status.BAD_VERSION),
+    "version 5": (header("version", 5), Status.BAD_VERSION),
     "one byte cut": (GOOD[:-1], Status.BAD_LENGTH),
     "one byte more": (GOOD + b"\0", Status.BAD_LENGTH),
     "one word more": (GOOD + bytes(4), Status.BAD_LENGTH),
@@ -70,7 +77,8 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "instruction words": (header("layer_words", 9), Status.BAD_HEADER),
     "instruction words above the limit": (header("layer_words", 129), Status.BAD_HEADER),
     "gate 0": (header("gate", 0), Status.BAD_HEADER),
-    "gate of another kernel": (header("gate", 2), Status.BAD_HEADER),
+    "gate of another kernel": (OTHER, Status.BAD_HEADER),
+    "gate that is not there": (header("gate", 8), Status.BAD_HEADER),
     "unknown flag": (header("flags", 2, PAIRS), Status.BAD_HEADER),
     "pairs of an odd batch": (header("flags", 1), Status.BAD_HEADER),
     "max_chain 0": (header("max_chain", 0), Status.BAD_HEADER),
@@ -97,6 +105,12 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "instructions offset": (header("instructions", HEADER_WORDS + 11), Status.BAD_HEADER),
     "reserved": (header("reserved", 1), Status.BAD_HEADER),
     "units without a network": (header("units", 1), Status.BAD_HEADER),
+    "refresh within a frame": (header("refresh_period", FRAME - 1), Status.BAD_HEADER),
+    "an input that is not read": (header("input_words", 1), Status.BAD_HEADER),
+    "a distance that is not computed": (header("distance_weight", 0x3F800000), Status.BAD_HEADER),
+    "head weights elsewhere": (header("head_weights", HEADER_WORDS, WEIGHTED), Status.BAD_HEADER),
+    "head weights that are not there": (header("head_weights", len(GOOD) // 4), Status.BAD_HEADER),
+    "more weighted heads than the hardware": (MANY, Status.BAD_HEADER),
     "a layer's offset": (changed(GOOD, INSTRUCTION - 1, INSTRUCTION), Status.BAD_INSTRUCTION),
     "no end in the last layer": (changed(GOOD, INSTRUCTION + 29, 0x05FF0002), Status.BAD_INSTRUCTION),
     "opcode 0": (changed(GOOD, INSTRUCTION, 0x00FF0000), Status.BAD_INSTRUCTION),
@@ -113,6 +127,7 @@ OF_THE_HARDWARE = (
     "q larger than the hardware",
     "longer than the hardware",
     "gate of another kernel",
+    "more weighted heads than the hardware",
 )
 
 
@@ -129,6 +144,12 @@ def test_a_damaged_table_is_refused(name: str) -> None:
     data, expected = DAMAGED[name]
     with pytest.raises(UserError, match=f"the DRS table is not valid: {expected.name}"):
         read_table(data)
+
+
+def test_a_table_of_an_older_version_says_both_versions() -> None:
+    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 3, and this program reads version 4") as caught:
+        read_table(header("version", 3))
+    assert caught.value.hint == "compile the model again"
 
 
 def test_the_hardware_refuses_what_the_format_allows() -> None:
@@ -206,7 +227,7 @@ def with_programs(rows: int, programs: list[list[int]]) -> bytes:
     begins = [first + layer * stride for layer in range(layers)]
     body = [*[0] * layers, *[factor] * layers, *[96] * layers, *begins]
     body += [word for program in programs for word in program]
-    return repaired([MAGIC, VERSION, 0, *fields, *offsets, 0, 0, *body])
+    return repaired([MAGIC, VERSION, 0, *fields, *offsets, *[0] * 6, *body])
 
 
 LIKELY_WORDS = st.one_of(
@@ -258,7 +279,23 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
         "max_chain": draw(st.one_of(st.none(), st.integers(1, 2**31 - 1))),
         "couple_cfg": rows % 2 == 0 and draw(st.booleans()),
         "prefetch": draw(per_layer(st.integers(0, 2**32 - 1))),
+        "refresh_every": draw(st.one_of(st.none(), st.just(1))),
+        "gate": draw(scores(layers, kv_heads)),
     }
+
+
+def scores(layers: int, heads: int) -> st.SearchStrategy[GateScore]:
+    """A score of every kind, TAS also over chosen heads."""
+    units, widths, floats = st.integers(1, 64), st.integers(1, 300), st.floats(width=32, allow_nan=False)
+    chosen = st.one_of(st.none(), st.lists(st.tuples(st.integers(0, heads - 1), floats), max_size=3).map(tuple))
+    weighted = st.lists(chosen, min_size=layers, max_size=layers).map(tuple)
+    return st.one_of(
+        st.sampled_from([GateScore(GateKind[name]) for name in ("TAS", "ALWAYS", "NEVER", "RANDOM")]),
+        st.builds(lambda heads: GateScore(heads=heads), weighted),
+        st.builds(lambda width: GateScore(GateKind.INPUT_DELTA, width), widths),
+        st.builds(lambda width, units: GateScore(GateKind.LEARNED, width, units), widths, units),
+        st.builds(lambda width: GateScore(GateKind.BOUND, width, distance_weight=0.1), widths),
+    )
 
 
 @given(arguments=tables())
@@ -272,23 +309,28 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 
 
 def test_json_twin() -> None:
-    table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, prefetch=[512])
+    rest: dict[str, Any] = {"refresh_every": 2, "gate": GateScore(heads=(((0, 0.5),),))}
+    table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, prefetch=[512], **rest)
     assert table.to_json() == {
-        "version": 3,
+        "version": 4,
         "layers": 1,
         "rows": 1,
         "cores": 1,
         "tokens_per_frame": 16,
         "gate": "tas",
         "units": 0,
+        "input_words": 0,
+        "distance_weight": 0.0,
         "couple_cfg": False,
         "max_chain": 3,
+        "refresh_period": 32,
         "heads": 1,
         "kv_heads": 1,
         "head_dim": 1,
         "thresholds": ["inf"],
         "factors": [2.0**-23],
         "prefetch_bytes": [512],
+        "head_weights": [[0.5]],
         "instructions": [
             [
                 {"opcode": "LOAD_WEIGHTS"},
@@ -306,7 +348,7 @@ def test_json_twin() -> None:
     ("arguments", "text"),
     [
         ((2, 33, 0, 1, [0.0]), r"rows = 33 \(1 to 32\); cores = 0 \(1 to 32\); 1 thresholds for 2 layers"),
-        ((1000, 32, 1, 1, [0.0] * 1000), r"72028 words \(at most 65536\)"),
+        ((1000, 32, 1, 1, [0.0] * 1000), r"72032 words \(at most 65536\)"),
     ],
 )
 def test_impossible_tables_are_refused_with_every_reason(arguments: tuple[Any, ...], text: str) -> None:
@@ -323,6 +365,12 @@ def test_impossible_tables_are_refused_with_every_reason(arguments: tuple[Any, .
         ({"prefetch": [1, -1]}, "a prefetch size that is not 0 to 4294967295 bytes"),
         ({"attention": AttentionShape(6, 4, 8)}, "6 heads are no multiple of 4 kv_heads"),
         ({"attention": AttentionShape(1024, 4, 128)}, r"heads \* head_dim = 131072 \(at most 65536\)"),
+        ({"refresh_every": 2**28}, r"a refresh every 4294967296 forwards \(16 to 4294967295\)"),
+        ({"gate": GateScore(width=8)}, r"an input of 8 elements for gate tas \(1 to 65536 if read, else 0\)"),
+        ({"gate": GateScore(GateKind.BOUND, 8)}, r"a distance weight of 0.0 for gate bound"),
+        ({"gate": GateScore(GateKind.RANDOM, units=2)}, "a network of 2 units for gate random"),
+        ({"gate": GateScore(GateKind.RANDOM, heads=(None, ()))}, "chosen heads for gate random"),
+        ({"gate": GateScore(heads=(((1, 1.0),), None, None))}, "heads of 3 layers for 2 layers; head 1 of 1"),
         ({"attention": AttentionShape(0, 1, 0)}, r"heads = 0 \(1 to 65535\); head_dim = 0 \(1 to 65535\)"),
     ],
 )

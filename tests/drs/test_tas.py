@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, ONE, Controller, numbers, table_for
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads, tas_sums
 from fastcar_compile.drs.simulator import LayerCall
-from fastcar_compile.drs.table import AttentionShape, build_table
+from fastcar_compile.drs.table import AttentionShape
 
 fastcar = torch.ops.fastcar
 few = settings(

@@ -1,5 +1,5 @@
 // Scores of rows by fastcar_gate_core.hpp, for ctypes. Words lie behind each other, row after row.
-#include "fastcar_gate_core.hpp"
+#include "fastcar_network_core.hpp"
 
 using namespace fastcar;
 

@@ -24,7 +24,7 @@ from fastcar_compile.codegen.tvm.kernels.gate.tas import tas_heads
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.drs import scores
 from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, score_factor
+from fastcar_compile.drs.score import TAS_FRACTION_BITS, distance_factor, score_factor
 
 fastcar = torch.ops.fastcar
 Array = NDArray[Any]
@@ -158,7 +158,8 @@ def _delta(arrays: dict[str, Array]) -> Array:
 
 def _bound(arrays: dict[str, Array]) -> Array:
     query = arrays["query"][:, :, 0]
-    return scores.output_bound(arrays["x"], arrays["cached"], query, earlier_key(arrays), WEIGHT)
+    scale = scores.Distance(WEIGHT, distance_factor(query.shape[1]))
+    return scores.output_bound(arrays["x"], arrays["cached"], query, earlier_key(arrays), scale)
 
 
 def _learned(arrays: dict[str, Array]) -> Array:
@@ -215,7 +216,7 @@ def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
     query, key = arrays["query"][:, :, 0], earlier_key(arrays)
     heads, dim = query.shape[1:]
     shape = np.array([len(y), words, heads, -(-dim // 4), heads // key.shape[1]], np.uint32)
-    factor = ctypes.c_float(scores.distance_factor(heads))
+    factor = ctypes.c_float(distance_factor(heads))
     packed = (_aligned(pack_heads(query)), _aligned(pack_heads(key)))
     call(library.bound_scores, x, cached, *packed, shape, ctypes.c_float(WEIGHT), factor, y)
     return y

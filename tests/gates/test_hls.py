@@ -1,8 +1,7 @@
-"""Gates on an accelerator: its controller decides some, its host decides the others; both equal cpu."""
+"""Gates on an accelerator: its controller decides, and equals cpu."""
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -18,15 +17,9 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
-from fastcar_compile.config import CompileConfig
 from fastcar_compile.estimate import estimate
-from fastcar_compile.frontend.capture import capture
-from fastcar_compile.gates import GATES
 from fastcar_compile.gates.weights import weight_bytes
-from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ops.offload import bound_accelerator
-from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
+from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.hls_csim import HlsCsimStepper
 
@@ -34,12 +27,9 @@ from .networks import networks
 
 FRAME, LENGTH, LAYERS, ROWS, STEPS = 8, 33, 2, 2, 24
 LEARNED = {"gate_weights": networks(64, 5, 3)}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}]},
-    "input_delta": {"max_chain": 1},
-    "bound": {},
-    "learned": LEARNED,
-    "random": {"threshold": 0.5, "couple_cfg": True},
+DECIDED: dict[str, dict[str, Any]] = {
+    "bound": {"gate": "bound"},
+    "heads": {"gate": "tas", "heads": [[1, 2], {0: 1.0, 3: -0.5}], "refresh_every": 2},
 }
 
 
@@ -48,25 +38,29 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 3, (STEPS, ROWS, 1))
 
 
+def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
+    """A random Llama for a board, w8a8."""
+    return fc.compile(
+        llama(),
+        "zcu102",
+        tokens_per_frame=FRAME,
+        max_seq_len=LENGTH,
+        batch_size=ROWS,
+        replay=replay,
+        output=output,
+    )
+
+
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """A random Llama for a board, w8a8, gate learned."""
+    """With gate learned."""
     check_tool("g++")
     folder = tmp_path_factory.mktemp("learned")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTCAR_CACHE", str(folder / "cache"))
-        replay = fc.ReplayConfig(gate="learned", **LEARNED)
-        built = fc.compile(
-            llama(),
-            "zcu102",
-            tokens_per_frame=FRAME,
-            max_seq_len=LENGTH,
-            batch_size=ROWS,
-            replay=replay,
-            output=folder / "a",
-        )
-        built.session("hls-csim")  # builds the simulation into this cache
-    return built
+        made = built(fc.ReplayConfig(gate="learned", **LEARNED), folder / "a")
+        made.session("hls-csim")  # builds the simulation into this cache
+    return made
 
 
 @pytest.fixture
@@ -133,12 +127,6 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     assert replay.gate_weights == LEARNED["gate_weights"]
 
 
-@pytest.fixture(scope="module")
-def analysed() -> DecoderProgram:
-    program = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=8)
-    return run_pipeline(program, analysis_pipeline())
-
-
 def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None:
     cache = 4 * LAYERS * FRAME * ROWS * 64
     report = json.loads((artifact.path / "report.json").read_text())["gate"]
@@ -150,28 +138,6 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     # The model takes every layer for one of the largest network.
     gate = {"name": "learned", "decided_on": "accelerator", "units": 5, "cache_bytes": cache}
     assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
-
-
-def host_and_whole(analysed: DecoderProgram, name: str) -> tuple[EagerStepper, EagerStepper]:
-    """The graph of the board's host and the whole decode step, w8a8, both in eager PyTorch.
-
-    The host decides: a gate that the controller has too gets a refresh, which it has not.
-    """
-    backends = []
-    for host in (True, False):
-        program = copy.deepcopy(analysed)
-        options = OPTIONS[name] | ({"refresh_every": 4} if GATES[name].in_fabric else {})
-        config = CompileConfig(
-            target="zcu102",
-            tokens_per_frame=FRAME,
-            max_seq_len=LENGTH,
-            batch_size=ROWS,
-            quant="w8a8",
-            replay=fc.ReplayConfig(gate=name, **options),
-        )
-        run_pipeline(program, [*rewrite_pipeline(config, LAYERS), *(offload_pipeline() if host else [])])
-        backends.append(EagerStepper(program.graph_module, program.outputs, None, [], program.state, 0))
-    return backends[0], backends[1]
 
 
 def middle(backend: EagerStepper) -> np.ndarray:
@@ -186,38 +152,40 @@ def middle(backend: EagerStepper) -> np.ndarray:
     return ((gap[0] + gap[1]) / 2)[:, 0].astype(np.float32)
 
 
-def computed(
-    simulated: HlsCsimStepper, layer: int, x: torch.Tensor, replay: torch.Tensor, cached: torch.Tensor
-) -> torch.Tensor:
-    """The rows of a layer's MLP, with the mask as the engine's Index Register."""
-    mask = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
-    weights = simulated._weights[f"layer_{layer}"]
-    return torch.from_numpy(simulated._engine.mlp(x.numpy(), mask, cached.numpy(), weights))
+@pytest.fixture(scope="module", params=sorted(DECIDED))
+def decided(request: pytest.FixtureRequest, artifact: fc.Artifact) -> fc.Artifact:
+    """The decoder of `artifact` with another rule."""
+    folder = artifact.path.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCAR_CACHE", str(folder / "cache"))
+        return built(fc.ReplayConfig(**DECIDED[request.param]), folder / request.param)
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_simulation_computes_the_rows_that_the_host_s_gate_leaves(
-    artifact: fc.Artifact, analysed: DecoderProgram, name: str
-) -> None:
-    """The layers' MLPs in the simulation of the artifact, the rest of each gate's own host graph in eager PyTorch."""
-    assert set(OPTIONS) == {n for n in GATES if n not in ("always", "never")}
-    simulated = artifact.session("hls-csim")._stepper
-    assert isinstance(simulated, HlsCsimStepper)
-    host, whole = host_and_whole(analysed, name)
-    thresholds = np.full(LAYERS, 0.5, np.float32) if name == "random" else middle(whole)
-    whole.reset()
-    rows = set()
-    for t, ids in enumerate(tokens()):
-        expected = whole.decode(ids, t, t, thresholds)
-        with bound_accelerator(lambda layer, *given: computed(simulated, layer, *given)):
-            found = host.decode(ids, t, t, thresholds)
-        np.testing.assert_array_equal(found.decisions, expected.decisions)
-        np.testing.assert_array_equal(found.scores, expected.scores)
-        np.testing.assert_array_equal(found.logits, expected.logits)
-        rows |= {tuple(layer) for layer in expected.decisions.tolist()}
-    assert {(True, True), (False, False)} <= rows
-    assert name == "random" or len(rows) > 2, "rows decide on their own"
+def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
+    """Logits, decisions and every state, bit for bit; the engine gets no mask of the host's."""
+    section, replay = decided.manifest.accelerator, decided.manifest.options.replay
+    assert section is not None
+    assert replay is not None
+    assert section.controller.gated_layers == (0, 1)
+    assert section.controller.refresh_period == (2 * FRAME if replay.refresh_every else None)
+    thresholds = middle(EagerStepper(decided.graph, decided.program.outputs, None, [], decided.program.state, 0))
+    cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
+    logits, decisions = decoded(cpu, thresholds)
+    found, same = decoded(simulated, thresholds)
+    assert isinstance(simulated._stepper, HlsCsimStepper)
+    assert all(simulated._stepper._gate.decides(layer) for layer in range(LAYERS))
+    np.testing.assert_array_equal(same, decisions)
+    np.testing.assert_array_equal(found, logits)
+    assert isinstance(cpu._stepper, CpuStepper)
+    states = [stepper._state.arrays for stepper in (cpu._stepper, simulated._stepper)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    assert len({tuple(row) for step in decisions for row in step.tolist()}) > 2, "rows decide on their own"
+    if replay.refresh_every:
+        assert decisions[FRAME : 2 * FRAME].any()
+        assert not decisions[2 * FRAME :].any()
 
 
 @pytest.mark.usefixtures("cache")

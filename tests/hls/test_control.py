@@ -12,9 +12,10 @@ from fastcar_compile.codegen.hls.controller_project import control_sizes, limits
 from fastcar_compile.codegen.hls.interface import engine_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Instruction, Opcode, Status, build_table
+from fastcar_compile.drs.table import AttentionShape, DrsTable, Instruction, Opcode, Status
 from fastcar_compile.runtime.backends.accelerator.controller import Controller
 from fastcar_compile.runtime.backends.accelerator.engine import Engine
 from fastcar_compile.runtime.backends.accelerator.unit import Buffer

@@ -8,19 +8,25 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Never
 
 import numpy as np
 import pytest
 import torch
 import tvm
 from safetensors.torch import save_file
+from torch import fx, nn
 from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
 from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.converters import CONVERTERS
+from fastcar_compile.codegen.tvm.importer import SegmentImporter
+from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.pipeline import ENTRY
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program_json import decoder_section
@@ -87,10 +93,11 @@ class Bound:
         return self.accelerator(layer, *map(torch.tensor, (x, replay, cached))).numpy()
 
     def gate(
-        self, layer: int, query: np.ndarray, key: np.ndarray, chain: np.ndarray
+        self, layer: int, inputs: GateInputs[np.ndarray], chain: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As Offloaded.gate."""
-        found = self.unit(layer, *map(torch.tensor, (query, key, chain)), self.step)
+        given = GateInputs(*(None if v is None else torch.tensor(v) for v in vars(inputs).values()))
+        found = self.unit(layer, given, torch.tensor(chain), self.step)
         return found.replay.numpy(), found.score.numpy(), found.chain.numpy()
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -115,10 +122,13 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         calls.append(layer)
         return torch.where(replay[:, None], cached, torch.tanh(x) * (layer + 1))
 
-    def unit(layer: int, query: torch.Tensor, key: torch.Tensor, chain: torch.Tensor, step: int) -> GateDecision:
+    def unit(layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor, step: int) -> GateDecision:
         gates.append((layer, step))
         replay = torch.full((case.batch,), step >= FRAME)
-        return GateDecision(replay, query.sum((1, 2)) * key.sum((1, 2)), chain + 1)
+        assert inputs.query is not None
+        assert inputs.key is not None
+        assert inputs.x is None
+        return GateDecision(replay, inputs.query.sum((1, 2)) * inputs.key.sum((1, 2)), chain + 1)
 
     register_functions()
     backend = CpuStepper(libraries, decoder_section(host), numpy_params(host), threads=1, decode="offload")
@@ -149,6 +159,29 @@ def test_every_unsupported_operator_is_named() -> None:
             node.meta = {"val": logits.meta["val"], "source": "decoder.py:12"}
     with pytest.raises(CompileError, match=r"(?s)2 problems.*aten\.lgamma\.default.*decoder\.py:12.*aten\.cummax"):
         lower(source.graph_module, source.outputs)
+
+
+@pytest.mark.parametrize(("own", "error"), [(True, AssertionError), (False, CompileError)])
+def test_a_failed_assertion_is_told_as_the_model_s_only_in_tvm_s_converters(
+    own: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of this package it is a defect."""
+
+    def fails(_call: object) -> Never:
+        raise AssertionError("an invariant")
+
+    importer, add = SegmentImporter(relax.BlockBuilder(), PORTABLE), torch.ops.aten.add.Tensor
+    if own:
+        monkeypatch.setitem(CONVERTERS, add, fails)
+    else:
+        monkeypatch.delitem(CONVERTERS, add, raising=False)
+        importer.update_convert_map({add.__name__: fails})
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(1)
+    graph.output((graph.call_function(add, (x, x)),))
+    with pytest.raises(error, match="an invariant"):
+        importer.add_function(fx.GraphModule(nn.Module(), graph), "main", 0)
 
 
 def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:

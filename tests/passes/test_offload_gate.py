@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from gates import foreign
 from torch import Tensor
 
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
@@ -24,19 +29,41 @@ REPLAY = (*analysis_pipeline(), InsertReplay((1.5,), max_chain=2))
 
 
 class Unit:
-    """TAS and gate by the operators, with the threshold and limit of its own; keeps what it was called with."""
+    """Score and gate by the operators, with the threshold and rules of its own; keeps what it was called with."""
 
-    def __init__(self, scale: float, threshold: float, max_chain: int = -1, couple: bool = False) -> None:
-        self.scale, self.threshold, self.options = scale, threshold, (max_chain, couple)
+    def __init__(self, gate: str, scale: float, threshold: float, *rules: int) -> None:
+        self.gate, self.scale, self.threshold, self.rules = gate, scale, threshold, rules
         self.steps: list[tuple[int, int]] = []
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
+    def __call__(self, layer: int, inputs: GateInputs[Tensor], chain: Tensor, step: int) -> GateDecision:
         self.steps.append((layer, step))
-        at = torch.zeros(1, dtype=torch.int64)
-        score = fastcar.tas(query[:, :, None], key[:, :, None], at, 1, self.scale)
+        score = SCORES[self.gate](inputs, self.scale, step)
         limit, now = torch.tensor([self.threshold]), torch.tensor([step])
-        replay = fastcar.gate(score, limit, now, chain.repeat(FRAME, 1), FRAME, *self.options)
+        at_most = self.gate not in ("tas", "heads")
+        replay = fastcar.gate(score, limit, now, chain.repeat(FRAME, 1), FRAME, *self.rules, at_most)
         return GateDecision(replay, score, torch.where(replay, chain + 1, 0).to(torch.int32))
+
+
+HEADS = ((1, -0.5),)
+AT = torch.zeros(1, dtype=torch.int64)
+
+
+def heads_of(inputs: GateInputs[Tensor]) -> tuple[Tensor, Tensor]:
+    """The query, and a key cache of one row."""
+    assert inputs.query is not None
+    assert inputs.key is not None
+    return inputs.query[:, :, None], inputs.key[:, :, None]
+
+
+SCORES: dict[str, Callable[[GateInputs[Tensor], float, int], Tensor]] = {
+    "tas": lambda v, scale, _t: fastcar.tas(*heads_of(v), AT, 1, scale),
+    "heads": lambda v, scale, _t: fastcar.tas_heads(*heads_of(v), AT, 1, scale, [1], [-0.5]),
+    "input_delta": lambda v, _s, _t: fastcar.input_delta(v.x, v.cached),
+    "bound": lambda v, _s, _t: fastcar.output_bound(v.x, v.cached, *heads_of(v), AT, 1, 0.1),
+    "random": lambda _v, _s, t: fastcar.random_score(torch.tensor([t]), BATCH, 0),
+}
+READ = {"tas": "qk", "heads": "qk", "input_delta": "xc", "bound": "qkxc", "random": ""}
+"""What the unit is given: q and key, x and the cached x."""
 
 
 def test_second_application_changes_nothing() -> None:
@@ -58,17 +85,24 @@ def test_every_layer_has_its_own_call() -> None:
     passes = (*analysis_pipeline(), InsertReplay((1.5, None, 0.5)), OffloadGate())
     program = after(*passes, blocks=(TinyBlock,) * 3)
     calls = [n for n in nodes_of(program) if is_op(n, fastcar.offloaded_gate)]
-    assert [n.args[6] for n in calls] == [0, 2]
+    assert [n.args[8] for n in calls] == [0, 2]
     assert not [n for n in nodes_of(program) if is_op(n, fastcar.tas, fastcar.gate)]
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("threshold", [INF, 0.0, -INF])
-def test_decisions_scores_and_outputs_stay_the_same(threshold: float, coupled: bool) -> None:
-    passes = (*analysis_pipeline(), InsertReplay((1.5,), 2, coupled))
+@pytest.mark.parametrize("rules", [(2, False, 0), (2, True, 2)])
+@pytest.mark.parametrize(
+    ("gate", "threshold"),
+    [("tas", 0.0), ("tas", -INF), ("heads", 0.0), ("input_delta", 0.5), ("bound", 0.6), ("random", 0.5)],
+)
+def test_decisions_scores_and_outputs_stay_the_same(gate: str, threshold: float, rules: tuple[int, bool, int]) -> None:
+    max_chain, coupled, refresh = rules
+    options: dict[str, Any] = {"gate": "tas", "heads": (HEADS,)} if gate == "heads" else {"gate": gate}
+    passes = (*analysis_pipeline(), InsertReplay((1.5,), max_chain, coupled, refresh_every=refresh or None, **options))
     expected = decode(after(*passes), threshold)
     host = after(*passes, OffloadGate())
-    unit = Unit(host.sites[0].attention.scale, threshold, 2, coupled)
+    (call,) = [n for n in nodes_of(host) if is_op(n, fastcar.offloaded_gate)]
+    assert "".join(name for name, given in zip("qkxc", call.args, strict=False) if given is not None) == READ[gate]
+    unit = Unit(gate, host.sites[0].attention.scale, threshold, *rules)
     with bound_gate_unit(unit):
         actual = decode(host)  # the threshold that the graph is given is not read
     for a, e in zip(actual, expected, strict=True):
@@ -82,13 +116,21 @@ def test_chain_counts_are_those_that_the_unit_returns() -> None:
     backend, ids = backend_of(host), token_ids()
     counts = torch.tensor([[7, 9]], dtype=torch.int32).repeat(FRAME, 1)
 
-    def unit(layer: int, query: Tensor, key: Tensor, chain: Tensor, step: int) -> GateDecision:
+    def unit(layer: int, inputs: GateInputs[Tensor], chain: Tensor, step: int) -> GateDecision:
         return GateDecision(torch.zeros(BATCH, dtype=torch.bool), torch.zeros(BATCH), counts[step].clone())
 
     with bound_gate_unit(unit):
         for t in range(FRAME):
             backend.decode(ids[:, t : t + 1], t, t, np.full(1, INF, np.float32))
     assert torch.equal(backend._state["chain_count_0"], counts)
+
+
+def test_a_gate_of_another_package_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where its score is an operator that the controller has: the table says nothing of it."""
+    program = after(*analysis_pipeline(), InsertReplay((1.5,), gate=foreign.register(monkeypatch)))
+    before = everything(program)
+    assert OffloadGate().apply(program) is False
+    assert everything(program) == before
 
 
 def test_without_a_unit_the_error_says_so() -> None:

@@ -11,7 +11,7 @@ import torch
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram, Ring, StateRole
-from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.query import argument_names, is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
@@ -100,8 +100,9 @@ def test_offloaded_gate_gets_the_row() -> None:
     for program in (before, later):
         (call,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.offloaded_gate)]
         (row,) = [n for n in program.graph_module.graph.nodes if is_op(n, fastcar.ring_row)]
-        assert call.args[3] is row
-        assert call.args[5] == 0
+        names = argument_names(call)
+        assert call.args[names.index("position")] is row
+        assert call.args[names.index("stride")] == 0
         assert row.args[1:] == (FRAME, 1, FRAME + CHUNK)
 
 

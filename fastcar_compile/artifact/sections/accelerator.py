@@ -130,7 +130,11 @@ class KernelPart(Part):
 
 
 class LimitsPart(Part):
-    """What the controller can hold: cores, rows, passes, 32-bit words of a table, 128-bit words of a row of q, key."""
+    """What the controller can hold.
+
+    Cores, rows, passes, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's
+    input; hidden units of a network; query heads that have a weight or a sum each.
+    """
 
     cores: int
     rows: int
@@ -140,16 +144,21 @@ class LimitsPart(Part):
     key_words: int
     gate: str
     units: int
+    heads: int
 
 
 class ControllerPart(Part):
-    """The TAS unit and DRS controller. gated_layers: layers whose gate it decides."""
+    """The score unit and DRS controller.
+
+    gated_layers: layers whose gate it decides. refresh_period: forwards from one frame without replay to the next.
+    """
 
     table_version: int
     gate: str
     gated_layers: tuple[int, ...]
     couple_cfg: bool
     max_chain: int | None
+    refresh_period: int | None
     prefetch_bytes: int
     limits: LimitsPart
     usage_estimate: UsagePart

@@ -12,12 +12,15 @@ from fastcar_compile.artifact.sections.accelerator import ControllerPart, Limits
 from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.scores import pack_network
-from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, Limits, build_table
+from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, Limits
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
+from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.sites import LayerSite
 
 
 def attention_of(program: DecoderProgram) -> AttentionShape:
@@ -38,28 +41,42 @@ def attention_of(program: DecoderProgram) -> AttentionShape:
     return next(iter(shapes))
 
 
-def gate_kind(program: DecoderProgram, config: CompileConfig) -> GateKind:
+def decided_sites(program: DecoderProgram) -> list[LayerSite]:
+    """Return the layers whose gate the controller decides."""
+    return [s for s in program.sites if s.replay is not None and decided_on_accelerator(s.replay.gate)]
+
+
+def gate_kind(program: DecoderProgram) -> GateKind:
     """Return the score that the controller is built for: that of the layers which it decides, else TAS."""
-    replay = config.replay
-    gated = [s.replay for s in program.sites if s.replay is not None]
-    own = [r for r in gated if replay and decided_on_accelerator(r.gate, r.heads, replay.refresh_every)]
-    return GateKind[own[0].gate.upper()] if own else GateKind.TAS
+    gates = [site.replay.gate for site in decided_sites(program) if site.replay is not None]
+    return GateKind[gates[0].upper()] if gates else GateKind.TAS
 
 
-def operands_of(program: DecoderProgram, config: CompileConfig) -> AttentionShape:
-    """Return what the controller reads of a row: q and key, or x and the cached x as one head of their width.
+def gate_score(program: DecoderProgram) -> GateScore:
+    """Return the score with the sizes of what it reads besides q and the key."""
+    kind, sites = gate_kind(program), decided_sites(program)
+    heads = tuple(None if s.replay is None else s.replay.heads for s in program.sites)
+    return GateScore(
+        kind,
+        width=program.sites[0].mlp.hidden if kind.reads_input else 0,
+        units=max((len(weights.b1) for weights in networks_of(program).values()), default=0),
+        heads=heads if sites and kind is GateKind.TAS else None,
+        distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
+    )
+
+
+def heads_of(program: DecoderProgram) -> AttentionShape:
+    """Return the heads of q and k that the controller reads; one head of one element where it reads neither.
 
     Raises:
         CompileError: the layers have different attention shapes.
     """
-    if gate_kind(program, config).at_most:
-        return AttentionShape(1, 1, program.sites[0].mlp.hidden)
-    return attention_of(program)
+    return attention_of(program) if gate_kind(program).reads_query else AttentionShape(1, 1, 1)
 
 
-def networks_of(program: DecoderProgram, config: CompileConfig) -> Mapping[int, LayerWeights]:
+def networks_of(program: DecoderProgram) -> Mapping[int, LayerWeights]:
     """Return the networks that the controller reads, by layer; empty for other gates than `learned`."""
-    if gate_kind(program, config) is not GateKind.LEARNED:
+    if gate_kind(program) is not GateKind.LEARNED:
         return {}
     weights = weights_in(program.params, len(program.sites))
     return {} if weights is None else weights.layers
@@ -71,18 +88,13 @@ def network_stream(weights: LayerWeights) -> NDArray[np.uint8]:
     return pack_network(w1, b1, w2, b2).view(np.uint8).reshape(-1)
 
 
-def most_units(program: DecoderProgram, config: CompileConfig) -> int:
-    """Return the hidden units of the largest network that the controller reads; 0: its gate has none."""
-    return max((len(weights.b1) for weights in networks_of(program, config).values()), default=0)
-
-
-def controller_spec(program: DecoderProgram, config: CompileConfig) -> ControllerSpec:
+def controller_spec(program: DecoderProgram) -> ControllerSpec:
     """Return what the controller has to be built for.
 
     Raises:
         CompileError: the layers have different attention shapes.
     """
-    return ControllerSpec(operands_of(program, config), gate_kind(program, config), most_units(program, config))
+    return ControllerSpec(heads_of(program), gate_score(program))
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
@@ -97,23 +109,18 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int, pr
         CompileError: the layers have different attention shapes.
         UserError: a size is out of the table's range.
     """
-    sites, replay = program.sites, config.replay
-    refresh = replay.refresh_every if replay else None
-    own = [s.replay is not None and decided_on_accelerator(s.replay.gate, s.replay.heads, refresh) for s in sites]
-    kind = gate_kind(program, config)
-    sign = -1.0 if kind.at_most else 1.0
+    sites, replay, score = program.sites, config.replay, gate_score(program)
+    own = {site.layer for site in decided_sites(program)}
+    sign = -1.0 if score.kind.at_most else 1.0
     return build_table(
         *(len(sites), config.batch_size, cores, config.tokens_per_frame),
-        [
-            sign * s.threshold if unit and s.threshold is not None else float("inf")
-            for s, unit in zip(sites, own, strict=True)
-        ],
-        attention=operands_of(program, config),
-        scales=[s.attention.scale if unit else None for s, unit in zip(sites, own, strict=True)],
-        gate=kind,
-        units=most_units(program, config),
+        [sign * s.threshold if s.layer in own and s.threshold is not None else float("inf") for s in sites],
+        attention=heads_of(program),
+        scales=[s.attention.scale if s.layer in own else None for s in sites],
+        gate=score,
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
+        refresh_every=replay.refresh_every if replay else None,
         prefetch=[prefetch_bytes] * len(sites),
     )
 
@@ -127,6 +134,7 @@ def controller_part(table: DrsTable) -> ControllerPart:
         gated_layers=tuple(layer for layer, factor in enumerate(table.factors) if factor != 0),
         couple_cfg=table.couple_cfg,
         max_chain=table.max_chain,
+        refresh_period=table.refresh_period or None,
         prefetch_bytes=max(table.prefetch),
         limits=_limits_part(limits, table),
         usage_estimate=controller_usage(limits).part,

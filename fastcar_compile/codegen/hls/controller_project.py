@@ -9,11 +9,12 @@ import numpy as np
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface
 from fastcar_compile.codegen.hls.render import render
-from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.builder import GateScore, build_table
+from fastcar_compile.drs.inputs import Array, GateInputs, pack_inputs
 from fastcar_compile.drs.reader import words_of
-from fastcar_compile.drs.scores import network_words
+from fastcar_compile.drs.scores import network_words, pack_network
 from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import NO_LAYER, AttentionShape, DrsTable, Limits, build_table, table_words
+from fastcar_compile.drs.table import FLOATS_PER_WORD, NO_LAYER, AttentionShape, DrsTable, GateKind, Limits
 
 BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""
@@ -34,11 +35,12 @@ def limits_of(table: DrsTable) -> Limits:
         cores=table.cores,
         rows=table.rows,
         passes=-(-table.rows // table.cores),
-        table_words=table_words(table.layers, table.rows),
-        query_words=shape.query_words,
-        key_words=shape.key_words,
+        table_words=table.words,
+        query_words=max(table.row_query_words, 1),
+        key_words=max(table.row_key_words, table.input_words, 1),
         gate=table.gate,
         units=max(table.units, 1),
+        heads=shape.heads if table.gate is GateKind.BOUND else table.weighted_heads,
     )
 
 
@@ -52,9 +54,8 @@ def table_of_sizes(design: Design) -> DrsTable:
 
 def control_sizes(table: DrsTable) -> ControlSizes:
     """Return what the arguments of a controller hold, for tables of this size."""
-    shape, words = table.attention, table_words(table.layers, table.rows)
-    network = network_words(table.units, shape.head_dim) if table.units else 0
-    return ControlSizes(words, table.rows * shape.query_words, table.rows * shape.key_words + network)
+    network = network_words(table.units, FLOATS_PER_WORD * table.input_words) if table.units else 0
+    return ControlSizes(table.words, max(table.query_words, 1), max(table.key_words + network, 1))
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:
@@ -71,16 +72,18 @@ def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:
 def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
     """Emit the test bench.
 
-    Rows whose q is +1 replay and those with -1 compute, so that q makes the Index Register. The key is all ones.
+    q and x of a row are +1 where it replays and -1 where it computes, so that they make the Index Register. The key and
+    the cached x are all ones.
     """
     bench = _bench_table(table)
-    data, shape, layer, step = bench.to_bytes(), bench.attention, bench.layers - 1, bench.tokens_per_frame
-    key = pack_heads(np.ones((bench.rows, shape.kv_heads, shape.head_dim), np.float32))
-    expected, held = [], None
+    data, layer, step, held = bench.to_bytes(), bench.layers - 1, bench.tokens_per_frame, None
+    network = _bench_network(bench) if bench.units else None
+    expected = []
     for register in range(min(1 << bench.rows, BENCH_PATTERNS)):
         signs = np.array([-1.0 if register >> row & 1 else 1.0 for row in range(bench.rows)], np.float32)
-        query = pack_heads(np.broadcast_to(signs[:, None, None], (bench.rows, shape.heads, shape.head_dim)))
-        trace = run_layer(data, LayerCall(layer, step, query, key, np.zeros(bench.rows, np.int32), held))
+        operands = pack_inputs(_bench_inputs(bench, signs))
+        call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), held, network=network)
+        trace = run_layer(data, call)
         expected.append([f"0x{word:08x}u" for word in _result_words(trace)])
         held = trace.held
     return render(
@@ -89,6 +92,7 @@ def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
         patterns=BENCH_PATTERNS,
         capacity=CAPACITY,
         table=[f"0x{word:08x}u" for word in words_of(data)],
+        network=[] if network is None else [f"0x{word:08x}u" for word in network.view(np.uint32).reshape(-1)],
         bench=bench,
         layer=layer,
         step=step,
@@ -96,14 +100,47 @@ def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
     )
 
 
+def _bench_inputs(bench: DrsTable, signs: Array) -> GateInputs[Array]:
+    """Return what the gate reads, each row with its sign."""
+    shape, rows, width = bench.attention, bench.rows, FLOATS_PER_WORD * bench.input_words
+    heads, x = (None, None), (None, None)
+    if bench.gate.reads_query:
+        query = np.broadcast_to(signs[:, None, None], (rows, shape.heads, shape.head_dim))
+        heads = (query, np.ones((rows, shape.kv_heads, shape.head_dim), np.float32))
+    if bench.gate.reads_input:
+        x = (np.broadcast_to(signs[:, None], (rows, width)), np.ones((rows, width), np.float32))
+    return GateInputs(*heads, *x)
+
+
+def _bench_network(bench: DrsTable) -> Array:
+    """Return the words of a network of one unit, which adds the changes of x."""
+    width = FLOATS_PER_WORD * bench.input_words
+    w1 = np.concatenate([np.zeros(width), np.full(width, 2.0**-8)]).astype(np.float32)[None]
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    return pack_network(w1, zero, one, zero)
+
+
 def _bench_table(table: DrsTable) -> DrsTable:
-    """Return a table of the same sizes, so that co-simulation maps all of it, but every layer has a gate at 0, pairs and chains are free."""
-    layers, shape = table.layers, table.attention
+    """Return a table of the same sizes, so that co-simulation maps all of it, but every layer has a gate, pairs and chains are free.
+
+    A row that does not change replays, one whose sign changes computes. Of weighted heads the first one counts.
+    """
+    layers, kind = table.layers, table.gate
+    score = GateScore(
+        kind,
+        width=FLOATS_PER_WORD * table.input_words,
+        units=table.units,
+        heads=None if table.head_weights is None else (((0, 1.0),),) * layers,
+        distance_weight=table.distance_weight,
+    )
     return build_table(
-        *(layers, table.rows, table.cores, table.tokens_per_frame, [0.0] * layers),
-        attention=shape,
-        scales=[shape.head_dim**-0.5] * layers,
+        *(layers, table.rows, table.cores, table.tokens_per_frame),
+        [-(2.0**-10) if kind.at_most else 0.0] * layers,
+        attention=table.attention,
+        scales=[table.attention.head_dim**-0.5] * layers,
+        refresh_every=2 if table.refresh_period else None,
         prefetch=[4096] * layers,
+        gate=score,
     )
 
 

@@ -64,7 +64,7 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
     for call in plan.calls:
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
-    for layer, weights in networks_of(program, config).items():
+    for layer, weights in networks_of(program).items():
         words = network_words(weights.units, design.mlp.hidden)
         streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
     emit_hls(design, writer.root / HLS, table, board=board)

@@ -57,7 +57,7 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     _check_quantised(program, config)
     calls, kept = _linears(program) if config.offload == "linears" else ([], [])
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program, config), linears)
+    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears)
     found = explore(wanted, board, banks=footprint_of(program, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores, found.design.prefetch_bytes)
     return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))

@@ -9,9 +9,18 @@ from onnx import TensorProto
 
 from fastcar_compile.codegen.onnx.attention import earlier_key, fixed_sum
 from fastcar_compile.codegen.onnx.values import Value, cast, constant, floats, ints, op, shape
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
-from fastcar_compile.drs.scores import COSINE_BITS, LEAST_EXPONENT, SCALE_FIELD, distance_factor
-from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
+from fastcar_compile.drs.score import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+    distance_factor,
+    score_factor,
+)
+from fastcar_compile.drs.scores import LEAST_EXPONENT, SCALE_FIELD
 
 _FIELDS = np.arange(LEAST_EXPONENT, 255)
 """Exponent fields of a row of finite features."""

@@ -74,14 +74,21 @@ class SegmentImporter(ExportedProgramImporter):
         if node.target is _COND:
             return self._emit_cond(node, literals)
         context = Context(self.block_builder, self._isa, self.env, literals, self._stock)
-        try:
-            converter = CONVERTERS.get(node.target)
-            return self._stock(node) if converter is None else converter(Call(node, context))
-        except (AssertionError, NotImplementedError, ValueError) as error:
-            raise CompileError(f"TVM cannot import {node.target}: {error}", where=where(node)) from error
+        converter = CONVERTERS.get(node.target)
+        return self._stock(node) if converter is None else converter(Call(node, context))
 
     def _stock(self, node: fx.Node) -> relax.Expr:
-        return self.convert_map[_name(node.target)](node)
+        """Return what TVM's own converter makes of the node. What it refuses is told as the model's fault.
+
+        A failed assertion of a converter of this package is a defect, and stays what it is.
+
+        Raises:
+            CompileError: the converter refuses the node's arguments.
+        """
+        try:
+            return self.convert_map[_name(node.target)](node)
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise CompileError(f"TVM cannot import {node.target}: {error}", where=where(node)) from error
 
     def _emit_cond(self, node: fx.Node, literals: Sequence[relax.Var]) -> relax.Var:
         """Emit an `If` whose branches call the branches' functions."""

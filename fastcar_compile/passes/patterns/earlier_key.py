@@ -37,8 +37,9 @@ def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by:
 
 
 def reads_earlier_key(node: fx.Node) -> bool:
-    """Return whether the operator reads a key at row `position - stride` of a key cache."""
-    return {"key_cache", "position", "stride"} <= set(argument_names(node))
+    """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
+    names = argument_names(node)
+    return {"key_cache", "position", "stride"} <= set(names) and node.args[names.index("key_cache")] is not None
 
 
 def key_cache_of(score: fx.Node) -> fx.Node:

@@ -32,8 +32,16 @@ from fastcar_compile.drs.table import (
     MAX_ROWS,
     DrsTable,
     GateKind,
-    table_words,
 )
+
+ROOT_DEPTH = 25 * INTEGER
+"""A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""
+
+HASH_PRODUCTS = 9
+"""Products of a hash, one after the other (hash_round of fastcar_gate_core.hpp)."""
+
+REMAINDER_BITS = 32
+"""Bits of the number of a forward, one per clock."""
 
 SHIFT = 2
 """Stages of a shifter of 64 bits with rounding."""
@@ -46,6 +54,8 @@ CHANGE_DEPTH = READ + ADD_CLOCKS + SHIFT + 3 * INTEGER
 FEATURE_DEPTH = READ + ADD_CLOCKS + INTEGER + WRITE
 ROUND_FEATURE_DEPTH = READ + SHIFT + INTEGER + WRITE
 WEIGHT_DEPTH = READ + MULTIPLY + SHIFT + 4 * INTEGER
+HEADS_DEPTH = PRODUCT_DEPTH + INTEGER + WRITE
+COSINE_DEPTH = READ + TO_FLOAT + MULTIPLY + COMPARE + ROOT_DEPTH + DIVIDE + COMPARE + SHIFT + 2 * INTEGER
 UNIT_DEPTH = READ + TO_FLOAT + 2 * MULTIPLY + ADD_CLOCKS + COMPARE + MULTIPLY + SHIFT + INTEGER
 
 TABLE_INTERVAL = 4
@@ -79,6 +89,8 @@ class ControlShape:
         layer_words: instruction words of a layer. table_beats: 128-bit words of the table.
         query_words, key_words: 128-bit words of one row of q and of the cached key; 0: the gate reads neither.
         input_words: of one row of the MLP's input; 0: the gate does not read it. units: of the largest network.
+        heads: query heads. weighted: whether each has a weight in the table.
+        refreshes: whether the number of the forward is compared with a refresh period.
     """
 
     layers: int
@@ -90,15 +102,26 @@ class ControlShape:
     input_words: int
     gate: GateKind
     units: int
+    heads: int = 1
+    weighted: bool = False
+    refreshes: bool = False
 
     @classmethod
     def of(cls, table: DrsTable) -> ControlShape:
         """Return the sizes of a table."""
-        shape = table.attention
-        query, key, own = (0, 0, shape.query_words) if table.gate.at_most else (shape.query_words, shape.key_words, 0)
-        beats = ceil(table_words(table.layers, table.rows) / FLOATS_PER_WORD)
         return cls(
-            *(table.layers, table.rows, len(table.instructions[0]), beats, query, key, own), table.gate, table.units
+            layers=table.layers,
+            rows=table.rows,
+            layer_words=len(table.instructions[0]),
+            table_beats=ceil(table.words / FLOATS_PER_WORD),
+            query_words=table.row_query_words,
+            key_words=table.row_key_words,
+            input_words=table.input_words,
+            gate=table.gate,
+            units=table.units,
+            heads=table.attention.heads,
+            weighted=table.head_weights is not None,
+            refreshes=table.refresh_period != 0,
         )
 
     def answer_beats(self, records: int) -> int:
@@ -141,9 +164,10 @@ def _answer(beats: int) -> Loop:
 
 def _scores(shape: ControlShape) -> tuple[Loop, ...]:
     """Return the loops of all rows' scores and of their comparison with the threshold."""
-    first = (Loop("network_scores", "units", 1, READ, moves=True),) if shape.gate is GateKind.LEARNED else ()
+    first = FIRST_LOOPS[shape.gate](shape) if shape.gate in FIRST_LOOPS else ()
+    refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if shape.refreshes else ()
     compare = Loop("rows_that_pass", "compare_rows", shape.rows, READ + COMPARE + INTEGER)
-    return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare
+    return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare, *refresh
 
 
 def _schedule_loops(shape: ControlShape, scores: tuple[Loop, ...]) -> tuple[Loop, ...]:
@@ -175,11 +199,22 @@ def _key(words: int) -> Loop:
 
 
 def _tas(shape: ControlShape) -> tuple[Loop, ...]:
+    name, label, depth = "row_sum", "read_query", PRODUCT_DEPTH
+    if shape.weighted:
+        name, label, depth = "weighted_row_sum", "read_weighted_query", PRODUCT_DEPTH + MULTIPLY
     return (
         _key(shape.key_words),
-        Loop("row_sum", "read_query", shape.query_words, PRODUCT_DEPTH, moves=True),
+        Loop(name, label, shape.query_words, depth, moves=True),
         Loop("scores_of_rows", "score", 1, TO_FLOAT + MULTIPLY + WRITE),
     )
+
+
+def _head_weights(shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("load_weights", "copy_weights", shape.heads, READ + WRITE),) if shape.weighted else ()
+
+
+def _units(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("network_scores", "units", 1, READ, moves=True),)
 
 
 def _input_delta(shape: ControlShape) -> tuple[Loop, ...]:
@@ -188,6 +223,26 @@ def _input_delta(shape: ControlShape) -> tuple[Loop, ...]:
         Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
         Loop("change_scores", "score", 1, TO_FLOAT + COMPARE + DIVIDE + WRITE),
     )
+
+
+def _bound(shape: ControlShape) -> tuple[Loop, ...]:
+    score = TO_FLOAT + 2 * MULTIPLY + ROOT_DEPTH + COMPARE + DIVIDE + ADD_CLOCKS + WRITE
+    return (
+        _key(shape.input_words),
+        Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
+        _key(shape.key_words),
+        Loop("heads_of_row", "read_heads", shape.query_words, HEADS_DEPTH, moves=True),
+        Loop("distance_of_heads", "add_cosines", shape.heads, COSINE_DEPTH),
+        Loop("bound_scores", "score", 1, score),
+    )
+
+
+def _constant(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("constant_scores", "score_constants", 1, WRITE),)
+
+
+def _random(_shape: ControlShape) -> tuple[Loop, ...]:
+    return (Loop("random_scores", "score_hashes", 1, HASH_PRODUCTS * (MULTIPLY + 3 * INTEGER) + TO_FLOAT + WRITE),)
 
 
 def _learned(shape: ControlShape) -> tuple[Loop, ...]:
@@ -213,6 +268,16 @@ def _learned(shape: ControlShape) -> tuple[Loop, ...]:
 SCORE_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
     GateKind.TAS: _tas,
     GateKind.INPUT_DELTA: _input_delta,
+    GateKind.BOUND: _bound,
     GateKind.LEARNED: _learned,
+    GateKind.ALWAYS: _constant,
+    GateKind.NEVER: _constant,
+    GateKind.RANDOM: _random,
 }
 """By gate: the loops of one row's score."""
+
+FIRST_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
+    GateKind.TAS: _head_weights,
+    GateKind.LEARNED: _units,
+}
+"""By gate: the loops before the first row."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
+from fastcar_compile.drs.builder import GateScore
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.scores import BFLOATS_PER_WORD, network_words
 from fastcar_compile.drs.table import (
@@ -51,48 +52,74 @@ UNIT_BITS = 160
 """What is kept of a unit of a network: its sum, b1, w2 and the exponent."""
 
 
+ROOT_LUT, ROOT_FF = 1_400, 1_500
+"""A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
+
+HASH_DSP = 4
+"""31 by 31 bits."""
+
+HEAD_SUM_BITS = 192
+"""Gate `bound` keeps three sums of 64 bits per query head."""
+
+
 @dataclass(frozen=True)
 class ScoreUnit:
-    """What computes a score: its DSPs, and shifters with rounding, of which a product has one. Estimate."""
+    """What computes a score: its DSPs, shifters with rounding, of which a product has one, and square roots. Estimate."""
 
     dsp: int
     products: int
+    roots: int = 0
+
+
+_CHANGE = ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD)
+_COSINES = 3 * FLOATS_PER_WORD
 
 
 @dataclass(frozen=True)
 class ControllerSpec:
-    """What the TAS unit and controller beside an engine are built for.
+    """What the score unit and controller beside an engine are built for.
 
     Args:
-        attention: what a score reads of a row: q and key, or x and the cached x as one head.
-        gate: the score. units: of the largest network; 0: the gate has none.
+        attention: heads of q and k; one head of one element where the gate reads neither.
+        score: the score, and the sizes of what else it reads.
     """
 
     attention: AttentionShape
-    gate: GateKind = GateKind.TAS
-    units: int = 0
+    score: GateScore = field(default_factory=GateScore)
 
     def limits(self, mlp: MlpSpec) -> Limits:
         """Return what a controller has to hold for these layers and rows."""
+        shape, score, kind = self.attention, self.score, self.score.kind
+        weighted = shape.heads if score.weighted else 0
         return Limits(
-            table_words=table_words(mlp.layers, mlp.batch),
-            query_words=self.attention.query_words,
-            key_words=self.attention.key_words,
-            gate=self.gate,
-            units=max(self.units, 1),
+            table_words=table_words(mlp.layers, mlp.batch, weighted),
+            query_words=shape.query_words if kind.reads_query else 1,
+            key_words=max(shape.key_words if kind.reads_query else 1, score.input_words),
+            gate=kind,
+            units=max(score.units, 1),
+            heads=shape.heads if kind is GateKind.BOUND else weighted,
         )
 
 
 SCORE_UNITS = {
     GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
-    GateKind.INPUT_DELTA: ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD),
+    GateKind.INPUT_DELTA: _CHANGE,
+    GateKind.BOUND: ScoreUnit(
+        _CHANGE.dsp + _COSINES * PRODUCT_DSP + 3 * SCORE_DSP + DIVIDE_DSP + SUBTRACT_DSP,
+        _CHANGE.products + _COSINES + 1,
+        roots=2,
+    ),
     GateKind.LEARNED: ScoreUnit(
         FLOATS_PER_WORD * SUBTRACT_DSP + BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP,
         FLOATS_PER_WORD + BFLOATS_PER_WORD + 1,
     ),
+    GateKind.ALWAYS: ScoreUnit(0, 0),
+    GateKind.NEVER: ScoreUnit(0, 0),
+    GateKind.RANDOM: ScoreUnit(HASH_DSP, 0),
 }
-"""By gate: four changes per clock and two magnitudes each; for a network four features, eight products of the first layer,
-one of the second, and the scaling and bias of both."""
+"""By gate: four changes per clock and two magnitudes each; for `bound` also three products of four lanes per clock, and per
+head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
+the scaling and bias of both."""
 
 
 def controller_cycles(table: DrsTable, records: int = 0) -> int:
@@ -125,11 +152,12 @@ def controller_traffic(table: DrsTable, records: int = 0) -> Traffic:
     Args:
         records: that are dispatched; 0: all that a layer without replay has.
     """
-    shape, rows = table.attention, table.rows
-    network = network_words(table.units, shape.head_dim) if table.units else 0
-    heads = (shape.query_words, shape.key_words + network)
-    beats = rows * sum(heads) + _counts_beats(rows) + _answer_beats(records or rows + 2)
-    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in heads) + 2, beats)
+    rows, width = table.rows, FLOATS_PER_WORD * table.input_words
+    # The first word of a network is its number of units, read once; every row reads the others.
+    network = network_words(table.units, width) - 1 if table.units else 0
+    runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
+    beats = rows * sum(runs) + (1 if network else 0) + _counts_beats(rows) + _answer_beats(records or rows + 2)
+    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
 
 
 def _counts_beats(rows: int) -> int:
@@ -142,15 +170,18 @@ def _answer_beats(records: int) -> int:
 
 def controller_usage(limits: Limits) -> Usage:
     """Return the resources besides the AXI ports."""
-    unit = SCORE_UNITS[limits.gate or GateKind.TAS]
-    features = 2 * limits.key_words + 2 if limits.gate is GateKind.LEARNED else 0
+    kind = limits.gate or GateKind.TAS
+    unit = SCORE_UNITS[kind]
+    features = 2 * limits.key_words + 2 if kind is GateKind.LEARNED else 0
+    weighted = kind is GateKind.TAS and limits.heads > 0
     return Usage(
-        lut=CONTROL_LUT + unit.products * PRODUCT_LUT,
-        ff=CONTROL_FF + unit.products * PRODUCT_FF,
-        dsp=unit.dsp + CHECK_DSP,
+        lut=CONTROL_LUT + unit.products * PRODUCT_LUT + unit.roots * ROOT_LUT,
+        ff=CONTROL_FF + unit.products * PRODUCT_FF + unit.roots * ROOT_FF,
+        dsp=unit.dsp + CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0),
         bram36=bram_blocks(128, limits.key_words)
         + bram_blocks(128, features)
         + bram_blocks(UNIT_BITS, limits.units)
+        + bram_blocks(HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads)
         + bram_blocks(32, limits.table_words)
         + bram_blocks(ANSWER_BANKS * 32, ANSWER_WORDS),
     )

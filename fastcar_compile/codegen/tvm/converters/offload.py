@@ -25,5 +25,8 @@ def _offloaded_linear(call: Call) -> Value:
 
 @converts(fastcar.offloaded_gate.default)
 def _offloaded_gate(call: Call) -> Value:
-    tensors: list[relax.Expr] = call.values("query", "key_cache", "chain", "position", "step")
+    """Emit the call; what the gate does not read is the integer 0."""
+    given = [call.optional(name) for name in ("query", "key_cache", "x", "cached")]
+    operands = [IntImm("int64", 0) if operand is None else operand.value for operand in given]
+    tensors: list[relax.Expr] = [*operands, *call.values("chain", "position", "step")]
     return call.packed(GATE_FUNCTION, [*tensors, IntImm("int64", call.integer("stride")), call.literal("layer")])

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
 from fastcar_compile.formats import kv_type
 from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
@@ -20,12 +21,11 @@ Array = NDArray[Any]
 class Offloaded(Protocol):
     """What runs offloaded gates, MLPs and linears."""
 
-    def gate(self, layer: int, query: Array, key: Array, chain: Array) -> tuple[Array, Array, Array]:
+    def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay bool [B], score float32 [B] and chain int32 [B] of one layer.
 
         Args:
-            query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
-            chain: int32 [B], replays in a row at this slot.
+            inputs: what the layer's gate reads. chain: int32 [B], replays in a row at this slot.
         """
         ...
 
@@ -63,16 +63,25 @@ def _offloaded_mlp(x: Any, replay: Any, cached: Any, layer: int, out: Any) -> No
     fill(out, _backend().mlp(layer, as_array(x), as_array(replay), as_array(cached)))
 
 
-def _offloaded_gate(
-    query: Any, keys: Any, chain: Any, position: Any, _step: Any, stride: int, layer: int, *results: Any
-) -> None:
+def _offloaded_gate(query: Any, keys: Any, x: Any, cached: Any, chain: Any, *rest: Any) -> None:
     """Decide one layer; the unit gets the key row `position - stride` (clamped to 0), the cache is not copied."""
-    q = as_array(query)
-    row = as_array(keys)[:, :, max(int(as_array(position)[0]) - stride, 0)]
-    key = kv_type(row.dtype).widened(row, q.shape[3])
-    decision = _backend().gate(layer, q[:, :, 0], key, as_array(chain))
+    position, _step, stride, layer, *results = rest
+    own, key = (None, None) if _absent(query) else _earlier(query, keys, int(as_array(position)[0]) - stride)
+    inputs = GateInputs(own, key, *(None if _absent(value) else as_array(value) for value in (x, cached)))
+    decision = _backend().gate(layer, inputs, as_array(chain))
     for result, value in zip(results, decision, strict=True):
         fill(result, value)
+
+
+def _absent(operand: Any) -> bool:
+    """Return whether the gate does not read an operand: it is the integer 0 then."""
+    return isinstance(operand, int)
+
+
+def _earlier(query: Any, keys: Any, row: int) -> tuple[Array, Array]:
+    """Return q [B, Hq, D] and one row of the key cache [B, Hkv, D], both float32."""
+    own, key = as_array(query), as_array(keys)[:, :, max(row, 0)]
+    return own[:, :, 0], kv_type(key.dtype).widened(key, own.shape[3])
 
 
 def _offloaded_linear(x: Any, name: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""The TAS unit and DRS controller of an artifact, in C simulation or on a board: it decides and dispatches."""
+"""The score unit and DRS controller of an artifact, in C simulation or on a board: it decides and dispatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.offload import Op
-from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.inputs import GateInputs, pack_inputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.result import RESULT_WORDS, read_result
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace
@@ -144,18 +144,16 @@ class GateController:
             self._load(self._table.to_bytes())
             self._held = None
 
-    def decide(self, layer: int, query: Array, key: Array, chain: Array) -> GateDecision:
+    def decide(self, layer: int, inputs: GateInputs[Array], chain: Array) -> GateDecision:
         """Return the decision for one layer.
 
         Args:
-            query: float32 [B, Hq, D], or x as one head. key: float32 [B, Hkv, D], the cached key one frame earlier, or
-                the cached x.
-            chain: int32 [B], replays in a row at this slot.
+            inputs: what the layer's gate reads. chain: int32 [B], replays in a row at this slot.
 
         Raises:
             BackendError: the controller stopped with a status other than OK.
         """
-        trace = self._run(layer, pack_heads(query), pack_heads(key), chain)
+        trace = self._run(layer, *pack_inputs(inputs), chain)
         replay = [not trace.index_register >> row & 1 for row in range(self._table.rows)]
         scores = self._sign * np.array(trace.scores, np.float32)
         return GateDecision(np.array(replay), scores, np.array(trace.chain, np.int32))

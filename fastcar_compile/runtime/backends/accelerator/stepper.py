@@ -8,6 +8,7 @@ from fastcar_compile.artifact.offload import NETWORK
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import AcceleratorSection
 from fastcar_compile.artifact.tensor_files import load_tensors
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions, stepping
@@ -33,7 +34,7 @@ def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
 class AcceleratorStepper(CpuStepper):
     """CpuStepper whose gates, MLPs and offloaded linears run on an accelerator. Prefill stays on the host.
 
-    The TAS unit gets q and the cached key and decides; the array executes what the DRS controller dispatched. Of a
+    The score unit gets what the gate reads and decides; the array executes what the DRS controller dispatched. Of a
     layer whose gate the host decides, the host's mask is the Index Register. The host sequences the linears; they are
     not in the DRS table, which schedules the rows of MLPs.
 
@@ -71,13 +72,13 @@ class AcceleratorStepper(CpuStepper):
         with stepping(self):
             return super().decode(inputs, position, step, thresholds)
 
-    def gate(self, layer: int, query: Array, key: Array, chain: Array) -> tuple[Array, Array, Array]:
+    def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay, score and chain of one layer.
 
         When no row computes, the same launch fills the prefetch buffer with the beginning of the next layer's weights.
         """
         self._engine.bind(self._weights[f"layer_{self._gate.following(layer)}"])
-        decision = self._gate.decide(layer, query, key, chain)
+        decision = self._gate.decide(layer, inputs, chain)
         return decision.replay, decision.score, decision.chain
 
     def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:

@@ -23,8 +23,14 @@ from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import (
 )
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
-from fastcar_compile.drs.scores import COSINE_BITS, distance_factor
-from fastcar_compile.ops.gates import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
+from fastcar_compile.drs.score import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    distance_factor,
+)
 
 
 @kernel

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
 from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import rounded
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
@@ -77,6 +78,26 @@ class _Heads:
 
         return add_head
 
+    def sum_heads(self) -> Any:
+        """Return the macro (query, keys, i, before, acc, product): acc[0] = the sum of row i over all heads.
+
+        query: a function from (row, head) to the elements of a query head.
+        """
+        lanes, heads, group = self.lanes, self.query[1], self.query[1] // self.cache[1]
+        prefetch_keys, add_head = self.prefetch_keys(), self.add_head()
+
+        @inlined
+        def sum_heads(query, keys, i, before, acc, product):
+            for v in T.vectorized(lanes):
+                acc[v] = T.int64(0)
+            prefetch_keys(keys, i, before)
+            for h in range(heads):
+                add_head(query(i, h), row_at(keys, i, h // group, before), acc, product)
+            for v in T.unroll(lanes - 1):
+                acc[0] += acc[v + 1]
+
+        return sum_heads
+
 
 @kernel
 def tas(
@@ -95,10 +116,9 @@ def tas(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     heads = _Heads(query, cache, dtype, isa)
-    group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, hq)
-    prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
+    width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, hq), heads.sum_heads()
 
-    @script.prim_func(private=True, s_tir=True)
+    @T.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
@@ -113,13 +133,7 @@ def tas(
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                for v in T.vectorized(lanes):
-                    acc[v] = T.int64(0)
-                prefetch_keys(keys, i, before)
-                for h in range(hq):
-                    add_head(row_at(q, i, h, 0), row_at(keys, i, h // group, before), acc, product)
-                for v in T.unroll(lanes - 1):
-                    acc[0] += acc[v + 1]
+                sum_heads(_queries(q), keys, i, before, acc, product)
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
     return temporal_score
@@ -141,10 +155,9 @@ def tas_heads(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     heads = _Heads(query, cache, dtype, isa)
-    group, width, lanes, factor = hq // hkv, heads.keys_of.size, heads.lanes, score_factor(scale, 1)
-    prefetch_keys, add_head = heads.prefetch_keys(), heads.add_head()
+    width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, 1), heads.sum_heads()
 
-    @script.prim_func(private=True, s_tir=True)
+    @T.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
@@ -160,18 +173,17 @@ def tas_heads(
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                for v in T.vectorized(lanes):
-                    acc[v] = T.int64(0)
-                prefetch_keys(keys, i, before)
-                for h in range(hq):
-                    add_head(_weighted(q, weight, i, h), row_at(keys, i, h // group, before), acc, product)
-                for v in T.unroll(lanes - 1):
-                    acc[0] += acc[v + 1]
+                sum_heads(_weighted(q, weight), keys, i, before, acc, product)
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
     return weighted_temporal_score
 
 
-def _weighted(q: Any, weight: Any, i: Expr, h: Expr) -> Row:
-    """Return the elements of a query head times its weight, in float32."""
-    return lambda c: q[i, h, 0, c] * weight[h]
+def _queries(q: Any) -> Callable[[Expr, Expr], Row]:
+    """Return the elements of a query head, by row and head."""
+    return lambda i, h: row_at(q, i, h, 0)
+
+
+def _weighted(q: Any, weight: Any) -> Callable[[Expr, Expr], Row]:
+    """Return the elements of a query head times its weight, in float32, by row and head."""
+    return lambda i, h: lambda c: q[i, h, 0, c] * weight[h]

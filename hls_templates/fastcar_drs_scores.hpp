@@ -1,0 +1,146 @@
+// Scores of a layer's rows by the gate that a controller is built for, and the frames in which every row computes.
+#ifndef FASTCAR_DRS_SCORES_HPP
+#define FASTCAR_DRS_SCORES_HPP
+
+#include "fastcar_drs_table.hpp"
+#include "fastcar_gate_core.hpp"
+#include "fastcar_network_core.hpp"
+#include "fastcar_tas_core.hpp"
+
+namespace fastcar {
+namespace drs {
+
+// What one call is about. `crc` names the table that the host counts on.
+struct Call {
+    uint32_t crc;
+    uint32_t layer;
+    uint32_t step;
+    uint32_t query_words;
+    uint32_t key_words;
+    uint32_t held;
+    uint32_t capacity;
+    uint32_t mask;  // rows that compute in a layer without a gate
+};
+
+// One layer's fields of the table.
+struct Layer {
+    uint32_t threshold;
+    uint32_t factor;
+    uint32_t prefetch;
+    uint32_t prefetch_before;  // that of the layer before: how much of this layer's weights it fetched
+    uint32_t next;
+    uint32_t program;  // word of its first instruction
+    uint32_t weights;  // word of its first head's weight
+};
+
+template <class C>
+Layer read_layer(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], uint32_t layer) {
+    FASTCAR_NO_INLINE
+    const uint32_t last = header[F_LAYERS] - 1;
+    Layer fields;
+    fields.threshold = words[header[F_THRESHOLDS] + layer];
+    fields.factor = words[header[F_FACTORS] + layer];
+    fields.prefetch = words[header[F_PREFETCH] + layer];
+    fields.prefetch_before = words[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
+    fields.next = layer == last ? 0 : layer + 1;
+    fields.program = words[header[F_PROGRAMS] + layer];
+    fields.weights = header[F_HEAD_WEIGHTS] + times(layer, header[F_HEADS]);
+    return fields;
+}
+
+inline bool has_gate(const Layer& layer) {
+    FASTCAR_INLINE
+    return (layer.factor & 0x7FFFFFFFu) != 0;
+}
+
+// The layer's head weights, from the table into a memory of their own.
+template <class C>
+void load_weights(const uint32_t words[C::TABLE_WORDS], uint32_t first, uint32_t heads, uint32_t weights[C::HEAD_ROOM]) {
+    FASTCAR_NO_INLINE
+copy_weights:
+    for (uint32_t head = 0; head < heads; ++head) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, C::HEAD_ROOM)
+        weights[head] = words[first + head];
+    }
+}
+
+inline tas::HeadShape head_shape(const uint32_t header[HEADER_WORDS]) {
+    FASTCAR_INLINE
+    const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS], header[F_ROW_KEY_WORDS]};
+    return shape;
+}
+
+// TAS of every row. A kernel with room for head weights has a multiplier per lane; without weights in its table every head
+// has the weight 1, which changes no bit.
+template <class C>
+void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const word_t* query, const word_t* key, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const tas::HeadShape shape = head_shape(header);
+    const float factor = float_of_bits(layer.factor);
+    if (C::HEADS > 0 && header[F_HEAD_WEIGHTS] != 0) {
+        uint32_t weights[C::HEAD_ROOM];
+        load_weights<C>(words, layer.weights, header[F_HEADS], weights);
+        tas::weighted_scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS, C::HEAD_ROOM>(query, key, header[F_ROWS], shape, factor,
+                                                                                weights, scores);
+    } else {
+        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, header[F_ROWS], shape, factor, scores);
+    }
+}
+
+// What the gate compares with its threshold, for every row. A kernel is built for one gate, so one branch is left.
+template <class C>
+void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const Call& call, const word_t* query, const word_t* key, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t rows = header[F_ROWS];
+    const uint32_t input = header[F_ROW_INPUT_WORDS];
+    if (C::GATE == GATE_INPUT_DELTA) {
+        gate::change_scores<C::KEY_WORDS>(query, key, rows, input, scores);
+    } else if (C::GATE == GATE_BOUND) {
+        const gate::BoundShape shape = {head_shape(header), header[F_HEADS], input, float_of_bits(header[F_DISTANCE_WEIGHT]),
+                                        float_of_bits(layer.factor)};
+        gate::bound_scores<C::HEAD_ROOM, C::KEY_WORDS>(query, key, rows, shape, times(rows, header[F_ROW_QUERY_WORDS]),
+                                                   times(rows, header[F_ROW_KEY_WORDS]), scores);
+    } else if (C::GATE == GATE_LEARNED) {
+        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, header[F_KEY_WORDS], scores);
+    } else if (C::GATE == GATE_RANDOM) {
+        gate::random_scores(call.step, call.layer, rows, scores);
+    } else if (C::GATE == GATE_ALWAYS || C::GATE == GATE_NEVER) {
+        gate::constant_scores(C::GATE == GATE_NEVER ? float_of_bits(tas::PLUS_INFINITY) : 0.0f, rows, scores);
+    } else {
+        tas_scores<C>(header, words, layer, query, key, scores);
+    }
+}
+
+// value mod divisor, a bit per clock, so that nothing is divided; divisor != 0.
+inline uint32_t remainder_step(uint32_t rest, uint32_t bit, uint32_t divisor) {
+    FASTCAR_INLINE
+    const uint64_t next = (static_cast<uint64_t>(rest) << 1) | bit;
+    return static_cast<uint32_t>(next >= divisor ? next - divisor : next);
+}
+
+inline uint32_t remainder_of(uint32_t value, uint32_t divisor) {
+    FASTCAR_NO_INLINE
+    uint32_t rest = 0;
+shift_bits:
+    for (int i = 0; i < 32; ++i) {
+        FASTCAR_PIPELINE(1)
+        rest = remainder_step(rest, (value >> (31 - i)) & 1u, divisor);
+    }
+    return rest;
+}
+
+// Whether every row computes in this forward: in the first frame, and in the frames of the refresh.
+inline bool recomputes(const uint32_t header[HEADER_WORDS], uint32_t step) {
+    FASTCAR_NO_INLINE
+    const uint32_t frame = header[F_TOKENS_PER_FRAME];
+    const uint32_t period = header[F_REFRESH_PERIOD];
+    return step < frame || (period != 0 && remainder_of(step, period) < frame);
+}
+
+}  // namespace drs
+}  // namespace fastcar
+
+#endif
