@@ -86,7 +86,6 @@ STRUCTURES = [
         "Falcon",
         "new architecture: two norms, groups of key/value heads, `x @ w.T`, in-place sums",
         transformer(FalconForCausalLM, FalconConfig, **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
-        full=True,
         hls=True,
     ),
     Case(
