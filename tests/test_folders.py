@@ -15,6 +15,8 @@ from torch.fx.node import map_arg
 from transformers import (
     Emu3Config,
     Emu3ForConditionalGeneration,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     JanusConfig,
@@ -116,9 +118,16 @@ def every_second_without_rope() -> PreTrainedModel:
     return SmolLM3ForCausalLM(SmolLM3Config(**_TEXT | kinds))
 
 
-def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(tmp_path: Path) -> None:
+def every_second_with_a_window() -> PreTrainedModel:
+    return Gemma2ForCausalLM(Gemma2Config(**_TEXT | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9}))
+
+
+@pytest.mark.parametrize("make", [every_second_without_rope, every_second_with_a_window])
+def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    model = every_second_without_rope().eval()
+    model = make().eval()
     model.save_pretrained(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     assert (checkpoint.skeleton.captured_layers, checkpoint.skeleton.period) == (5, 2)

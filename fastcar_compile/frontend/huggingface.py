@@ -15,6 +15,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.cache_shapes import fit_caches
+from fastcar_compile.frontend.rope import fixed_frequencies
 
 
 class StaticCacheStep(TorchExportableModuleWithStaticCache):
@@ -77,10 +78,11 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     _choose_attention(model)
     model.generation_config = generation
     try:
-        recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
-        recipe.length = max_seq_len
-        fit_caches(recipe, model, batch_size)
-        yield recipe
+        with fixed_frequencies(model, max_seq_len):
+            recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
+            recipe.length = max_seq_len
+            fit_caches(recipe, model, batch_size)
+            yield recipe
     finally:
         # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
         model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]

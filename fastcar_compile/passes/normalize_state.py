@@ -13,7 +13,7 @@ from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
+from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
 from fastcar_compile.passes.patterns.eager_attention import MASKED, AttentionCall, Mask, attention_calls
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
@@ -116,8 +116,7 @@ class _Normalizer:
         node, query = site.node, site.query
         keys, values = (self._cache_of(n, writes, query) for n in (site.key, site.value))
         if keys is None or values is None:
-            what = "the key or value of this attention is not a static cache written in this step"
-            self._problem(node, f"layer {layer}: {what}", "attend over the whole written static cache")
+            self._refuse_keys(layer, site)
             return []
         window = self._window(site, keys.node)
         if isinstance(window, str):
@@ -137,6 +136,17 @@ class _Normalizer:
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]
+
+    def _refuse_keys(self, layer: int, site: AttentionCall) -> None:
+        """Say what is attended to instead of a cache: a context that does not follow from the tokens, or other keys."""
+        inputs = {n for n in ancestors(site.key) if n.op == "placeholder"} - {self.position}
+        if inputs:
+            what = f"layer {layer}: the key or value of this attention is not a static cache written in this step"
+            hint = "attend over the whole written static cache"
+        else:
+            what = "cross-attention: its keys are a fixed context, which does not follow from the tokens of the step"
+            hint = "put the context in front of the prompt, so that self-attention reads it"
+        self._problem(site.node, what, hint)
 
     def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: fx.Node) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoders import llama
+from decoders import SIZES, llama
 from gates.networks import networks
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.calibration.calibrate import rules_of
@@ -19,12 +22,20 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram, StateRole
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
+
+
+def windowed() -> Qwen2ForCausalLM:
+    """The second layer sees the last six tokens, fewer than a frame."""
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1)).eval()
+
+
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}]}, 1),
     ("input_delta", {"max_chain": 2}, 3),
@@ -34,8 +45,10 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def rewritten(replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5) -> DecoderProgram:
-    captured = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=chunk)
+def rewritten(
+    replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5, build: Callable[[], nn.Module] = llama
+) -> DecoderProgram:
+    captured = capture(build(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=chunk)
     run_pipeline(captured, analysis_pipeline())
     config = CompileConfig(
         target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant=quant, replay=replay
@@ -87,7 +100,19 @@ def middle_thresholds(evaluator: Evaluator) -> list[float]:
 @pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[c[0] for c in CASES])
 def test_evaluator_equals_the_session(gate: str, options: dict[str, Any], prompt: int) -> None:
     replay = fc.ReplayConfig(gate=gate, **options)
-    coupled, source = replay.couple_cfg, rewritten(replay)
+    check_against_the_session(replay, rewritten(replay), prompt)
+
+
+def test_a_window_of_the_model_is_evaluated_over_its_ring() -> None:
+    replay = fc.ReplayConfig()
+    source = rewritten(replay, build=windowed)
+    assert [s.shape[2] for s in source.state if s.role is StateRole.KEY_CACHE] == [LENGTH, FRAME + 5]
+    check_against_the_session(replay, source, prompt=3)
+
+
+def check_against_the_session(replay: fc.ReplayConfig, source: DecoderProgram, prompt: int) -> None:
+    """Losses, ratios and decisions of the evaluator are those of a session, token by token."""
+    coupled = replay.couple_cfg
     given = videos(4 if coupled else VIDEOS)
     evaluator = Evaluator(source, given, rules_of(replay, LAYERS), prompt)
     thresholds = middle_thresholds(evaluator)

@@ -17,8 +17,9 @@ ZCU102 = load_target("zcu102")
 WORK = Workload(SHAPE, "w8a8", 128, batch=2, offload="mlp", replay=0.5)
 
 
-def with_gate(name: str, units: int | None = None, **changes: float) -> Estimate:
-    return estimate(replace(WORK, gate=GateModel.named(name, units), **changes), ZCU102)
+def with_gate(name: str, units: int | None = None, *, on_host: bool = False, **changes: float) -> Estimate:
+    gate = replace(GateModel.named(name, units), on_host=on_host)
+    return estimate(replace(WORK, gate=gate, **changes), ZCU102)
 
 
 def times(result: Estimate) -> dict[str, int]:
@@ -47,12 +48,16 @@ def test_bytes_of_cache_and_weights() -> None:
 
 
 def test_the_controller_decides_and_the_host_the_gates_that_it_has_not() -> None:
-    unit, change, bound = times(with_gate("tas")), times(with_gate("input_delta")), times(with_gate("bound"))
-    for own in (unit, change, times(with_gate("learned"))):
+    unit, change, host = (
+        times(with_gate("tas")),
+        times(with_gate("input_delta")),
+        times(with_gate("bound", on_host=True)),
+    )
+    for own in (unit, change, times(with_gate("learned")), times(with_gate("bound"))):
         assert own["TAS, DRS"] == SHAPE.layers
         assert "gate" not in own
-    assert bound["gate"] == SHAPE.layers
-    assert "TAS, DRS" not in bound  # the launch of the MLP places its rows
+    assert host["gate"] == SHAPE.layers
+    assert "TAS, DRS" not in host  # the launch of the MLP places its rows
     # The gate reads the norm, so it is computed in a layer that replays as well; and there is one before the head.
     assert change["norm"] == 2 * SHAPE.layers + 1
     assert with_gate("tas", replay=1.0).time_line[0]["name"] == "norm"
@@ -70,7 +75,7 @@ def test_time_of_a_decision_grows_with_the_network() -> None:
 
 
 def test_a_dense_decoder_has_no_decision() -> None:
-    assert "gate" not in times(with_gate("bound", replay=0.0))
+    assert "gate" not in times(with_gate("bound", on_host=True, replay=0.0))
 
 
 def test_a_gate_cache_that_does_not_fit_is_named() -> None:

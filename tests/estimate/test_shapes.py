@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from manifests import decoder_config, layer_part
+from manifests import decoder_config, layer_part, sections
 
+from fastcar_compile.artifact.explain import explain, own_windows
+from fastcar_compile.artifact.sections import LayerPart, LayersSection
 from fastcar_compile.errors import UserError
 from fastcar_compile.estimate import available_shapes, load_shape
+from fastcar_compile.estimate.artifact import workload_of_sections
 from fastcar_compile.estimate.shapes import LinearShape, shape_of_sections
 
 SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -54,3 +57,28 @@ def test_shape_of_an_artifact() -> None:
     assert (shape.layers, shape.kv_heads, shape.vocab, shape.frames) == (2, 2, 0, 4)
     with pytest.raises(UserError, match="layer 1 differs from layer 0 in intermediate"):
         shape_of_sections(DECODER, [layer_part(0, **SIZES), layer_part(1, **{**SIZES, "intermediate": 128})])
+
+
+def with_window(layer: int, window: int | None, rows: int, sinks: int = 0) -> LayerPart:
+    part = layer_part(layer)
+    seen = {"window": window, "sinks": sinks, "cache_rows": rows}
+    return part.model_copy(update={"attention": part.attention.model_copy(update=seen)})
+
+
+def test_windows_of_the_model_count_as_their_mean() -> None:
+    """Half of 32 positions are read, or the window; memory holds the mean of the rings and the full caches."""
+    layers = [with_window(0, 4, 8), with_window(1, None, 32), with_window(2, 4, 8)]
+    found = sections(layers=LayersSection(layers=tuple(layers)))
+    work = workload_of_sections(found.options, found.decoder.config, layers)
+    assert (work.attended, work.kv_rows) == ((4 + 16 + 4) // 3, (8 + 32 + 8) // 3)
+    assert [(w.layer, w.window, w.cache_rows) for w in own_windows(found)] == [(0, 4, 8), (2, 4, 8)]
+    line = "window    the last 4 tokens in layers 0, 2, as the model has it; 8 rows of keys and values instead of 32"
+    assert line in explain(found)
+
+
+def test_one_window_of_all_layers_is_that_of_the_workload() -> None:
+    layers = [with_window(n, 4, 10, sinks=2) for n in range(3)]
+    options = sections().options
+    work = workload_of_sections(options, decoder_config(), layers)
+    assert (work.sink_window, work.kv_rows) == ((2, 4), 10)
+    assert workload_of_sections(options, decoder_config(), [layer_part(n) for n in range(3)]).sink_window is None

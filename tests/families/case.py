@@ -69,6 +69,22 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """Builds a module of the step protocol.
+
+    Attributes:
+        kind: its class. arguments: of the constructor.
+    """
+
+    kind: type[nn.Module]
+    arguments: tuple[int, ...] = ()
+
+    def __call__(self) -> nn.Module:
+        """Return the module, in evaluation mode."""
+        return randomize(self.kind(*self.arguments))
+
+
+@dataclass(frozen=True)
 class Transformer:
     """Builds a Transformers model of the sizes that all cases share, with changes.
 

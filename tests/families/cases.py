@@ -7,7 +7,8 @@ from .cosmos import COSMOS
 from .llamagen import LLAMAGEN
 from .mineworld import MINEWORLD
 from .plain import PLAIN
+from .rope_cases import ROPE
 from .structure_cases import STRUCTURES
 from .transformers_cases import TRANSFORMERS
 
-CASES: list[Case] = [*TRANSFORMERS, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *PLAIN]
+CASES: list[Case] = [*TRANSFORMERS, *ROPE, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *PLAIN]

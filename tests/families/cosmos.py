@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import BATCH, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, randomize
+from .case import BATCH, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, Plain
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 12
 SHAPE = (6, 2, 2)
@@ -155,17 +155,12 @@ class Cosmos(nn.Module):
         return self.output(self.norm(h))
 
 
-def cosmos() -> nn.Module:
-    """Return Cosmos with random weights."""
-    return randomize(Cosmos())
-
-
 COSMOS = [
     Case(
         "cosmos",
         "Cosmos, autoregressive",
         "3-D RoPE, norms of q and k, grouped heads",
-        cosmos,
+        Plain(Cosmos),
         r"layers\.(\d+)\.feed_forward",
     )
 ]

@@ -25,6 +25,14 @@ Every run of the tests decodes every case on `eager`, and the cases with a star 
 `make families` decodes all cases on all of theirs. `hls-csim` is C simulation of the accelerator. There, a w8a8
 artifact gives the logits of `cpu` bit for bit.
 
+## Sequence lengths
+
+RoPE tables are those of a sequence of `max_seq_len` tokens. Two kinds depend on that length. *dynamic* RoPE takes the
+frequencies of that length. *longrope* takes its long factors where `max_seq_len` is beyond the original length, else
+its short ones. Transformers decides anew at every call. So it changes the frequencies within a sequence that grows
+beyond the original length, and keeps the keys that it cached before. A compiled decoder equals Transformers on a whole
+sequence of `max_seq_len` tokens.
+
 ## What compiles
 
 | family | model | its structure | backends |

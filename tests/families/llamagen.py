@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import BATCH, HEADS, LAYERS, LENGTH, VOCAB, WIDTH, Case, randomize
+from .case import BATCH, HEADS, LAYERS, LENGTH, VOCAB, WIDTH, Case, Plain
 
 GRID, CLASSES = 4, 3
 """Rows and columns of a picture; classes. Here a video is pictures one after the other, after one class token."""
@@ -167,22 +167,12 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return rotated.flatten(3).type_as(x)
 
 
-def class_conditional() -> nn.Module:
-    """Return LlamaGen c2i: every query head has a key head of its own."""
-    return randomize(LlamaGen(HEADS))
-
-
-def text_conditional() -> nn.Module:
-    """Return LlamaGen t2i between embeddings and hidden states; two query heads share a key head."""
-    return randomize(Backbone(HEADS // 2, prefix=4))
-
-
 LLAMAGEN = [
     Case(
         "llamagen-c2i",
         "LlamaGen",
         "class token, 2-D RoPE, a cache module, repeated keys, a table of masks",
-        class_conditional,
+        Plain(LlamaGen, (HEADS,)),
         MLP,
         classes=CLASSES,
         full=True,
@@ -191,7 +181,7 @@ LLAMAGEN = [
         "llamagen-t2i",
         "LlamaGen",
         "a prefix of text embeddings: embeddings in, hidden states out; grouped heads",
-        text_conditional,
+        Plain(Backbone, (HEADS // 2, 4)),
         MLP,
         headless=True,
     ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import BATCH, HEADS, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, randomize
+from .case import BATCH, HEADS, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, Plain
 
 KV_HEADS, HEAD_DIM = 2, WIDTH // HEADS
 
@@ -122,9 +122,4 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def mineworld() -> nn.Module:
-    """Return MineWorld with random weights."""
-    return randomize(MineWorld())
-
-
-MINEWORLD = [Case("mineworld", "MineWorld", "picture and action tokens; caches [B, S, heads, D]", mineworld)]
+MINEWORLD = [Case("mineworld", "MineWorld", "picture and action tokens; caches [B, S, heads, D]", Plain(MineWorld))]

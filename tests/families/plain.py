@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import BATCH, HEADS, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, randomize
+from .case import BATCH, HEADS, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, Plain
 
 
 class CausalSelfAttention(nn.Module):
@@ -75,9 +75,4 @@ class NanoGPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-def nano_gpt() -> nn.Module:
-    """Return a nanoGPT with random weights."""
-    return randomize(NanoGPT())
-
-
-PLAIN = [Case("nanogpt", "nanoGPT", "a plain module", nano_gpt)]
+PLAIN = [Case("nanogpt", "nanoGPT", "a plain module", Plain(NanoGPT))]

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     ArceeConfig,
     ArceeForCausalLM,
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
     Cohere2Config,
     Cohere2ForCausalLM,
     CohereConfig,
@@ -77,28 +79,24 @@ _GPT = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENG
 _NOT_GPT = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), ...
 ) | {"max_position_embeddings": ...}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 2.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 12,
-    "rope_theta": 100.0,
-}
-_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12, "rope_theta": 100.0}
-_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
-_FULL = ["full_attention"] * LAYERS
 
+
+_PICTURES = {
+    "embed_dim": 8,
+    "num_embeddings": 8,
+    "double_latent": False,
+    "latent_channels": 8,
+    "resolution": 16,
+    "base_channels": 32,
+    "channel_multiplier": [1],
+    "num_res_blocks": 1,
+    "attn_resolutions": [],
+}
+"""Chameleon's tokenizer of pictures. It is there, and does not run."""
+_WORDS = {"<image>": 3, "IMGIMGA": 4, "IMGIMGB": 5}
 
 TRANSFORMERS = [
     Case("llama", "Llama", "", transformer(LlamaForCausalLM, LlamaConfig), full=True),
-    Case(
-        "llama-llama3-rope", "Llama", "llama3 RoPE", transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_LLAMA3)
-    ),
-    Case("llama-yarn-rope", "Llama", "yarn RoPE", transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_YARN)),
-    Case(
-        "llama-linear-rope", "Llama", "linear RoPE", transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=_LINEAR)
-    ),
     Case(
         "llama-biases",
         "Llama",
@@ -246,6 +244,7 @@ TRANSFORMERS = [
         transformer(StableLmForCausalLM, StableLmConfig, use_parallel_residual=False),
     ),
     Case("olmo", "OLMo", "norms without weights", transformer(OlmoForCausalLM, OlmoConfig)),
+    Case("olmo-clip", "OLMo", "q, k and v clipped in place", transformer(OlmoForCausalLM, OlmoConfig, clip_qkv=1.0)),
     Case("glm", "GLM", "", transformer(GlmForCausalLM, GlmConfig, head_dim=8)),
     Case("glm4", "GLM-4", "norms before and after each block", transformer(Glm4ForCausalLM, Glm4Config, head_dim=8)),
     Case("helium", "Helium", "", transformer(HeliumForCausalLM, HeliumConfig, head_dim=8)),
@@ -300,5 +299,22 @@ TRANSFORMERS = [
         "attention and MLP in parallel, a window of at least the context",
         transformer(Cohere2ForCausalLM, Cohere2Config, sliding_window=LENGTH),
     ),
+    Case(
+        "cohere2-window",
+        "Cohere 2",
+        "attention and MLP in parallel, windows in some layers, where no others have RoPE",
+        transformer(
+            Cohere2ForCausalLM,
+            Cohere2Config,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
     Case("emu3", "Emu3", "the language model", transformer(Emu3ForCausalLM, Emu3TextConfig)),
+    Case(
+        "chameleon",
+        "Chameleon",
+        "norms of q and k, logits of picture tokens masked in place",
+        transformer(ChameleonForConditionalGeneration, ChameleonConfig, vq_config=_PICTURES, vocabulary_map=_WORDS),
+    ),
 ]

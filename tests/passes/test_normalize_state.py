@@ -18,7 +18,7 @@ from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_origins, check_truthful, nodes_of
-from .tiny import BATCH, ROWS, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
+from .tiny import BATCH, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
 
 
 def test_second_application_changes_nothing() -> None:
@@ -171,6 +171,19 @@ class Uncached(TinyBlock):
         return F.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
+class Crossing(TinyBlock):
+    """After its own tokens it attends to a context that is there from the start."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.register_buffer("context", torch.randn(batch, 3, WIDTH))
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        x = x + super().attend(x, position)
+        context = self.out(self.get_buffer("context"))[:, None]
+        return F.scaled_dot_product_attention(x[:, None], context, context)[:, 0]
+
+
 class Counting(TinyBlock):
     seen: Tensor
 
@@ -245,6 +258,7 @@ def test_attention_that_is_written_out(
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
         (Sloped, "layer 0: the attention logits get a bias, such as ALiBi, which is not supported"),
         (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
+        (Crossing, "cross-attention: its keys are a fixed context, which does not follow from the tokens"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
         (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],

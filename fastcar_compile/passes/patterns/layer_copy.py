@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ class LayerCopier:
     def __init__(self, module: fx.GraphModule, path: str, have: int, period: int) -> None:
         self.module, self.graph, self.path = module, module.graph, path
         self.have, self.period = have, period
-        self.ends = {n.op: n for n in self.graph.nodes}
-        """Last node of each kind: inputs of the copies follow the inputs that are there."""
+        heads = list(takewhile(lambda n: n.op != "call_function", self.graph.nodes))
+        self.ends = {"get_attr": heads[-1]} | {n.op: n for n in heads}
+        """Last input and last parameter before the first operator: those of the copies follow them."""
         self.twins: Nodes = {}
         """Operators of the block of layers before the last one -> those of the last block."""
 
