@@ -22,6 +22,8 @@ from transformers import (
     JanusConfig,
     JanusForConditionalGeneration,
     LlamaModel,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     SmolLM3Config,
     SmolLM3ForCausalLM,
@@ -74,6 +76,14 @@ def janus() -> PreTrainedModel:
     )
 
 
+def longrope() -> PreTrainedModel:
+    """Its rotary frequencies depend on the compiled length, which is beyond the original one."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]}
+    lengths: dict[str, Any] = {"max_position_embeddings": 65, "original_max_position_embeddings": 16, "pad_token_id": 0}
+    return Phi3ForCausalLM(Phi3Config(**_TEXT | lengths, rope_parameters=rope | factors))
+
+
 def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
     program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1)
     passes = list(analysis_pipeline())
@@ -96,7 +106,12 @@ def structure(program: DecoderProgram) -> list[object]:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(neox, "embed_out.weight"), (emu3, "text_model.lm_head.weight"), (janus, "model.language_model.norm.weight")],
+    [
+        (neox, "embed_out.weight"),
+        (emu3, "text_model.lm_head.weight"),
+        (janus, "model.language_model.norm.weight"),
+        (longrope, "model.layers.0.mlp.gate_up_proj.weight"),
+    ],
 )
 def test_a_folder_is_the_decoder_of_its_model(make: Callable[[], PreTrainedModel], name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -114,12 +129,13 @@ def test_a_folder_is_the_decoder_of_its_model(make: Callable[[], PreTrainedModel
 
 
 def every_second_without_rope() -> PreTrainedModel:
-    kinds = {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1], "num_hidden_layers": 7, "pad_token_id": 0}
+    kinds: dict[str, Any] = {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1], "num_hidden_layers": 7, "pad_token_id": 0}
     return SmolLM3ForCausalLM(SmolLM3Config(**_TEXT | kinds))
 
 
 def every_second_with_a_window() -> PreTrainedModel:
-    return Gemma2ForCausalLM(Gemma2Config(**_TEXT | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9}))
+    kinds: dict[str, Any] = {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9}
+    return Gemma2ForCausalLM(Gemma2Config(**_TEXT | kinds))
 
 
 @pytest.mark.parametrize("make", [every_second_without_rope, every_second_with_a_window])

@@ -161,7 +161,6 @@ TRANSFORMERS = [
             sliding_window=5,
             layer_types=["sliding_attention", "full_attention"],
         ),
-        full=True,
         hls=True,
     ),
     Case(
@@ -178,7 +177,6 @@ TRANSFORMERS = [
             final_logit_softcapping=3.0,
         ),
         full=True,
-        hls=True,
     ),
     Case("qwen2", "Qwen2", "biases of q, k, v", transformer(Qwen2ForCausalLM, Qwen2Config)),
     Case("qwen3", "Qwen3", "norms of q and k", transformer(Qwen3ForCausalLM, Qwen3Config, head_dim=8)),
@@ -194,7 +192,6 @@ TRANSFORMERS = [
         "Gemma 3",
         "norms of q and k and after each block; two RoPE tables",
         transformer(Gemma3ForCausalLM, Gemma3TextConfig, head_dim=8, query_pre_attn_scalar=6, sliding_window=LENGTH),
-        full=True,
     ),
     Case("phi3", "Phi-3", "q, k, v and gate, up in one linear each", transformer(Phi3ForCausalLM, Phi3Config)),
     Case(
