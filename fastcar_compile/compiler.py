@@ -25,6 +25,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.structures import explained
 from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -171,6 +172,24 @@ def compile(
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
+    """Return the captured program with explicit state and known layers, and the passes that made it.
+
+    Raises:
+        CompileError: where a structure of the model is the reason, that structure and its place.
+    """
+    try:
+        return _captured(model, config, say)
+    except CompileError as error:
+        if isinstance(model, ExportedProgram):
+            raise
+        module = model.model() if isinstance(model, Checkpoint) else model
+        reason = explained(module, error)
+        if reason is error:
+            raise
+        raise reason from error
+
+
+def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
     """Return the captured program with explicit state and known layers, and the passes that made it."""
     say("capturing the decode step")
     program = capture(
@@ -185,7 +204,7 @@ def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     run_pipeline(program, passes)
     if merged := merged_weights(program):
         text = f"LoRA adapters are merged into {len(merged)} weights, such as {merged[0]}; others need another build"
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warnings.warn(text, UserWarning, stacklevel=5)
     return program, passes
 
 

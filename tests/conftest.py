@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of `LONG` first; `make test` keeps xdist from sorting them by their number of tests."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+
+
+def shared_folder(folders: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all its test processes have in common."""
+    root = folders.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
 def missing(text: str) -> None:

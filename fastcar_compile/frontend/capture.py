@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import sys
 import warnings
 from collections.abc import Generator
@@ -17,11 +18,13 @@ from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.frontend.export_errors import depends_on_data, export_error
+from fastcar_compile.frontend.export_errors import depends_on_data, export_error, silenced
 from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.randomness import check_deterministic
+from fastcar_compile.frontend.structures import check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, shape_of
@@ -65,6 +68,7 @@ def capture(
             chunk = None
             if prefill_chunk > 1:
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
+    check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
     return DecoderProgram(graph, chunk, config, outputs=["logits"], lazy=lazy)
 
@@ -80,6 +84,7 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generato
             with static_cache_step(model, batch_size, max_seq_len) as step:
                 yield step, headless
         else:
+            check_signature(model)
             yield model, headless
 
 
@@ -103,8 +108,8 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
 
 def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
     """What torch.export makes of the step. Where it fails it prints the graph so far, which says nothing to a user."""
-    said = io.StringIO()
-    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said):
+    said, log = io.StringIO(), logging.getLogger("torch._subclasses.fake_tensor")
+    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said), silenced(log):
         # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
         warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
         exported = torch.export.export(step, (), arguments, strict=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -22,6 +25,17 @@ _PROTOCOL = "docs/reference/step_protocol.md"
 def depends_on_data(error: BaseException) -> bool:
     """Return whether Python asked for a value that only a run of the step knows."""
     return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error)
+
+
+@contextmanager
+def silenced(log: logging.Logger) -> Generator[None]:
+    """Let a logger say nothing: torch logs the stack of an error that it raises too."""
+    kept = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = kept
 
 
 def export_error(step: nn.Module, error: Exception) -> CompileError:

@@ -70,23 +70,40 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
     """The model as a step-protocol module; the caller's model gets its own settings back on exit.
 
     Raises:
-        CompileError: the model has neither the attention that is asked for nor another one that can be captured.
+        CompileError: the model has neither the attention that is asked for nor another one that can be captured, or no
+            static cache.
     """
     kept = (model.config._attn_implementation, getattr(model, "generation_config", None))
+    if getattr(model.config, "add_cross_attention", False):
+        raise CompileError("a decode step gets no other sequence for cross-attention to read")
     generation = copy.deepcopy(kept[1]) or GenerationConfig()
     generation.use_cache, generation.cache_implementation = True, "static"
     _choose_attention(model)
     model.generation_config = generation
     try:
         with fixed_frequencies(model, max_seq_len):
-            recipe = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
-            recipe.length = max_seq_len
-            fit_caches(recipe, model, batch_size)
-            yield recipe
+            yield _step(model, batch_size, max_seq_len)
     finally:
         # None is what a model has that nobody chose these for; transformers takes it, and annotates that it does not.
         model.set_attn_implementation(kept[0])  # pyright: ignore[reportArgumentType]
         model.generation_config = kept[1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> StaticCacheStep:
+    """The step with its caches. Transformers raises what it likes on a model that has no static cache."""
+    try:
+        step = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
+        step.length = max_seq_len
+        fit_caches(step, model, batch_size)
+    except CompileError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise CompileError(
+            f"transformers makes no static key/value cache for {type(model).__name__}: {reason}",
+            hint="compile a decoder whose layers all have attention",
+        ) from error
+    return step
 
 
 def _choose_attention(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tvm
 import tvm_ffi
-from conftest import check_module, check_tool, missing
+from conftest import check_module, check_tool, missing, shared_folder
 from decoders import llama
 from filelock import FileLock
 from gates import foreign
@@ -78,8 +78,7 @@ def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], fc.Artifact]) -> fc.Artifact:
     """Build an artifact in one of the test processes, and open it in all."""
-    root = folders.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    root = shared_folder(folders)
     with FileLock(root / f"{name}.lock"):
         if not (root / name).is_dir():  # it gets its name when it is complete
             build(root / name)

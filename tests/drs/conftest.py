@@ -1,4 +1,4 @@
-"""The TAS unit and DRS controller in C simulation, built once per session without the MLP kernel."""
+"""The TAS unit and DRS controller in C simulation, built once without the MLP kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 from importlib.resources import files
 
 import pytest
+from conftest import shared_folder
+from filelock import FileLock
 from hls.conftest import csim_tools
 
 from drs.tables import LIMITS, Controller, table_for
@@ -36,7 +38,10 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
                 (folder / path.name).write_text(path.read_text())
-        library = ctypes.CDLL(str(build_library(folder, folder / "build", ("fastcar_drs.cpp",))))
+        libraries = shared_folder(tmp_path_factory) / "csim_libraries"
+        libraries.mkdir(exist_ok=True)
+        with FileLock(libraries / "drs.lock"):
+            library = ctypes.CDLL(str(build_library(folder, libraries, ("fastcar_drs.cpp",))))
         kernel = drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part
         _built["drs"] = Controller(kernels.Controller(CsimUnit(library, kernel)))
     return _built["drs"]

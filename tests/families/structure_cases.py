@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from .case import MLP_WIDTH, Case, randomize, transformer
+from .case import HEADS, LAYERS, MLP_WIDTH, WIDTH, Case, randomize, transformer
 
 _FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_hidden_size": MLP_WIDTH}
+_NONE = dict.fromkeys(
+    (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ),
+    ...,
+)
+_MAMBA = _NONE | {"hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+_BLOOM = _NONE | {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+_GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 24}
+_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": MLP_WIDTH, "num_layers": LAYERS, "num_heads": HEADS}
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _OPT = {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": MLP_WIDTH, "word_embed_proj_dim": 32}
 
 
@@ -70,6 +107,62 @@ STRUCTURES = [
         transformer(OPTForCausalLM, OPTConfig, **_OPT),
         mlp=(r".*layers\.(\d+)\.fc1", r".*layers\.(\d+)\.fc2"),
         hls=True,
+    ),
+    Case(
+        "mixtral",
+        "Mixtral",
+        "experts",
+        transformer(MixtralForCausalLM, MixtralConfig, num_local_experts=4),
+        refused="a mixture of experts: a router chooses the MLP of each token",
+    ),
+    Case(
+        "mamba",
+        "Mamba",
+        "state-space layers",
+        transformer(MambaForCausalLM, MambaConfig, **_MAMBA),
+        refused="a state-space layer or another one with a convolution along time",
+    ),
+    Case(
+        "bamba",
+        "Bamba",
+        "state-space layers and attention",
+        transformer(BambaForCausalLM, BambaConfig, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8),
+        refused="a state-space layer or another one with a convolution along time",
+    ),
+    Case(
+        "qwen3-next",
+        "Qwen3-Next",
+        "linear attention and attention",
+        transformer(
+            Qwen3NextForCausalLM,
+            Qwen3NextConfig,
+            num_experts=0,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            **_DELTA,
+        ),
+        refused="a state-space layer or another one with a convolution along time",
+    ),
+    Case(
+        "bloom",
+        "Bloom",
+        "ALiBi",
+        transformer(BloomForCausalLM, BloomConfig, **_BLOOM),
+        refused="ALiBi or another bias of the attention scores",
+    ),
+    Case(
+        "t5",
+        "T5",
+        "encoder and decoder",
+        transformer(T5ForConditionalGeneration, T5Config, **_NONE, **_T5),
+        refused="an encoder and a decoder: its decoder attends to what an encoder made",
+    ),
+    Case(
+        "gpt2-cross",
+        "GPT-2",
+        "cross-attention",
+        transformer(GPT2LMHeadModel, GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
+        refused="cross-attention: its layers attend to another sequence",
     ),
     Case("llama-lora", "Llama", "LoRA adapters on attention and MLP, merged", Lora()),
 ]

@@ -1,4 +1,4 @@
-"""C simulation libraries, built once per session. Missing tools skip by name, or fail where CI=true."""
+"""C simulation libraries, built once for all test processes. Missing tools skip by name, or fail where CI=true."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from conftest import shared_folder
+from filelock import FileLock
 
 from hls.library import DESIGNS
 from hls.simulation import Simulation
@@ -23,11 +25,13 @@ def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str
 @pytest.fixture(scope="session")
 def build_once(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`build_once(name)`: the library of DESIGNS[name]; needs `csim_tools`."""
-    folder = tmp_path_factory.getbasetemp() / "csim"  # one folder for all test packages: a library is built once
+    sources, libraries = tmp_path_factory.mktemp("csim"), shared_folder(tmp_path_factory) / "csim_libraries"
+    libraries.mkdir(exist_ok=True)
 
     @cache
     def build(name: str) -> Simulation:
-        return Simulation.build(DESIGNS[name], folder / name, folder / "libraries")
+        with FileLock(libraries / f"{name}.lock"):  # one test process builds it, all of them load it
+            return Simulation.build(DESIGNS[name], sources / name, libraries)
 
     return build
 

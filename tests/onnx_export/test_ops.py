@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastcar_compile.codegen.onnx.kv import KV_TYPES as ONNX_KV_TYPES
 from fastcar_compile.codegen.onnx.linear import LINEARS, ZERO_POINT
 from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
-from fastcar_compile.codegen.onnx.translate import OPSET
+from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.ops import quant
 from fastcar_compile.ops.activations import FACTORS
@@ -40,10 +41,7 @@ def export(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tupl
     """Write the operator alone as a model."""
     exported = torch.export.export(_Call(op, options), tensors, strict=False)
     with quiet_exporter():
-        table = translation_table()
-        torch.onnx.export(
-            exported, f=path, dynamo=True, custom_translation_table=table, opset_version=OPSET, verbose=False
-        )
+        onnx.save(translate(exported), path)
 
 
 def run_onnx(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tuple[Any, ...], path: Path) -> Tensor:

@@ -171,6 +171,20 @@ class Uncached(TinyBlock):
         return F.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
+class Accumulating(TinyBlock):
+    """The step reads what the step before wrote."""
+
+    total: Tensor
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.register_buffer("total", torch.zeros(batch, 1, 8))
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        self.total.add_(h)
+        return super().forward(h + self.total, position)
+
+
 class Crossing(TinyBlock):
     """After its own tokens it attends to a context that is there from the start."""
 
@@ -260,6 +274,7 @@ def test_attention_that_is_written_out(
         (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
         (Crossing, "cross-attention: its keys are a fixed context, which does not follow from the tokens"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
+        (Accumulating, "buffer 'blocks.0.total' carries a value from step to step"),
         (Counting, "writes in place into a part of the buffer 'blocks.0.seen', which is no cache"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -17,9 +18,8 @@ from onnx_export.test_ops import at
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
-from fastcar_compile.codegen.onnx.translate import OPSET
+from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.attention import window as kernels
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
@@ -206,14 +206,7 @@ def test_onnx(tmp_path: Path, sinks: int) -> None:
     path = tmp_path / "ops.onnx"
     with quiet_exporter():
         exported = torch.export.export(Model(), (at(0),), strict=False)
-        torch.onnx.export(
-            exported,
-            f=path,
-            dynamo=True,
-            custom_translation_table=translation_table(),
-            opset_version=OPSET,
-            verbose=False,
-        )
+        onnx.save(translate(exported), path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for position in (0, 1, 3, 4, 20):
         actual = session.run(None, {session.get_inputs()[0].name: np.array([position])})

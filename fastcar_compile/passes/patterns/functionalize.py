@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import is_op, node_arg, optional_arg
+from fastcar_compile.ir.query import ancestors, is_op, node_arg, optional_arg
 from fastcar_compile.ir.rewrite import call
 from fastcar_compile.passes.patterns.in_place import rewrite_write
 
@@ -55,6 +55,7 @@ class Functionalizer:
     problems: list[CompileError] = field(default_factory=list[CompileError])
     _root: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _current: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    _written: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def graph(self) -> fx.Graph:
@@ -73,7 +74,19 @@ class Functionalizer:
             elif node.op == "call_function" and _mutates(node):
                 modified = True
                 self._rewrite(node)
+        self._check_carried()
         return modified
+
+    def _check_carried(self) -> None:
+        """A step must not read what an earlier one wrote into a buffer that is no cache."""
+        caches = {write.root for write in self.writes}
+        read = ancestors(self.graph.output_node())
+        for node in [n for n in self.graph.find_nodes(op="get_attr") if n in read]:
+            place = self._written.pop(str(node.target), None) if node.target not in caches else None
+            if place is not None:
+                what = f"buffer '{node.target}' carries a value from step to step, and is no cache of keys or values"
+                hint = "compute it from cache_position; only caches written with index_copy_ are state"
+                self.problems.append(CompileError(what, where=place, hint=hint))
 
     def _read_current(self, node: fx.Node) -> None:
         """A read of a buffer after a write sees the written value; the target of a write stays the buffer."""
@@ -101,6 +114,7 @@ class Functionalizer:
             value = self._functional(node, root, self._current.get(root, buffer))
         if value is None:
             return
+        self._written.setdefault(root, where(node))
         self._current[root] = value
         self._root[value] = root
         node.replace_all_uses_with(value)

@@ -1,0 +1,176 @@
+"""Structures that have no replay: named in the model, so that a refusal says what is the reason.
+
+Nothing is refused here. Where a capture or a match failed, what is found explains the failure. So names of attributes
+may help to word it; they never decide what compiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.ir.provenance import importable_path
+
+_REPLAY = "replay is defined for attention over a key/value cache and an MLP of two or three linears"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A structure: what it is called, what it means for a decode step, what works instead; the modules that have it."""
+
+    name: str
+    meaning: str
+    hint: str
+    places: tuple[str, ...]
+
+    def problem(self, model: nn.Module) -> CompileError:
+        """Return it as an error with module path and source line."""
+        first, *others = self.places
+        count = f" ({len(others) + 1} of them)" if others else ""
+        where = f"{first or type(model).__name__}, {_source(dict(model.named_modules())[first])}{count}"
+        return CompileError(f"the model has {self.name}: {self.meaning}", where=where, hint=self.hint)
+
+
+def explained(model: nn.Module, error: CompileError) -> CompileError:
+    """Return the error with the structures that are its reason in the place of its symptoms; else the error itself."""
+    found = structures_of(model)
+    if not found:
+        return error
+    places = {place for structure in found for place in structure.places}
+    others = [p for p in error.problems or (error,) if _is_elsewhere(p, places)]
+    return CompileError.collect([*(structure.problem(model) for structure in found), *others])
+
+
+def _is_elsewhere(problem: UserError, places: set[str]) -> bool:
+    """Whether the problem is at a node of the graph, in a layer that has none of the structures."""
+    path, *rest = problem.where.split(", ")
+    at_node = any(part.startswith("node ") for part in (path, *rest))
+    return at_node and not any(_shares_a_layer(path, place) for place in places)
+
+
+def _shares_a_layer(path: str, place: str) -> bool:
+    parts = place.split(".")
+    layer = next((parts[: i + 1] for i, part in enumerate(parts) if part.isdigit()), parts[:0])
+    return path.split(".")[: len(layer)] == layer
+
+
+def structures_of(model: nn.Module) -> list[Structure]:
+    """Return the structures of a model that have no replay."""
+    found: list[Structure] = []
+    for name, has, meaning, hint in _STRUCTURES:
+        places = ("",) if has(model) else _innermost([path for path, module in model.named_modules() if has(module)])
+        if places:
+            found.append(Structure(name, meaning, hint, places))
+    return found
+
+
+def _innermost(paths: list[str]) -> tuple[str, ...]:
+    return tuple(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a router beside several alike MLPs, or beside stacked weights [E, N, K], has a row for each of them."""
+    for name, child in module.named_children():
+        count = _alike(child)
+        others = (p for n, p in module.named_parameters() if not n.startswith(f"{name}."))
+        if count > 1 and any(p.dim() == 2 and p.shape[0] == count for p in others):
+            return True
+    return False
+
+
+def _alike(module: nn.Module) -> int:
+    """How many MLPs a module holds side by side; 0: it holds none so."""
+    stacked = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+    if stacked and not isinstance(module, nn.modules.conv._ConvNd):
+        return stacked[0]
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return 0
+    kinds = {tuple((n, tuple(p.shape)) for n, p in m.named_parameters()) for m in module}
+    linears = sum(isinstance(m, nn.Linear) for m in module[0].modules())
+    return len(module) if len(kinds) == 1 and linears in (2, 3) else 0
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    """Whether a convolution runs along time, one filter per channel, as in state-space and linear-attention layers."""
+    return any(isinstance(m, nn.Conv1d) and m.groups == m.in_channels > 1 for m in module.children())
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    heads = config is None or hasattr(config, "num_attention_heads") or not hasattr(config, "context_length")
+    return isinstance(module, nn.RNNBase | nn.RNNCellBase) or not heads
+
+
+def _config_says(name: str) -> Callable[[nn.Module], bool]:
+    return lambda module: bool(getattr(getattr(module, "config", None), name, False))
+
+
+def _has_bias(module: nn.Module) -> bool:
+    names = ("build_alibi_tensor", "build_mpt_alibi_tensor", "relative_attention_bias", "alibi_slopes")
+    return any(hasattr(module, name) for name in names) or _config_says("alibi")(module)
+
+
+_STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
+    (
+        "an encoder and a decoder",
+        _config_says("is_encoder_decoder"),
+        "its decoder attends to what an encoder made of another sequence (cross-attention)",
+        "compile a decoder-only model, or the decoder as a plain module without cross-attention",
+    ),
+    (
+        "cross-attention",
+        _config_says("add_cross_attention"),
+        "its layers attend to another sequence, which a decode step does not get",
+        "build the model with add_cross_attention=False",
+    ),
+    (
+        "a mixture of experts",
+        _has_experts,
+        "a router chooses the MLP of each token, so that no MLP has the outputs of one frame earlier",
+        "compile a dense decoder, such as the family's model without experts",
+    ),
+    (
+        "a state-space layer or another one with a convolution along time",
+        _has_own_state,
+        f"it carries a state of its own from token to token, and {_REPLAY}",
+        "compile a decoder whose layers all have attention",
+    ),
+    (
+        "a recurrent cell",
+        _is_recurrent,
+        f"it carries a state of its own from token to token, and {_REPLAY}",
+        "compile a decoder whose layers all have attention",
+    ),
+    (
+        "ALiBi or another bias of the attention scores",
+        _has_bias,
+        "attention is compiled with a causal mask or a window, and nothing added to the scores",
+        "compile a decoder with rotary or learned positions",
+    ),
+)
+
+
+def _source(module: nn.Module) -> str:
+    """File and line of a module's forward."""
+    code = inspect.unwrap(type(module).forward).__code__
+    return f"{importable_path(code.co_filename)}:{code.co_firstlineno}"
+
+
+def check_signature(model: nn.Module) -> None:
+    """Raise CompileError where a plain module's forward is no step over one token per row."""
+    taken = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return
+    if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):
+        return
+    what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
+    hint = (
+        "write forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]), as "
+        "docs/reference/step_protocol.md has it. A model that makes several tokens per step, such as a next-scale or a "
+        "masked one, has no such step"
+    )
+    raise CompileError(what, where=_source(model), hint=hint)
