@@ -17,6 +17,8 @@ from hls.conftest import csim_tools
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller
 from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.controller import Traffic, controller_traffic
 from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.inputs import GateInputs, pack_inputs
@@ -111,6 +113,7 @@ CASES = {
     "never": Case(GateScore(GateKind.NEVER), constant(float("inf"))),
     "random": Case(GateScore(GateKind.RANDOM), steps),
 }
+COUNTED = "counted.cpp"
 COMPARED = ("tas", "input_delta", "bound", "learned")
 """Gates that compare something, and may meet a value that is not finite."""
 
@@ -131,13 +134,20 @@ def sources(name: str, folder: Path) -> Path:
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
                 (own / path.name).write_text(path.read_text())
+        traffic = Path(__file__).with_name("traffic.cpp").read_text()
+        (own / COUNTED).write_text(f'#define FASTCAR_COUNT_TRAFFIC\n#include "fastcar_drs.cpp"\n{traffic}')
     return own
+
+
+def library_of(name: str, folder: Path) -> Path:
+    """The controller as a library, which also counts what it moves."""
+    own = sources(name, folder)
+    return build_library(own, own / "build", (COUNTED,))
 
 
 def controller_of(name: str, folder: Path) -> Controller:
     """A controller that is built for this gate, with the networks in its memory."""
-    table, own = CASES[name].table(0.5), sources(name, folder)
-    library = ctypes.CDLL(str(build_library(own, own / "build", ("fastcar_drs.cpp",))))
+    table, library = CASES[name].table(0.5), ctypes.CDLL(str(library_of(name, folder)))
     kernel = kernels.Controller(CsimUnit(library, drs_interface(control_sizes(table)).part))
     if name == "learned":
         for layer in range(LAYERS):
@@ -171,9 +181,8 @@ def score_of(name: str, layer: int, inputs: GateInputs[np.ndarray]) -> np.ndarra
     return CASES[name].operator(GateInputs(*tensors), layer).numpy()
 
 
-def run_bench(folder: Path) -> str:
-    """What the test bench prints, with the kernel of the library that is there."""
-    library = build_library(folder, folder / "build", ("fastcar_drs.cpp",))
+def run_bench(folder: Path, library: Path) -> str:
+    """What the test bench prints, with the kernel of the library."""
     include = [f"-I{folder}", "-isystem", str(ap_types_folder())]
     program = folder / "bench"
     command = [compiler(), "-std=c++14", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *include]
@@ -248,9 +257,26 @@ def test_every_row_computes_in_the_frames_of_a_refresh(every: int, folder: Path)
 
 @pytest.mark.usefixtures("csim_tools")
 @pytest.mark.parametrize("name", CASES)
+def test_what_a_call_moves_is_what_the_model_says(name: str, folder: Path) -> None:
+    """Bursts and beats of a layer in which every row computes; the loops of the model move as many."""
+    unit, table = controller_of(name, folder), CASES[name].table(0.5, refresh_every=1)
+    counts, library = (ctypes.c_uint32 * 10)(), ctypes.CDLL(str(library_of(name, folder)))
+    assert unit.kernel.load(table.to_bytes()) is Status.OK
+    library.moved(counts)
+    trace = unit.kernel.run(call_of(name, 0, drawn(name, 0)), ROWS)
+    assert trace.index_register == 0b1111
+    library.moved(counts)
+    expected = controller_traffic(table)
+    assert Traffic(sum(counts[:5]), sum(counts[5:])) == expected
+    loops = control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table), len(trace.records)))
+    assert sum(loop.trips for loop in loops if loop.moves) == expected.beats
+
+
+@pytest.mark.usefixtures("csim_tools")
+@pytest.mark.parametrize("name", CASES)
 def test_the_bench_of_every_gate_passes(name: str, folder: Path) -> None:
     own = sources(name, folder)
-    assert run_bench(own) == "PASS: DRS, 16 pattern(s), 0 mismatch(es)\n"
+    assert run_bench(own, library_of(name, folder)) == "PASS: DRS, 16 pattern(s), 0 mismatch(es)\n"
     assert name not in COMPARED or expected_registers(own) == set(range(16))
 
 

@@ -133,7 +133,7 @@ class LimitsPart(Part):
     """What the controller can hold.
 
     Cores, rows, passes, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's
-    input; hidden units of a network; query heads that have a weight or a sum each.
+    input; hidden units of a network; query heads that have a weight or a sum each (none in a table of version 3).
     """
 
     cores: int
@@ -144,7 +144,7 @@ class LimitsPart(Part):
     key_words: int
     gate: str
     units: int
-    heads: int
+    heads: int = 0
 
 
 class ControllerPart(Part):
@@ -158,11 +158,11 @@ class ControllerPart(Part):
     gated_layers: tuple[int, ...]
     couple_cfg: bool
     max_chain: int | None
-    refresh_period: int | None
     prefetch_bytes: int
     limits: LimitsPart
     usage_estimate: UsagePart
     cycles_estimate: int
+    refresh_period: int | None = None
 
 
 class LinearCallPart(Part):
