@@ -36,9 +36,11 @@ def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> La
     """One layer whose node names carry its number."""
     heads = {name: sizes.pop(name, value) for name, value in (("num_heads", 4), ("num_kv_heads", 4), ("head_dim", 32))}
     mlp = {"activation": "silu", "gated": True, "hidden": 128, "intermediate": 352} | sizes
-    names = ("entry", "residual", "region_output", "exit")
     return LayerPart(
-        **{name: f"{name}_{layer}" for name in names},
+        entry=f"entry_{layer}",
+        residual=f"residual_{layer}",
+        region_output=f"region_output_{layer}",
+        exit=f"exit_{layer}",
         layer=layer,
         module_path=f"model.layers.{layer}.mlp",
         source="model.py:12",

