@@ -2,7 +2,8 @@
 
     python benchmarks/inspection_page.py [--artifact FOLDER] [--rounds 5] [--json out.json]
 
-Without --artifact a random Llama of 32 layers is compiled for zcu102 first. Each round is a fresh browser. `drawn` counts from the request until the graphs of the Graph tab stand.
+Without --artifact a random Llama of 32 layers is compiled for zcu102 first. Each round is a fresh browser.
+`drawn` counts from the request until the graphs of the Graph tab stand.
 """
 
 from __future__ import annotations
