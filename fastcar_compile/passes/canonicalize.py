@@ -13,6 +13,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg, value_of
 from fastcar_compile.passes.patterns.constant_index import rewrite_index
 from fastcar_compile.passes.patterns.layouts import free_views
+from fastcar_compile.passes.patterns.repeats import rewrite_repeat
 
 aten = torch.ops.aten
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
@@ -28,7 +29,8 @@ class Canonicalize(Pass):
        A `view` of a copy that went becomes a `reshape`, as the layout is now another.
     3. Rows of one axis that are taken by known numbers, `x[:, [-2]]`, become a slice or an `index_select` by numbers
        from the front.
-    4. What nothing reads any more goes.
+    4. `repeat_interleave` by one number becomes views.
+    5. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
 
@@ -43,7 +45,7 @@ def _clean(module: fx.GraphModule) -> bool:
     graph, modified = module.graph, False
     before = len(graph.nodes)
     for node in list(graph.nodes):
-        if rows := rewrite_index(module, node, Canonicalize.name):
+        if rows := rewrite_index(module, node, Canonicalize.name) or rewrite_repeat(node, Canonicalize.name):
             node.replace_all_uses_with(rows)
             modified = True
         if is_op(node, *_ASSERTS):
