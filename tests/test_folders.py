@@ -95,7 +95,7 @@ def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
 
 def structure(program: DecoderProgram) -> list[object]:
     """Every operator of the decode step with what it reads: parameters and state by name, operators by number."""
-    numbers: dict[torch.fx.Node, object] = {}
+    numbers: dict[torch.fx.Node, Any] = {}
     found: list[object] = []
     for node in program.graph_module.graph.nodes:
         numbers[node] = len(found) if node.op in ("call_function", "output") else str(node.target)

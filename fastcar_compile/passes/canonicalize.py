@@ -10,10 +10,10 @@ from torch import fx
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg, optional_arg, value_of
+from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.rewrite import call
 from fastcar_compile.passes.patterns.constant_index import rewrite_index
 from fastcar_compile.passes.patterns.layouts import free_views
-from fastcar_compile.passes.patterns.repeats import rewrite_repeat
 
 aten = torch.ops.aten
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
@@ -29,7 +29,7 @@ class Canonicalize(Pass):
        A `view` of a copy that went becomes a `reshape`, as the layout is now another.
     3. Rows of one axis that are taken by known numbers, `x[:, [-2]]`, become a slice or an `index_select` by numbers
        from the front.
-    4. `repeat_interleave` by one number becomes views.
+    4. `repeat_interleave` by one number becomes a view: backends lack the operator.
     5. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
@@ -45,8 +45,8 @@ def _clean(module: fx.GraphModule) -> bool:
     graph, modified = module.graph, False
     before = len(graph.nodes)
     for node in list(graph.nodes):
-        if rows := rewrite_index(module, node, Canonicalize.name) or rewrite_repeat(node, Canonicalize.name):
-            node.replace_all_uses_with(rows)
+        if taken := rewrite_index(module, node, Canonicalize.name) or _repeated(graph, node):
+            node.replace_all_uses_with(taken)
             modified = True
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
@@ -58,6 +58,21 @@ def _clean(module: fx.GraphModule) -> bool:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return modified or len(graph.nodes) != before
+
+
+def _repeated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """What repeats each row of an axis, as a view of one more axis; None where the node does something else."""
+    if node.target is not aten.repeat_interleave.self_int or len(node.args) != 3:
+        return None
+    x, count, axis = node_arg(node, 0), node.args[1], node.args[2]
+    if not isinstance(count, int) or not isinstance(axis, int):
+        return None
+    axis %= len(shape_of(x))
+    wide = [*shape_of(x)[: axis + 1], count, *shape_of(x)[axis + 1 :]]
+    with graph.inserting_before(node):
+        for target, argument in ((aten.unsqueeze.default, axis + 1), (aten.expand.default, wide)):
+            x = call(graph, target, (x, argument), origin=node, made_by=Canonicalize.name)
+        return call(graph, aten.reshape.default, (x, list(shape_of(node))), origin=node, made_by=Canonicalize.name)
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -84,6 +84,7 @@ class Picked(TinyBlock):
 
     def forward(self, h: Tensor, position: Tensor) -> Tensor:
         a = self.out(self.attend(self.norm_1(h), position))
+        a = a.repeat_interleave(2, -1)[..., :8]
         a = torch.cat([a[:, :, [-2, -1]], a[..., [5, -8]], a[..., [-1, 2, 3, 1]]], -1)
         h = h + a
         return h + self.mlp(self.norm_2(h))
@@ -94,7 +95,7 @@ def test_rows_by_known_numbers_are_counted_from_the_front() -> None:
     check_truthful(program, Canonicalize())
     np.testing.assert_array_equal(logits(program), logits(before))
     nodes = list(program.graph_module.graph.nodes)
-    assert not [n for n in nodes if is_op(n, aten.index)]
+    assert not [n for n in nodes if is_op(n, aten.index, aten.repeat_interleave)]
     picked = [program.params[str(node_arg(n, 2).target)].tolist() for n in nodes if is_op(n, aten.index_select)]
     assert picked == [[5, 0], [7, 2, 3, 1]]
-    assert [n.args[1:] for n in nodes if is_op(n, aten.slice)] == [(2, 6, 8)]
+    assert (2, 6, 8) in [n.args[1:] for n in nodes if is_op(n, aten.slice)]
