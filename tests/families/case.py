@@ -28,6 +28,7 @@ class Case:
         full: every run of the tests compiles it for all backends; others only where FAMILIES=all.
         hls: its MLPs run in C simulation too, where all of its backends do.
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
+        warned: the beginning of the compiler's warning; None: there is none.
         refused: a part of the sentence that refuses the model; None where it compiles.
         prompt: tokens of the prompt. frame: tokens per frame. length: positions of the sequence.
     """
@@ -42,6 +43,7 @@ class Case:
     hls: bool = False
     headless: bool = False
     classes: int = 0
+    warned: str | None = None
     refused: str | None = None
     prompt: int = PROMPT
     frame: int = FRAME

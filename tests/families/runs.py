@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,18 +35,19 @@ def inputs_of(case: Case) -> Tensor:
 
 
 def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none") -> fc.Artifact:
-    """Return the artifact of a case."""
-    return fc.compile(
-        case.build(),
-        target,
-        quant=quant,
-        tokens_per_frame=case.frame,
-        max_seq_len=case.length,
-        batch_size=BATCH,
-        prefill_chunk=CHUNK,
-        replay=fc.ReplayConfig(gate=case.gate),
-        output=output,
-    )
+    """Return the artifact of a case, whose warning is asserted."""
+    with nullcontext() if case.warned is None else pytest.warns(UserWarning, match=case.warned):
+        return fc.compile(
+            case.build(),
+            target,
+            quant=quant,
+            tokens_per_frame=case.frame,
+            max_seq_len=case.length,
+            batch_size=BATCH,
+            prefill_chunk=CHUNK,
+            replay=fc.ReplayConfig(gate=case.gate),
+            output=output,
+        )
 
 
 def rewritten(case: Case) -> Session:

@@ -164,5 +164,11 @@ STRUCTURES = [
         transformer(GPT2LMHeadModel, GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
         refused="cross-attention: its layers attend to another sequence",
     ),
-    Case("llama-lora", "Llama", "LoRA adapters on attention and MLP, merged", Lora()),
+    Case(
+        "llama-lora",
+        "Llama",
+        "LoRA adapters on attention and MLP, merged",
+        Lora(),
+        warned="LoRA adapters are merged",
+    ),
 ]
