@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.simulator import simulate_step
 from fastcar_compile.drs.table import DrsTable, Opcode
@@ -194,11 +195,12 @@ def test_a_layer_is_executed_once_and_after_its_decision(artifact: fc.Artifact) 
     heads, none = np.ones((2, 4, 16), np.float32), np.zeros(2, np.int32)
     keys = np.ones((2, table_of(artifact).attention.kv_heads, 16), np.float32)
     gate.start(0, np.zeros(LAYERS, np.float32))
-    backend.gate(1, heads, keys, none)
+    inputs = GateInputs(query=heads, key=keys)
+    backend.gate(1, inputs, none)
     backend.mlp(1, x, np.zeros(2, bool), x)
     with pytest.raises(BackendError, match=r"stopped with status NO_DISPATCH\n  where: layer 1"):
         backend.mlp(1, x, np.zeros(2, bool), x)
-    backend.gate(1, heads, keys, none)
+    backend.gate(1, inputs, none)
     with pytest.raises(
         InternalError, match="layer 1: the host's replay mask is not what the DRS controller dispatched"
     ):

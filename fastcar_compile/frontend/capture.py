@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import sys
 import warnings
 from collections.abc import Generator
@@ -29,6 +28,8 @@ from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, shape_of
 from fastcar_compile.ir.weights import LazyWeights
+
+_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def capture(
@@ -108,8 +109,8 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
 
 def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
     """What torch.export makes of the step. Where it fails it prints the graph so far, which says nothing to a user."""
-    said, log = io.StringIO(), logging.getLogger("torch._subclasses.fake_tensor")
-    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said), silenced(log):
+    said = io.StringIO()
+    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said), silenced(*_LOGS):
         # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
         warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
         exported = torch.export.export(step, (), arguments, strict=False)

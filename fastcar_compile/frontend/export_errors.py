@@ -28,14 +28,17 @@ def depends_on_data(error: BaseException) -> bool:
 
 
 @contextmanager
-def silenced(log: logging.Logger) -> Generator[None]:
-    """Let a logger say nothing: torch logs the stack of an error that it raises too."""
-    kept = log.disabled
-    log.disabled = True
+def silenced(*names: str) -> Generator[None]:
+    """Let loggers say nothing: torch logs the stack of an error that it raises too."""
+    logs = [logging.getLogger(name) for name in names]
+    kept = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
     try:
         yield
     finally:
-        log.disabled = kept
+        for log, disabled in zip(logs, kept, strict=True):
+            log.disabled = disabled
 
 
 def export_error(step: nn.Module, error: Exception) -> CompileError:

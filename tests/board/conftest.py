@@ -60,7 +60,7 @@ def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the gate is registered for no other file
 def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
     """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
     with pytest.MonkeyPatch.context() as patch:
