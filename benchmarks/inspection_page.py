@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 LAYERS = 32
 GOAL_SECONDS, GOAL_BYTES = 2.0, 5_000_000
@@ -50,7 +51,7 @@ def compiled(folder: Path) -> Path:
 
     import fastcar_compile as fc
 
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 64}
     config = LlamaConfig(**sizes, num_hidden_layers=LAYERS, max_position_embeddings=256)
     return fc.compile(LlamaForCausalLM(config), "zcu102", tokens_per_frame=16, output=folder / "artifact").path
 
