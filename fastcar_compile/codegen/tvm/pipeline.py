@@ -21,6 +21,7 @@ from fastcar_compile.codegen.tvm.fusion.rotary import fuse_rotary
 from fastcar_compile.codegen.tvm.fusion.split_linears import split_quantized_linears
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.no_alias import no_alias
 from fastcar_compile.codegen.tvm.specialise import specialise_kernels
 from fastcar_compile.codegen.tvm.target import host_target
 
@@ -69,6 +70,7 @@ def cpu_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transfor
         relax.transform.DeadCodeElimination([*entries]),
         *tvm_passes(host_target(isa)),
         flatten({entry: check_of(entry) for entry in entries}),
+        no_alias(),
     ]
 
 
