@@ -24,20 +24,6 @@ LIGHT = (
     *("errors", "limits", "strict_json", "outputs", "parallel", "registry"),
     *("formats", "drs", "gates", "config", "targets", "artifact", "runtime"),
 )
-    "errors",
-    "limits",
-    "strict_json",
-    "outputs",
-    "parallel",
-    "registry",
-    "formats",
-    "drs",
-    "gates",
-    "config",
-    "targets",
-    "artifact",
-    "runtime",
-)
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))
