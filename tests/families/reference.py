@@ -245,9 +245,11 @@ def _attention_calls(kv: str) -> Generator[list[Attended]]:
     calls: list[Attended] = []
     original, gptj = AttentionInterface.get_interface, GPTJAttention._attn
 
-    def attend_gptj(module: GPTJAttention, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+    def attend_gptj(
+        self: GPTJAttention, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         calls.append(Attended(query, key, query.shape[-1] ** -0.5))
-        return gptj(module, query, key, *args, **options)
+        return gptj(self, query, key, value, attention_mask)
 
     def get_interface(
         self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
