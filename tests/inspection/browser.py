@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
-    """The page of a file, drawn; at the end, that it wrote no error and asked for nothing else."""
+    """The page of a file, drawn; at the end, that it wrote no error, opened no dialog and asked for nothing else."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
@@ -29,6 +29,7 @@ def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Pag
         requests: list[str] = []
         page.on("console", lambda message: errors.append(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", lambda dialog: (errors.append(dialog.message), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready=true]")

@@ -1,0 +1,426 @@
+/* Time lines of a decode step by the cycle model: host and engine, and every process inside of the engine's calls. */
+(() => {
+  "use strict";
+  const { el } = page;
+  const HOST = ["launch", "host", "attention"];
+  const WORK = "works";
+  /* What a process does: where it waits, the beginning of its state. Colours are those of page.css. */
+  const KINDS = [WORK, "memory", "FIFO empty", "FIFO full", "blocks empty", "blocks full"];
+  const COLOURS = ["--linear", "--attention", "--fifo-empty", "--fifo-full", "--blocks-empty", "--blocks-full"];
+  const UNITS = {
+    ...{ memory: "--linear", ports: "--ports", compute: "--gate", edge: "--plain", drs: "--removed" },
+    ...{ attention: "--attention", host: "--cache", launch: "--launch" },
+  };
+  const LANE = 22;
+  const LEFT = 96;
+  const RIGHT = 6;
+  const SMALL = 1.5; // pixels under which spans are summed up
+
+  const kindOf = (state) =>
+    Math.max(
+      0,
+      KINDS.findIndex((kind) => state.startsWith(`${kind}: `)),
+    );
+
+  /* The spans of a process as arrays of clocks. */
+  function decoded(process) {
+    const count = process.spans.length / 3;
+    const found = {
+      ...process,
+      start: new Float64Array(count),
+      end: new Float64Array(count),
+      state: new Uint16Array(count),
+    };
+    let now = 0;
+    for (let n = 0; n < count; n += 1) {
+      found.start[n] = now + process.spans[3 * n];
+      now = found.start[n] + process.spans[3 * n + 1];
+      found.end[n] = now;
+      found.state[n] = process.spans[3 * n + 2];
+    }
+    return found;
+  }
+
+  /* The first place whose end is behind a time. */
+  function first(ends, time) {
+    let [low, high] = [0, ends.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (ends[middle] <= time) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  page.processKinds = { names: KINDS, colours: COLOURS, of: kindOf };
+
+  function modelOf(speed) {
+    const calls = (speed.calls ?? []).map((call) => ({ ...call, processes: call.processes.map(decoded) }));
+    const names = [
+      ...new Set(
+        calls
+          .toSorted((a, b) => b.processes.length - a.processes.length)
+          .flatMap((c) => c.processes.map((p) => p.name)),
+      ),
+    ];
+    for (const call of calls) call.by = new Map(call.processes.map((p) => [p.name, p]));
+    const kinds = (speed.states ?? []).map(kindOf);
+    const steps = speed.steps.map((step) => ({
+      ...step,
+      lanes: [step.spans.filter((s) => HOST.includes(s.unit)), step.spans.filter((s) => !HOST.includes(s.unit))],
+    }));
+    return { calls, names, kinds, steps, states: speed.states ?? [], hz: speed.clock_hz };
+  }
+
+  /* One drawing on a canvas. `view` has the step and the times between which it is shown. */
+  class Drawing {
+    constructor(model, view, canvas) {
+      const width = Math.max(300, canvas.parentElement.clientWidth);
+      const ratio = Math.min(devicePixelRatio || 1, 2);
+      const height = rowsOf(model).length * LANE + 26;
+      Object.assign(canvas, { width: width * ratio, height: height * ratio });
+      canvas.style.setProperty("height", `${height}px`);
+      Object.assign(this, { model, view, width, context: canvas.getContext("2d") });
+      this.context.scale(ratio, ratio);
+      this.scale = (width - LEFT - RIGHT) / (view.end - view.start);
+      this.colours = COLOURS.map(rgb);
+    }
+
+    x(time) {
+      return LEFT + (time - this.view.start) * this.scale;
+    }
+
+    all() {
+      const { context, model, view } = this;
+      const muted = rgb("--muted");
+      context.font = "12px system-ui, sans-serif";
+      context.textBaseline = "middle";
+      rowsOf(model).forEach((name, row) => {
+        context.fillStyle = rgb("--raised");
+        context.fillRect(LEFT, row * LANE + 2, this.width - LEFT - RIGHT, LANE - 4);
+        context.fillStyle = muted;
+        context.textAlign = "right";
+        context.fillText(name, LEFT - 8, row * LANE + LANE / 2, LEFT - 10);
+      });
+      context.save();
+      context.beginPath();
+      context.rect(LEFT, 0, this.width - LEFT - RIGHT, model.names.length * LANE + 2 * LANE);
+      context.clip();
+      view.step.lanes.forEach((spans, row) => this.segments(spans, row));
+      for (const call of view.step.calls) if (call.kind !== null) this.call(call);
+      context.restore();
+      this.ticks(muted);
+    }
+
+    segments(spans, row) {
+      for (const span of spans) {
+        const [from, to] = [Math.max(LEFT, this.x(span.start)), this.x(span.start + span.seconds)];
+        if (to < LEFT) continue;
+        if (from > this.width) break;
+        this.box(row, from, Math.max(0.6, to - from), rgb(UNITS[span.unit]), span.name);
+      }
+    }
+
+    box(row, x, width, colour, text) {
+      const { context } = this;
+      context.fillStyle = colour;
+      context.fillRect(x, row * LANE + 2, width > 3 ? width - 0.5 : width, LANE - 4);
+      const shown = Math.min(x + width, this.width - RIGHT) - x;
+      if (shown < 20 || context.measureText(text).width > shown - 8) return;
+      context.fillStyle = onColour(colour);
+      context.textAlign = "center";
+      context.fillText(text, x + shown / 2, row * LANE + LANE / 2 + 0.5);
+    }
+
+    call(call) {
+      const { model, view } = this;
+      if (call.start + call.seconds < view.start || call.start > view.end) return;
+      model.names.forEach((name, number) => {
+        const process = model.calls[call.kind].by.get(name);
+        if (process) this.process(process, call.start, number + 2);
+      });
+    }
+
+    /* Spans of a pixel and more are boxes; below that a column of pixels shows the shares of what happens in it. */
+    process(process, start, row) {
+      const { model, view } = this;
+      const columns = new Map();
+      for (let n = first(process.end, (view.start - start) * model.hz); n < process.end.length; n += 1) {
+        const from = this.x(start + process.start[n] / model.hz);
+        if (from > this.width) break;
+        const to = this.x(start + process.end[n] / model.hz);
+        const kind = model.kinds[process.state[n]];
+        if (to - from >= SMALL) {
+          const left = Math.max(LEFT, from);
+          this.box(row, left, to - left, this.colours[kind], model.states[process.state[n]]);
+        } else gather(columns, from, to, kind);
+      }
+      for (const [column, shares] of columns) this.stack(column, shares, row);
+    }
+
+    stack(column, shares, row) {
+      let y = (row + 1) * LANE - 2;
+      shares.forEach((share, kind) => {
+        if (!share) return;
+        const height = Math.min(1, share) * (LANE - 4);
+        this.context.fillStyle = this.colours[kind];
+        this.context.fillRect(column, y - height, 1, height);
+        y -= height;
+      });
+    }
+
+    ticks(colour) {
+      const { context, view, model } = this;
+      const bottom = (model.names.length + 2) * LANE + 14;
+      const count = this.width > 700 ? 4 : 2;
+      context.fillStyle = colour;
+      for (let tick = 0; tick <= count; tick += 1) {
+        const time = view.start + ((view.end - view.start) * tick) / count;
+        context.textAlign = tick === count ? "right" : tick ? "center" : "left";
+        context.fillText(page.time(time), this.x(time), bottom);
+      }
+    }
+  }
+
+  function gather(columns, from, to, kind) {
+    for (let column = Math.floor(from); column < to; column += 1) {
+      if (column < LEFT) continue;
+      const shares = columns.get(column) ?? columns.set(column, new Float64Array(KINDS.length)).get(column);
+      shares[kind] += Math.min(to, column + 1) - Math.max(from, column);
+    }
+  }
+
+  const rowsOf = (model) => ["host", "engine", ...model.names];
+  let palette = new Map();
+  const rgb = (name) => palette.get(name) ?? palette.set(name, `rgb(${page.colour(name).join(" ")})`).get(name);
+
+  /* The colour of text on a colour: black or white, whichever differs more (WCAG's relative luminance). */
+  function onColour(colour) {
+    const [r, g, b] = colour.match(/[\d.]+/g).map((part) => (Number(part) / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10151b" : "#ffffff";
+  }
+
+  const clocks = (model, seconds) => `${Math.round(seconds * model.hz).toLocaleString("en")} clocks`;
+  const span = (model, seconds) => `${clocks(model, seconds)} = ${page.time(seconds)}`;
+
+  /* What lies at a time in a row. */
+  function under(model, view, time, row) {
+    if (row < 2) {
+      const found = view.step.lanes[row].find((s) => s.start <= time && time < s.start + s.seconds);
+      if (!found) return "";
+      const moved = found.bytes ? `, ${page.bytes(found.bytes)}` : "";
+      const text = `${found.name}, ${page.layerText(found.layer)}: ${span(model, found.seconds)}${moved}`;
+      return `${text}, from ${page.time(found.start)}. ${page.unitText(found.unit)}`;
+    }
+    const call = view.step.calls.find((c) => c.start <= time && time < c.start + c.seconds);
+    if (!call) return "";
+    const place = `${call.name}, ${page.layerText(call.layer)}`;
+    if (call.kind === null) return `${place}: in closed form, without processes`;
+    const process = model.calls[call.kind].by.get(model.names[row - 2]);
+    if (!process) return `${place}: this process has nothing to do`;
+    const clock = (time - call.start) * model.hz;
+    const n = first(process.end, clock);
+    if (n === process.end.length || process.start[n] > clock)
+      return `${place}: ${process.name} is done or has not begun`;
+    const state = model.states[process.state[n]];
+    const does = model.kinds[process.state[n]] ? `waits (${state})` : `works (${state})`;
+    const from = process.start[n];
+    const length = (process.end[n] - from) / model.hz;
+    return `${process.name} ${does}: ${span(model, length)}, from clock ${from.toLocaleString("en")} of ${place}`;
+  }
+
+  /* The choices of what is shown: the step, the first start of every call, every layer. */
+  function parts(model, view, show) {
+    const option = (text, start, end) => el("option", { "data-start": start, "data-end": end }, text);
+    const calls = [...new Map(view.step.calls.toReversed().map((call) => [call.name, call])).values()].reverse();
+    const layers = Map.groupBy(view.step.spans, (s) => s.layer);
+    const bounds = [...layers].map(([layer, own]) => [
+      page.layerText(layer),
+      own[0].start,
+      own.at(-1).start + own.at(-1).seconds,
+    ]);
+    const select = el(
+      "select",
+      { "aria-label": "Part of the step", onchange: () => show(select.selectedOptions[0].dataset) },
+      option("whole step", 0, view.step.seconds),
+      el(
+        "optgroup",
+        { label: "calls of the engine" },
+        calls.map((c) => option(c.name, c.start, c.start + c.seconds)),
+      ),
+      el(
+        "optgroup",
+        { label: "layers" },
+        bounds.map((own) => option(...own)),
+      ),
+    );
+    return select;
+  }
+
+  class Chart {
+    constructor(speed) {
+      this.model = modelOf(speed);
+      this.view = { step: this.model.steps[0], start: 0, end: this.model.steps[0].seconds };
+      this.canvas = el("canvas", { class: "time-line", role: "img", tabindex: "0" });
+      this.select = el("span", {});
+      this.listen();
+    }
+
+    choose(number) {
+      const step = this.model.steps[number];
+      Object.assign(this.view, { step, start: 0, end: step.seconds });
+      this.select.replaceChildren(
+        parts(this.model, this.view, (data) => this.show(Number(data.start), Number(data.end))),
+      );
+      this.redraw();
+    }
+
+    redraw() {
+      if (!this.canvas.parentElement?.clientWidth) return;
+      const { start, end, step } = this.view;
+      const label = `${step.title}: from ${page.time(start)} to ${page.time(end)}.`;
+      this.canvas.setAttribute("aria-label", `${label} Arrow keys move, plus and minus zoom, 0 shows all.`);
+      new Drawing(this.model, this.view, this.canvas).all();
+    }
+
+    show(start, end) {
+      const total = this.view.step.seconds;
+      const length = Math.min(total, Math.max(20 / this.model.hz, end - start));
+      this.view.start = Math.max(0, Math.min(total - length, start));
+      this.view.end = this.view.start + length;
+      this.redraw();
+    }
+
+    /* Zooms by a factor around a time; moves by a part of what is shown. */
+    change(factor, shift = 0, around = (this.view.start + this.view.end) / 2) {
+      const { start, end } = this.view;
+      const move = shift * (end - start);
+      this.show(around + (start - around) * factor + move, around + (end - around) * factor + move);
+    }
+
+    time(event) {
+      const inside = (event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT);
+      return this.view.start + inside * (this.view.end - this.view.start);
+    }
+
+    listen() {
+      const { canvas } = this;
+      const keys = { ArrowLeft: [1, -0.2], ArrowRight: [1, 0.2], "+": [0.5], "=": [0.5], "-": [2], 0: [1e9] };
+      canvas.addEventListener("keydown", (event) => {
+        if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
+        event.preventDefault();
+        this.change(...keys[event.key]);
+      });
+      canvas.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey && !event.metaKey) return;
+        event.preventDefault();
+        this.change(event.deltaY > 0 ? 1.3 : 1 / 1.3, 0, this.time(event));
+      });
+      canvas.addEventListener("dblclick", (event) => this.change(0.25, 0, this.time(event)));
+      this.drag();
+      page.tip(canvas, (event) => {
+        if (event.offsetX === undefined || event.offsetX < LEFT || event.buttons) return "";
+        const row = Math.floor(event.offsetY / LANE);
+        return row < this.model.names.length + 2 ? under(this.model, this.view, this.time(event), row) : "";
+      });
+    }
+
+    drag() {
+      let held = null;
+      this.canvas.addEventListener("pointerdown", (event) => {
+        held = event.clientX;
+        this.canvas.setPointerCapture(event.pointerId);
+      });
+      this.canvas.addEventListener("pointermove", (event) => {
+        if (held === null) return;
+        this.change(1, (held - event.clientX) / (this.canvas.clientWidth - LEFT - RIGHT));
+        held = event.clientX;
+      });
+      for (const name of ["pointerup", "pointercancel"])
+        this.canvas.addEventListener(name, () => {
+          held = null;
+        });
+    }
+  }
+
+  function legend() {
+    const item = (colour, text) =>
+      el("li", {}, el("i", { class: "swatch", style: { background: `var(${colour})` } }), text);
+    return el(
+      "ul",
+      { class: "keys" },
+      KINDS.map((kind, n) => item(COLOURS[n], n ? `waits: ${kind}` : kind)),
+    );
+  }
+
+  function figures(model, step) {
+    const facts = [
+      { label: "one step", value: page.time(step.seconds) },
+      { label: "clocks", value: Math.round(step.seconds * model.hz).toLocaleString("en") },
+      { label: "replay", value: page.percent(step.replay) },
+      { label: "starts of the engine", value: String(step.calls.length) },
+    ];
+    return page.figures(facts);
+  }
+
+  /* The cards of the time lines; `redraw` draws for the width and the theme that there are now. */
+  page.timeLines = (speed) => {
+    const chart = new Chart(speed);
+    const { model } = chart;
+    const [note, numbers, table] = [el("p", { class: "muted time-note" }), el("div", {}), el("div", {})];
+    const choose = (number) => {
+      const step = model.steps[number];
+      const closed = step.calls.filter((call) => call.kind === null).length;
+      note.textContent = `${step.note}${closed ? ` ${closed} of ${step.calls.length} calls are in closed form, without processes.` : ""}`;
+      numbers.replaceChildren(figures(model, step));
+      table.replaceChildren(page.processTable(model, step));
+      buttons.forEach((button, n) => button.setAttribute("aria-pressed", String(n === number)));
+      chart.choose(number);
+    };
+    const buttons = model.steps.map((step, n) =>
+      el("button", { type: "button", onclick: () => choose(n) }, step.title),
+    );
+    const button = (text, label, action) =>
+      el("button", { type: "button", title: label, "aria-label": label, onclick: action }, text);
+    const tools = el(
+      "div",
+      { class: "tools", role: "group", "aria-label": "Time line" },
+      button("←", "Earlier", () => chart.change(1, -0.5)),
+      button("→", "Later", () => chart.change(1, 0.5)),
+      button("−", "Zoom out", () => chart.change(2)),
+      button("+", "Zoom in", () => chart.change(0.5)),
+      button("whole", "Show the whole step", () => chart.change(1e9)),
+    );
+    choose(model.steps.length - 1);
+    const redraw = () => {
+      palette = new Map();
+      chart.redraw();
+    };
+    page.onTheme.push(redraw);
+    addEventListener("resize", redraw);
+    const element = page.card(
+      "Time line of one decode step",
+      "By the cycle model: what host, engine and the processes of its calls do. Drag to move; double click or Ctrl and the wheel to zoom.",
+      el(
+        "div",
+        { class: "toolbar" },
+        el("div", { class: "sides", role: "group", "aria-label": "Step" }, buttons),
+        chart.select,
+        tools,
+      ),
+      note,
+      speed.unknown
+        ? el("p", { class: "muted" }, "The artifact does not say how much replays. ", page.recording())
+        : null,
+      numbers,
+      el("div", { class: "time-box" }, chart.canvas),
+      legend(),
+    );
+    const processes = page.card(
+      "Processes of the engine",
+      "Clocks over all calls of the step. A process that is done waits for the others at the end of the call, the barrier.",
+      table,
+    );
+    return { redraw, elements: [element, processes] };
+  };
+})();
