@@ -17,14 +17,13 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.inspection.graphs import page_graphs, prefill_graphs
 from fastcar_compile.inspection.memory import memory_page
 from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
-from fastcar_compile.inspection.reasons import reason_texts
 from fastcar_compile.inspection.replay import Decisions, replay_page
 from fastcar_compile.inspection.speed import speed_page
 
 STYLES = ("parts.css", "page.css", "graph.css")
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
-    *("search.js", "replay.js", "timeline.js", "processes.js", "speed.js", "memory.js", "main.js"),
+    *("search.js", "replay.js", "time_drawing.js", "time_line.js", "processes.js", "speed.js", "memory.js", "main.js"),
 )
 """In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
 
@@ -69,7 +68,7 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         after=after,
         prefill_before=prefill_before,
         prefill_after=prefill_after,
-        reasons=reason_texts(keys),
+        reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
         speed=speed_page(manifest, decisions),
         memory=memory_page(manifest, artifact.arrays(), layer_of),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from fastcar_compile.estimate.call import EngineCall
 from fastcar_compile.inspection.models import CallKind, CallProcess, CallStart, Span, StepLine
@@ -15,14 +14,14 @@ DECIMALS = 10
 """Of seconds on the page: a tenth of a nanosecond."""
 
 
-@dataclass
 class Calls:
     """The distinct calls of time lines, and the names of what processes do."""
 
-    kinds: list[CallKind] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    _known: dict[EngineCall, int] = field(default_factory=dict)
-    _places: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.kinds: list[CallKind] = []
+        self.states: list[str] = []
+        self._known: dict[EngineCall, int] = {}
+        self._places: dict[str, int] = {}
 
     def step(self, line: TimeLine, title: str, note: str) -> StepLine:
         """Return a step; its calls are added to `kinds`."""
@@ -87,9 +86,10 @@ class Calls:
 
 def call_name(call: EngineCall) -> str:
     """Return what a call is for: its products, its rows where several can compute, and what is special in it."""
-    if not call.products:
+    products = [named.name for named in call.products]
+    if not products:
         return f"{call.control_name}, prefetch" if call.filled else call.control_name
-    names = "MLP" if len(call.products) > 1 else call.products[0].name
+    names = "MLP" if len(products) > 1 else products[0]
     rows = f", {call.load.rows} row{'s' if call.load.rows > 1 else ''}"
     return f"{names}{rows}{', prefetched' if call.held else ''}"
 
@@ -97,6 +97,11 @@ def call_name(call: EngineCall) -> str:
 def step_lines(lines: Sequence[TimeLine], share: str) -> tuple[tuple[StepLine, ...], Calls]:
     """Return the steps with their calls. share: what decided which rows replay, of the second one."""
     calls = Calls()
-    notes = ["The decoder compiled without replay.", f"{share} The step nearest to the mean is shown."]
-    titles = ["dense", *(f"{line.replay:.1%} replay" for line in lines[1:])]
-    return tuple(calls.step(*parts) for parts in zip(lines, titles, notes, strict=False)), calls
+    found: list[StepLine] = []
+    for line in lines:
+        if line.replay:
+            note = f"{share} The step nearest to the mean is shown."
+            found.append(calls.step(line, f"{line.replay:.1%} replay", note))
+        else:
+            found.append(calls.step(line, "dense", "The decoder compiled without replay."))
+    return tuple(found), calls

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from conftest import check_module, check_tool
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Dialog, Page
 
 
 @contextmanager
@@ -27,9 +27,14 @@ def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Pag
         )
         errors: list[str] = []
         requests: list[str] = []
+
+        def refused(dialog: Dialog) -> None:
+            errors.append(f"dialog: {dialog.message}")
+            dialog.dismiss()
+
         page.on("console", lambda message: errors.append(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("dialog", lambda dialog: (errors.append(dialog.message), dialog.dismiss()))
+        page.on("dialog", refused)
         page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready=true]")
