@@ -20,7 +20,7 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.export_errors import depends_on_data, export_error, silenced
 from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
-from fastcar_compile.frontend.importer import import_exported
+from fastcar_compile.frontend.importer import REASONS, import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.randomness import check_deterministic
 from fastcar_compile.frontend.structures import check_signature
@@ -71,7 +71,7 @@ def capture(
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
     check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
-    return DecoderProgram(graph, chunk, config, outputs=["logits"], lazy=lazy)
+    return DecoderProgram(graph, chunk, config, outputs=["logits"], reasons=dict(REASONS), lazy=lazy)
 
 
 @contextmanager
