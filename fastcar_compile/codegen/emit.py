@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastcar_compile.artifact import layout
 from fastcar_compile.artifact.manifest import Sections
@@ -39,35 +38,32 @@ class Build:
 
     Args:
         options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
-        passes: the pipeline that ran, as text. output: folder. say: reports a stage.
+        passes: the pipeline that ran, as text. say: reports a stage.
     """
 
     options: CompileConfig
     target: Target
     variants: Sequence[InstructionSet]
     passes: str
-    output: Path
     say: Progress
 
 
-def emit_artifact(program: DecoderProgram, original: DecoderProgram, build: Build) -> Path:
-    """Write everything below `build.output`, atomically; return its path."""
-    with ArtifactWriter(build.output) as writer:
-        _emit_graphs(writer, program, original)
-        build.say("writing the weights")
-        places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
-        if program.lazy is not None:
-            # Later readers of weights take them from the files: they are quantised once.
-            params = ParameterSource(program.params)
-            written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
-            program = dataclasses.replace(program, lazy=LazyWeights(written))
-        context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
-        pipeline = PipelineSection(passes=build.passes, log=tuple(program.log), reasons=_reasons(program, original))
-        sections = _sections(program, build, pipeline, _run_emitters(program, context))
-        write_report(writer, sections)
-        writer.finish(sections)
-        build.say("checking and placing the files")
-    return writer.path
+def emit_artifact(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram, build: Build) -> None:
+    """Write everything below the root of an open writer."""
+    _emit_graphs(writer, program, original)
+    build.say("writing the weights")
+    places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
+    if program.lazy is not None:
+        # Later readers of weights take them from the files: they are quantised once.
+        params = ParameterSource(program.params)
+        written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
+        program = dataclasses.replace(program, lazy=LazyWeights(written))
+    context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
+    pipeline = PipelineSection(passes=build.passes, log=tuple(program.log), reasons=_reasons(program, original))
+    sections = _sections(program, build, pipeline, _run_emitters(program, context))
+    write_report(writer, sections)
+    writer.finish(sections)
+    build.say("checking and placing the files")
 
 
 def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Section]:
