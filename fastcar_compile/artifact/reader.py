@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import ValidationError
 
+from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.digest import manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE, weight_files
@@ -16,7 +17,9 @@ from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
 from fastcar_compile.artifact.tensor_files import Array, load_tensors
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, CompileError
+from fastcar_compile.limits import JSON_BYTES
 from fastcar_compile.parallel import at_once
+from fastcar_compile.strict_json import parse_json
 
 
 class Trust(Protocol):
@@ -86,18 +89,23 @@ def read_manifest(path: str | Path) -> Manifest:
 def _manifest_bytes(root: Path) -> bytes:
     file = root / MANIFEST
     if not root.is_dir():
+        moved = moved_artifact(root.absolute())
+        if moved is not None:
+            hint = f"the next build into it puts it back, and so does `mv {moved} {root.absolute()}`"
+            raise ArtifactError("a build was killed while it replaced this artifact", where=str(root), hint=hint)
         raise ArtifactError("there is no artifact folder here", where=str(root), hint="run `fastcar compile` first")
     if file.is_symlink() or not file.is_file():
         raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
     try:
-        return file.read_bytes()
+        with file.open("rb") as stream:
+            return stream.read(JSON_BYTES + 1)
     except OSError as error:
         raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
 
 
 def _parse_manifest(content: bytes, file: Path) -> Manifest:
     try:
-        data = json.loads(content)
+        data = parse_json(content)
     except ValueError as error:
         raise ArtifactError(f"the manifest is not valid JSON: {error}", where=str(file)) from error
     version = cast("dict[str, Any]", data).get("schema_version") if isinstance(data, dict) else None

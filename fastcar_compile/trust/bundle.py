@@ -15,10 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from pydantic.alias_generators import to_camel
 
 from fastcar_compile.artifact.layout import SIGNATURE
-from fastcar_compile.errors import SignatureError, describe_validation
-
-MAX_BYTES = 16 << 20
-"""Of a bundle; a file of an artifact takes about 200 bytes of it."""
+from fastcar_compile.errors import SignatureError
+from fastcar_compile.limits import SIGNATURE_BYTES
 
 HINT = "copy the artifact again, or have it signed again"
 
@@ -110,7 +108,8 @@ def read_bundle(root: Path) -> Bundle:
     except OSError as error:
         raise SignatureError(f"the signature cannot be read: {error.strerror}", where=str(file), hint=HINT) from error
     except ValidationError as error:
-        text = "; ".join(describe_validation(error)[:3])
+        first = error.errors(include_url=False, include_input=False)[0]
+        text = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
         raise SignatureError(f"the signature is damaged: {text}", where=str(file), hint=HINT) from error
 
 
@@ -119,7 +118,7 @@ def _content(file: Path) -> bytes:
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise SignatureError("the signature is no plain file", where=str(file), hint=HINT)
-        data = stream.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise SignatureError(f"the signature has more than {MAX_BYTES} bytes", where=str(file), hint=HINT)
+        data = stream.read(SIGNATURE_BYTES + 1)
+    if len(data) > SIGNATURE_BYTES:
+        raise SignatureError(f"the signature has more than {SIGNATURE_BYTES} bytes", where=str(file), hint=HINT)
     return data

@@ -16,11 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import SecretStr
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.limits import KEY_BYTES
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
-MAX_BYTES = 1 << 20
-"""Of a file of keys or certificates."""
-
 MAKE_KEY = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signing.pem`"
 MAKE_PUBLIC = "write it with `openssl ec -in signing.pem -pubout -out signing.pub`"
 
@@ -162,9 +160,9 @@ def in_memory(*contents: bytes) -> Generator[list[Path]]:
 def _read(file: Path, what: str, hint: str) -> bytes:
     try:
         with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(KEY_BYTES + 1)
     except (OSError, ValueError) as error:
         raise InputError(f"the {what} cannot be read: {error}", where=str(file), hint=hint) from error
-    if len(data) > MAX_BYTES:
-        raise InputError(f"the {what} has more than {MAX_BYTES} bytes", where=str(file), hint=hint)
+    if len(data) > KEY_BYTES:
+        raise InputError(f"the {what} has more than {KEY_BYTES} bytes", where=str(file), hint=hint)
     return data

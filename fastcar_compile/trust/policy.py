@@ -10,10 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from fastcar_compile.artifact.digest import DIGEST_PATTERN
 from fastcar_compile.errors import InputError, describe_validation
+from fastcar_compile.limits import TOML_BYTES
 from fastcar_compile.trust.signers import CertificateSigner, KeylessSigner, KeySigner, Signer
-
-MAX_BYTES = 1 << 20
-"""Of a policy file."""
 
 
 class Policy(BaseModel):
@@ -51,9 +49,9 @@ class Policy(BaseModel):
         hint = "docs/tutorial/signing.md shows a policy"
         try:
             with file.open("rb") as stream:
-                data = stream.read(MAX_BYTES + 1)
-            if len(data) > MAX_BYTES:
-                raise InputError(f"the policy has more than {MAX_BYTES} bytes", where=str(file), hint=hint)
+                data = stream.read(TOML_BYTES + 1)
+            if len(data) > TOML_BYTES:
+                raise InputError(f"the policy has more than {TOML_BYTES} bytes", where=str(file), hint=hint)
             fields = tomllib.loads(data.decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"the policy cannot be read: {error}", where=str(file), hint=hint) from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastcar_compile.artifact.atomic import sync
+from fastcar_compile.artifact.claim import Claim
 from fastcar_compile.artifact.digest import DIGEST_PREFIX
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -114,18 +114,14 @@ def _write(root: Path, digests: dict[str, str], configure: Configure) -> None:
         configure(signing_config(digests)).sign(root, made)
         data = made.read_bytes()
     folder = root.absolute()
-    try:
-        handle, scratch = tempfile.mkstemp(prefix=f".{folder.name}.signature-", dir=folder.parent)
+    with Claim(folder) as claim:
         try:
-            with os.fdopen(handle, "wb") as stream:
+            with claim.manifest.open("xb") as stream:
                 stream.write(data)
                 stream.flush()
-                os.fchmod(handle, 0o644)
-                os.fsync(handle)
-            os.replace(scratch, folder / SIGNATURE)
-        except BaseException:
-            os.unlink(scratch)
-            raise
-        sync(folder)
-    except OSError as error:
-        raise ArtifactError(f"the signature cannot be written: {error}", where=str(root)) from error
+                os.fsync(stream.fileno())
+            claim.manifest.chmod(0o644)
+            os.replace(claim.manifest, folder / SIGNATURE)
+            sync(folder)
+        except OSError as error:
+            raise ArtifactError(f"the signature cannot be written: {error}", where=str(root)) from error
