@@ -7,7 +7,7 @@ Beside the folder NAME, and only while a build or a change of thresholds runs or
 | `.NAME.lock` | locked by the one process that may write NAME |
 | `.NAME.building-XXXXXXXX` | files of a build; after an exchange, the artifact that was replaced |
 | `.NAME.old-XXXXXXXX` | the artifact that is being replaced, where two names cannot be exchanged |
-| `.NAME.manifest-XXXXXXXX` | a manifest with other thresholds |
+| `.NAME.manifest-XXXXXXXX` | a manifest with other thresholds, or a signature |
 
 The lock is the kernel's and ends with its process. So whoever holds it knows that these belong to nobody else.
 """
