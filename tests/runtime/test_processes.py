@@ -22,7 +22,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fc.compile(llama(num_hidden_layers=1), target="cpu", tokens_per_frame=8, output=folder).path
 
 
-FORKS = '''
+FORKS = """
 import json, multiprocessing, os, sys, threading
 import numpy as np
 import fastcar_compile as fc
@@ -82,7 +82,7 @@ if __name__ == "__main__":
             sys.exit(0)
         found["exit"] = os.waitpid(ended, 0)[1]
     print(json.dumps(found))
-'''
+"""
 
 
 def outcome(script: str, folder: Path, *words: object) -> dict[str, object]:
