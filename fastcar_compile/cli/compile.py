@@ -153,12 +153,14 @@ def _show_artifact(artifact: Artifact, as_json: bool) -> None:
     sites, files = len(artifact.sites), artifact.manifest.files
     size = sum(entry.size for entry in files.values())
     if as_json:
-        print_json({"path": artifact.path, "sites": sites, "files": len(files), "bytes": size})
+        print_json(
+            {"path": artifact.path, "sites": sites, "files": len(files), "bytes": size, "digest": artifact.digest}
+        )
         return
     able = sum(site.replay is not None for site in artifact.sites)
     print_text(
         f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
-        f"{count_text(len(files), 'file')}, {size_text(size)}"
+        f"{count_text(len(files), 'file')}, {size_text(size)}\n{artifact.digest}"
     )
 
 
@@ -212,10 +214,6 @@ def load_model(path: Path, *, weights: bool = True) -> Any:
             where=str(path),
             hint="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
         )
-    import torch
+    from fastcar_compile.frontend.pt2 import load_exported
 
-    try:
-        return torch.export.load(path)
-    except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
-        hint = "write it with torch.export.save"
-        raise UserError(f"the exported program cannot be read: {error}", where=str(path), hint=hint) from error
+    return load_exported(path)

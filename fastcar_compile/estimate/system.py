@@ -68,7 +68,11 @@ def estimate(
         TargetError: the target lacks what the model needs.
         CompileError: the decoder does not fit the board.
     """
-    question = ask(workload, target, decisions=decisions, design=design, what_if=what_if)
+    return estimate_question(ask(workload, target, decisions=decisions, design=design, what_if=what_if))
+
+
+def estimate_question(question: Question) -> Estimate:
+    """Predict the decode speed that a question asks for."""
     return _result(question, Runs.of(question, question.board(ClosedForm), static=True))
 
 
@@ -86,7 +90,7 @@ def _result(question: Question, runs: Runs) -> Estimate:
     macs = _macs(work, question.decisions)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
-    footprint = work.footprint()
+    footprint = work.footprint(target)
     return Estimate(
         **runs.common(question, design.mlp.cores),
         attended=work.attended,

@@ -20,13 +20,13 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.export_errors import depends_on_data, export_error, silenced
 from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
-from fastcar_compile.frontend.importer import import_exported
+from fastcar_compile.frontend.importer import REASONS, import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.randomness import check_deterministic
 from fastcar_compile.frontend.structures import check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg, shape_of
+from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
 from fastcar_compile.ir.weights import LazyWeights
 
 _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
@@ -71,7 +71,7 @@ def capture(
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
     check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
-    return DecoderProgram(graph, chunk, config, outputs=["logits"], lazy=lazy)
+    return DecoderProgram(graph, chunk, config, outputs=["logits"], reasons=dict(REASONS), lazy=lazy)
 
 
 @contextmanager
@@ -96,15 +96,26 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
             arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
         else:
             arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
+    implicit = step if isinstance(step, StaticCacheStep) and step.can_be_explicit() else None
     try:
-        return _exported(step, arguments)
+        exported = _exported(step, arguments)
     except UserError:
         raise
     except Exception as error:
-        if isinstance(step, StaticCacheStep) and depends_on_data(error) and step.can_be_explicit():
-            step.explicit = True
-            return _export(step, facts, batch, tokens, embeddings)
-        raise export_error(step, error) from error
+        if implicit is None or not depends_on_data(error):
+            raise export_error(step, error) from error
+    else:
+        if implicit is None or not _counts_in_python(exported):
+            return exported
+    implicit.explicit = True
+    return _export(step, facts, batch, tokens, embeddings)
+
+
+def _counts_in_python(exported: ExportedProgram) -> bool:
+    """Whether the model made a Python number of the position, so that the graph is right at one position only."""
+    graph = exported.graph
+    position = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "cache_position")
+    return any(position in ancestors(n) for n in graph.nodes if is_op(n, torch.ops.aten.item))
 
 
 def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:

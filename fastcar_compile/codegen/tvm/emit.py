@@ -86,7 +86,7 @@ class TvmEmitter:
 
 def _emit_variant(writer: ArtifactWriter, lowered: LoweredModule, isa: InstructionSet, machine: str) -> VariantPart:
     library = host_library(isa.triple, isa.name)
-    lowered.export(writer.file(library), cross_compiler(isa.triple, machine))
+    lowered.export(writer.file(library), cross_compiler(isa.triple, machine), writer.scratch)
     flags = tuple(sorted(isa.flags))
     return VariantPart(instruction_set=isa.name, triple=isa.triple, flags=flags, programs=lowered.part(library))
 
@@ -118,9 +118,9 @@ def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, ma
     library = board_library(triple, cpu if triple == machine else None, linked=linked)
     compiled = lowered.retarget(isa)
     if linked:
-        compiled.export(writer.file(library), compiler)
+        compiled.export(writer.file(library), compiler, writer.scratch)
     else:
-        compiled.export_objects(writer.file(library))
+        compiled.export_objects(writer.file(library), writer.scratch)
     return BoardPart(
         triple=triple,
         cpu=cpu,
