@@ -19,7 +19,7 @@ from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_arra
 def write_library(path: Path, factor: float) -> None:
     """Write a library whose `run` multiplies four numbers by the factor."""
     builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    x = relax.Var("x", relax.TensorType(cast("Any", (4,)), "float32"))
     with builder.function("run", [x]):
         builder.emit_func_output(builder.emit(relax.op.multiply(x, relax.const(factor, "float32"))))
     steps = relax.backend.cpu_generic.get_default_pipeline(host_target())
