@@ -117,7 +117,8 @@ class Machine:
         if not library.is_file():
             raise BackendError("the library cannot be loaded: there is no such file", where=library.name)
         try:
-            self._module = _ffi().load_module(str(library.resolve()))["vm_load_executable"]()
+            # Kept alive, a library would stay for ever with every session. What its functions return is the runtime's.
+            self._module = _ffi().load_module(str(library.resolve()), keep_module_alive=False)["vm_load_executable"]()
             self._module["vm_initialization"](_CPU, 0, _POOLED)
         except (RuntimeError, OSError, ValueError) as error:
             raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
