@@ -7,7 +7,7 @@ may help to word it; they never decide what compiles.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +16,11 @@ from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.ir.provenance import importable_path
 
 _REPLAY = "replay is defined for attention over a key/value cache and an MLP of two or three linears"
+
+_CONTEXT_HINT = (
+    "set context_length = L and context_size = C on the module, for context float32 [B, L, C], as "
+    "docs/reference/step_protocol.md has it"
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ def check_signature(model: nn.Module) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return
     if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):
+        _check_context(model, taken)
         return
     what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
     hint = (
@@ -174,3 +180,13 @@ def check_signature(model: nn.Module) -> None:
         "masked one, has no such step"
     )
     raise CompileError(what, where=_source(model), hint=hint)
+
+
+def _check_context(model: nn.Module, taken: Collection[str]) -> None:
+    """Raise CompileError where the forward takes a context whose sizes the module does not give."""
+    missing = [name for name in ("context_length", "context_size") if not isinstance(getattr(model, name, None), int)]
+    if "context_mask" in taken and "context" not in taken:
+        raise CompileError("forward takes context_mask, but no context", where=_source(model), hint=_CONTEXT_HINT)
+    if "context" in taken and missing:
+        what = f"forward takes a context, but {type(model).__name__} does not say its {' and '.join(missing)}"
+        raise CompileError(what, where=_source(model), hint=_CONTEXT_HINT)

@@ -35,6 +35,8 @@ OPERATOR_REASONS = {
     "fastcar.activation_factor": "The factor of the activation, from the table that the accelerator has too.",
     "fastcar.attention": "Attention that reads the filled part of the cache only.",
     "fastcar.window_attention": "Attention that reads the sinks and the last tokens from the ring cache.",
+    "fastcar.context_attention": "Cross-attention: keys and values of the context are made once per video, not in this "
+    "step.",
     "fastcar.cache_write": "This token's key or value is written into the cache at its position.",
     "fastcar.ring_row": "The row of the ring cache that this position has.",
     "fastcar.ring_write": "This token's key or value is written into the ring cache.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastcar_compile.artifact.sections import ATTENTION_ROLES, CONTEXT_ROLES
 from fastcar_compile.codegen.hls.control import control_table, controller_spec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
@@ -74,7 +75,7 @@ def footprint_of(program: DecoderProgram, board: Target) -> Footprint:
     weights = program.params.nbytes()
     if not shares_memory(board):
         return Footprint(weights, 0, 0)
-    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
+    attention = (*ATTENTION_ROLES, *CONTEXT_ROLES)
     cache = sum(s.nbytes for s in program.state if s.role in attention)
     gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
     return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
