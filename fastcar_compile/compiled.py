@@ -105,7 +105,7 @@ class Artifact(StoredArtifact):
         with needs("compile"):
             from fastcar_compile.ir.explain_node import explain_node
 
-        return explain_node(self.graph, node)
+        return explain_node(self.graph, node, self.manifest.pipeline.reason)
 
     @property
     def thresholds(self) -> Thresholds | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.emit import Build, emit_artifact
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
@@ -131,7 +133,7 @@ def compile(
         CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
             fallback with its reason.
         TargetError: unknown or malformed target, or one that is there for estimates only.
-        ArtifactError: `output` exists and is no artifact.
+        ArtifactError: `output` exists and is no artifact, cannot be written, or another build is writing it.
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)
@@ -155,20 +157,21 @@ def compile(
     }
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)
-    program, passes = _analysed(model, config, say)
-    original = None if dry_run else copy.deepcopy(program)
-    say("rewriting the graph")
-    rewrite = rewrite_pipeline(config, len(program.sites))
-    run_pipeline(program, rewrite)
-    pipeline = pipeline_to_string([*passes, *rewrite])
-    fallbacks = [*assumed, *fallbacks_of(program, config, board)]
-    if strict:
-        refuse_fallbacks(fallbacks)
-    if original is None:
-        say("choosing the hardware design")
-        return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
-    path = emit_artifact(program, original, Build(config, board, variants, pipeline, Path(output), say))
-    return Artifact(path, original=None if program.lazy else original.graph_module)
+    with nullcontext() if dry_run else ArtifactWriter(output) as writer:
+        program, passes = _analysed(model, config, say)
+        original = None if writer is None else copy.deepcopy(program)
+        say("rewriting the graph")
+        rewrite = rewrite_pipeline(config, len(program.sites))
+        run_pipeline(program, rewrite)
+        pipeline = pipeline_to_string([*passes, *rewrite])
+        fallbacks = [*assumed, *fallbacks_of(program, config, board)]
+        if strict:
+            refuse_fallbacks(fallbacks)
+        if writer is None or original is None:
+            say("choosing the hardware design")
+            return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
+        emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
+    return Artifact(writer.path, original=None if program.lazy else original.graph_module)
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:

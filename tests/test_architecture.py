@@ -20,7 +20,10 @@ ENTRIES = re.findall(
 HEAVY = ("torch", "transformers", "onnx")
 TORCH_SIDE = tuple(f"{PACKAGE}.{m}" for m in ("gates.gate_file", "gates.weight_tensors", "runtime.backends.eager"))
 """The modules of light folders that are torch's side of a gate and of a backend."""
-LIGHT = ("errors", "parallel", "registry", "formats", "drs", "gates", "config", "targets", "artifact", "runtime")
+LIGHT = (
+    *("errors", "limits", "strict_json", "outputs", "parallel", "registry"),
+    *("formats", "drs", "gates", "config", "targets", "artifact", "runtime"),
+)
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))

@@ -13,6 +13,8 @@ from decoders import PlainBlock, PlainDecoder, llama
 from torch import Tensor
 
 import fastcar_compile as fc
+from fastcar_compile.ops.operator import REASONS
+from fastcar_compile.passes.insert_replay import InsertReplay
 
 
 @pytest.fixture(scope="module")
@@ -218,5 +220,7 @@ def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:
     assert "layer 1: model.layers.1.mlp" in text
     assert "mlp_cache_1" in text
     assert "made by  insert-replay" in artifact.explain(node="cond")
+    why = f"{REASONS['cond']} {InsertReplay.reason}"
+    assert f"reason   {why}" in artifact.explain(node="cond")
     with pytest.raises(fc.InputError, match="no node 'nothing'"):
         artifact.explain(node="nothing")

@@ -157,23 +157,6 @@ def test_an_exception_keeps_the_old_artifact(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_failed_rename_restores_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = build(tmp_path / "out", "old\n")
-    before = snapshot(path)
-    rename = Path.rename
-
-    def refuse(self: Path, target: Path) -> Path:
-        if ".building-" in self.name:
-            raise OSError("disk full")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        build(path, "new\n")
-    assert snapshot(path) == before
-    assert os.listdir(tmp_path) == ["out"]
-
-
 def test_an_artifact_without_sections_is_a_defect(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match="the artifact has no sections"), ArtifactWriter(tmp_path / "out") as writer:
         writer.write_text("a", "x")

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, weight_files
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
@@ -62,6 +63,10 @@ def read_manifest(path: str | Path) -> Manifest:
     root = Path(path)
     file = root / MANIFEST
     if not root.is_dir():
+        moved = moved_artifact(root.absolute())
+        if moved is not None:
+            hint = f"the next build into it puts it back, and so does `mv {moved} {root.absolute()}`"
+            raise ArtifactError("a build was killed while it replaced this artifact", where=str(root), hint=hint)
         raise ArtifactError("there is no artifact folder here", where=str(root), hint="run `fastcar compile` first")
     if file.is_symlink() or not file.is_file():
         raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))

@@ -1,26 +1,26 @@
 """Write an artifact: an atomic, deterministic directory.
 
-Files go to a hidden folder beside the destination, which is renamed over it at the end. So a failed build leaves
-nothing behind.
+Files go to a hidden folder beside the destination, which takes its place at the end. So a failed build leaves
+nothing behind, and the next build removes what a killed one left.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fastcar_compile.artifact.atomic import replace_folder, sync
+from fastcar_compile.artifact.claim import Claim
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.tensor_files import Placement, TensorSource, write_streamed
 from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.artifact.write_errors import NO_ROOM, write_error
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.parallel import at_once
 
@@ -30,20 +30,25 @@ class ArtifactWriter:
 
     Files go below `root`, or through `write_bytes`, `write_text` and `write_streamed`; the sections through `finish`.
     Leaving the block writes manifest.json and puts the directory in place. Leaving it by an exception removes
-    everything, including parent folders that this writer had to create.
+    everything, including parent folders that this writer had to create. Inside the block no other writer may have the
+    same destination.
 
     Args:
         path: destination. If it exists it must be an artifact (it is replaced) or an empty directory.
 
+    Attributes:
+        scratch: folder on the destination's file system for what is not part of the artifact.
+
     Raises:
-        ArtifactError: the destination is something else, or cannot be written.
+        ArtifactError: the destination is something else, cannot be written, or is another writer's.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
+        self._claim = Claim(self.path)
         self._root: Path | None = None
         self._sections: Sections | None = None
-        self._made_parents: list[Path] = []
+        self.scratch = self._claim.building / "scratch"
 
     @property
     def root(self) -> Path:
@@ -82,26 +87,51 @@ class ArtifactWriter:
 
     def __enter__(self) -> Self:
         _check_destination(self.path)
-        parent = self.path.parent
-        self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        self._claim.__enter__()
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self._root = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.building-", dir=parent))
-            self._root.chmod(0o755)
-        except OSError as error:
-            self._clean()
-            raise ArtifactError(f"the output folder cannot be written: {error}", where=str(self.path)) from error
+            _check_destination(self.path)  # again: the claim may have put an artifact back
+            root = self._claim.building / "artifact"
+            root.mkdir(parents=True)
+            root.chmod(0o755)
+            self.scratch.mkdir()
+            self._root = root
+        except BaseException as error:
+            self._end(error)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
+        if error is None:
+            try:
                 self._place()
-                self._made_parents = []
-        finally:
-            self._clean()
+            except BaseException as placing:
+                self._end(placing)
+                raise
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Remove what is beside the destination.
+
+        Raises:
+            ArtifactError: in the place of an error of the system about a file of this writer.
+        """
+        self._root = None
+        translated = self._write_error(error)
+        self._claim.__exit__(type(error) if error else None, error, None)
+        if translated is not None:
+            raise translated from error
+
+    def _write_error(self, error: BaseException | None) -> ArtifactError | None:
+        """Return what to raise in the place of the system's error about a file here; None: it is about another."""
+        if not isinstance(error, OSError):
+            return None
+        names = [os.fsdecode(n) for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
+        ours = [n for n in names if Path(n).is_relative_to(self._claim.building)]
+        if not ours and error.errno not in NO_ROOM:
+            return None
+        return write_error(error, self.path)
 
     def _place(self) -> None:
         root = self.root
@@ -118,7 +148,7 @@ class ArtifactWriter:
         for folder, _, _ in os.walk(root):
             sync(Path(folder))
         _check_destination(self.path)
-        replace_folder(root, self.path)
+        replace_folder(root, self.path, self._claim.old)
         sync(self.path.parent)
 
     def _files(self) -> dict[str, FileEntry]:
@@ -128,16 +158,6 @@ class ArtifactWriter:
                 raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
         return dict(zip(found, at_once(file_entry, found.values()), strict=True))
 
-    def _clean(self) -> None:
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
-        for folder in self._made_parents:
-            try:
-                folder.rmdir()
-            except OSError:
-                return
-
 
 def _check_destination(path: Path) -> None:
     """Raise ArtifactError instead of replacing anything that is not an artifact."""
@@ -146,6 +166,11 @@ def _check_destination(path: Path) -> None:
     hint = "choose another output folder, or remove this one yourself"
     if path.is_symlink() or not path.is_dir():
         raise ArtifactError("the output path exists and is not a folder", where=str(path), hint=hint)
+    if os.path.ismount(path):
+        within = "give a folder inside of it"
+        raise ArtifactError(
+            "the output folder is a mount point, which no rename can replace", where=str(path), hint=within
+        )
     if not any(path.iterdir()):
         return
     try:
@@ -167,15 +192,15 @@ def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | No
     """
     root = path.absolute()
     changed = manifest.model_copy(update={"thresholds": thresholds})
-    try:
-        # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
-        handle, scratch = tempfile.mkstemp(prefix=f".{root.name}.manifest-", dir=root.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(changed.to_bytes())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(scratch, (root / MANIFEST).stat().st_mode & 0o777)
-        os.replace(scratch, root / MANIFEST)
-    except OSError as error:
-        raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
+    with Claim(root) as claim:
+        try:
+            # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
+            with claim.manifest.open("xb") as stream:
+                stream.write(changed.to_bytes())
+                stream.flush()
+                os.fsync(stream.fileno())
+            claim.manifest.chmod((root / MANIFEST).stat().st_mode & 0o777)
+            os.replace(claim.manifest, root / MANIFEST)
+        except OSError as error:
+            raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
     return changed

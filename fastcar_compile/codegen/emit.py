@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastcar_compile.artifact import layout
 from fastcar_compile.artifact.manifest import Sections
@@ -23,11 +22,13 @@ from fastcar_compile.codegen.base import EMITTERS, EmitContext, Emitter, Progres
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.modules import with_branches
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section, graph_file_text, layers_section
 from fastcar_compile.ir.tensors import ParameterSource, WrittenTensors
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights
+from fastcar_compile.ops.operator import operator_reasons
 from fastcar_compile.targets import Target
 
 
@@ -37,34 +38,32 @@ class Build:
 
     Args:
         options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
-        passes: the pipeline that ran, as text. output: folder. say: reports a stage.
+        passes: the pipeline that ran, as text. say: reports a stage.
     """
 
     options: CompileConfig
     target: Target
     variants: Sequence[InstructionSet]
     passes: str
-    output: Path
     say: Progress
 
 
-def emit_artifact(program: DecoderProgram, original: DecoderProgram, build: Build) -> Path:
-    """Write everything below `build.output`, atomically; return its path."""
-    with ArtifactWriter(build.output) as writer:
-        _emit_graphs(writer, program, original)
-        build.say("writing the weights")
-        places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
-        if program.lazy is not None:
-            # Later readers of weights take them from the files: they are quantised once.
-            params = ParameterSource(program.params)
-            written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
-            program = dataclasses.replace(program, lazy=LazyWeights(written))
-        context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
-        sections = _sections(program, build, _run_emitters(program, context))
-        write_report(writer, sections)
-        writer.finish(sections)
-        build.say("checking and placing the files")
-    return writer.path
+def emit_artifact(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram, build: Build) -> None:
+    """Write everything below the root of an open writer."""
+    _emit_graphs(writer, program, original)
+    build.say("writing the weights")
+    places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
+    if program.lazy is not None:
+        # Later readers of weights take them from the files: they are quantised once.
+        params = ParameterSource(program.params)
+        written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
+        program = dataclasses.replace(program, lazy=LazyWeights(written))
+    context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
+    pipeline = PipelineSection(passes=build.passes, log=tuple(program.log), reasons=_reasons(program, original))
+    sections = _sections(program, build, pipeline, _run_emitters(program, context))
+    write_report(writer, sections)
+    writer.finish(sections)
+    build.say("checking and placing the files")
 
 
 def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Section]:
@@ -78,7 +77,15 @@ def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Se
     return found
 
 
-def _sections(program: DecoderProgram, build: Build, emitted: Mapping[str, Section]) -> Sections:
+def _reasons(program: DecoderProgram, original: DecoderProgram) -> dict[str, str]:
+    """Return why the passes ran, and why the operators of both graphs are there."""
+    modules = (m for p in (program, original) for step in p.graphs() for m in with_branches(step))
+    return dict(sorted({**program.reasons, **operator_reasons(modules)}.items()))
+
+
+def _sections(
+    program: DecoderProgram, build: Build, pipeline: PipelineSection, emitted: Mapping[str, Section]
+) -> Sections:
     host, accelerator, onnx = emitted.get("tvm"), emitted.get("hls"), emitted.get("onnx")
     if not isinstance(host, HostSection) or not isinstance(accelerator, AcceleratorSection | None):
         raise InternalError("an emitter returned a section of another type")
@@ -87,7 +94,7 @@ def _sections(program: DecoderProgram, build: Build, emitted: Mapping[str, Secti
         target=build.target,
         decoder=decoder_section(program),
         layers=layers_section(program),
-        pipeline=PipelineSection(passes=build.passes, log=tuple(program.log)),
+        pipeline=pipeline,
         host=host,
         accelerator=accelerator,
         onnx=onnx if isinstance(onnx, OnnxSection) else None,

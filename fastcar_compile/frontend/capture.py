@@ -20,13 +20,13 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.export_errors import depends_on_data, export_error, silenced
 from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
-from fastcar_compile.frontend.importer import import_exported
+from fastcar_compile.frontend.importer import REASONS, import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.randomness import check_deterministic
 from fastcar_compile.frontend.structures import check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import ContextInput, DecoderConfig, DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg, shape_of
+from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
 from fastcar_compile.ir.weights import LazyWeights
 
 _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
@@ -71,7 +71,7 @@ def capture(
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
     check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
-    return DecoderProgram(graph, chunk, config, outputs=["logits"], lazy=lazy)
+    return DecoderProgram(graph, chunk, config, outputs=["logits"], reasons=dict(REASONS), lazy=lazy)
 
 
 @contextmanager
@@ -100,15 +100,26 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
             arguments["context"] = torch.zeros(batch, facts.context_length, facts.context_size)
             if facts.takes_context_mask:
                 arguments["context_mask"] = torch.ones(batch, facts.context_length, dtype=torch.bool)
+    implicit = step if isinstance(step, StaticCacheStep) and step.can_be_explicit() else None
     try:
-        return _exported(step, arguments)
+        exported = _exported(step, arguments)
     except UserError:
         raise
     except Exception as error:
-        if isinstance(step, StaticCacheStep) and depends_on_data(error) and step.can_be_explicit():
-            step.explicit = True
-            return _export(step, facts, batch, tokens, embeddings)
-        raise export_error(step, error) from error
+        if implicit is None or not depends_on_data(error):
+            raise export_error(step, error) from error
+    else:
+        if implicit is None or not _counts_in_python(exported):
+            return exported
+    implicit.explicit = True
+    return _export(step, facts, batch, tokens, embeddings)
+
+
+def _counts_in_python(exported: ExportedProgram) -> bool:
+    """Whether the model made a Python number of the position, so that the graph is right at one position only."""
+    graph = exported.graph
+    position = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "cache_position")
+    return any(position in ancestors(n) for n in graph.nodes if is_op(n, torch.ops.aten.item))
 
 
 def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
@@ -148,19 +159,18 @@ def _context(graph: fx.Graph) -> ContextInput | None:
     Raises:
         CompileError: it is of another shape than a context.
     """
-    found = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="placeholder")}
-    context, mask = found.get("context"), found.get("context_mask")
-    if context is None and mask is None:
+    inputs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="placeholder")}
+    found = {name: value for name, value in inputs.items() if name in ("context", "context_mask")}
+    if not found:
         return None
-    right = context is not None and context.dim() == 3 and context.dtype == torch.float32
-    if not right or (mask is not None and (tuple(mask.shape) != tuple(context.shape[:2]) or mask.dtype != torch.bool)):
-        given = ", ".join(
-            f"{n} {str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for n, v in found.items() if "con" in n
-        )
-        hint = "take context float32 [B, L, C], and with it context_mask bool [B, L] where it has padding"
-        raise CompileError(f"the step takes {given}, which is no context for cross-attention", hint=hint)
-    _, length, size = context.shape
-    return ContextInput(length=int(length), size=int(size), masked=mask is not None)
+    context, mask = found.get("context"), found.get("context_mask")
+    if context is not None and context.dim() == 3 and context.dtype == torch.float32:
+        batch, length, size = (int(d) for d in context.shape)
+        if mask is None or (mask.dtype == torch.bool and tuple(mask.shape) == (batch, length)):
+            return ContextInput(length=length, size=size, masked=mask is not None)
+    given = ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for name, v in found.items())
+    hint = "take context float32 [B, L, C], and with it context_mask bool [B, L] where it has padding"
+    raise CompileError(f"the step takes {given}, which is no context for cross-attention", hint=hint)
 
 
 def _embedding_rows(tokens: fx.Node) -> int | None:

@@ -19,6 +19,7 @@ from fastcar_compile.ir.query import node_arg, output_nodes
 from fastcar_compile.ir.rewrite import call, fake_mode_of
 
 _MADE_BY = "import"
+REASONS = {_MADE_BY: "The capture gives the decode step its position as an input."}
 _POSITION_NAMES = ("cache_position", "position")
 _CONTEXT_NAMES = ("context", "context_mask")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")

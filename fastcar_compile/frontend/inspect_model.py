@@ -63,8 +63,9 @@ class ModelFacts:
 
 def _arguments(model: object) -> Collection[str]:
     """Return the names that a plain module's forward takes."""
-    plain = isinstance(model, nn.Module) and not is_huggingface(model)
-    return inspect.signature(model.forward).parameters if plain else ()
+    if not isinstance(model, nn.Module) or is_huggingface(model):
+        return ()
+    return inspect.signature(model.forward).parameters
 
 
 def _takes_embeddings(model: object) -> bool:

@@ -114,6 +114,11 @@ def _config_says(name: str) -> Callable[[nn.Module], bool]:
     return lambda module: bool(getattr(getattr(module, "config", None), name, False))
 
 
+def _has_latents(module: nn.Module) -> bool:
+    """Whether an attention caches what a linear makes keys and values of."""
+    return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
+
+
 def _has_bias(module: nn.Module) -> bool:
     names = ("build_alibi_tensor", "build_mpt_alibi_tensor", "relative_attention_bias", "alibi_slopes")
     return any(hasattr(module, name) for name in names) or _config_says("alibi")(module)
@@ -149,6 +154,12 @@ _STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
         _is_recurrent,
         f"it carries a state of its own from token to token, and {_REPLAY}",
         "compile a decoder whose layers all have attention",
+    ),
+    (
+        "multi-head latent attention",
+        _has_latents,
+        "it caches one latent per token, from which every step makes the keys and values of all positions again",
+        "compile a decoder that caches keys and values: multi-head, grouped-query or multi-query attention",
     ),
     (
         "ALiBi or another bias of the attention scores",

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from fastcar_compile.inspection.models import PageGraph, PageGroup, PageNode
-from fastcar_compile.inspection.reasons import reason_key
 
 Json = dict[str, Any]
 
@@ -90,6 +89,12 @@ class _Reader:
         if entry["op"] == "get_attr":
             return "weight"
         return "cond" if entry["target"] == "cond" else "op"
+
+
+def reason_key(made_by: str, operator: str, kind: str) -> str:
+    """Return `pass` or `pass:operator`, the key of a node's reason on the page; "" for a node of the model itself."""
+    named = kind == "cond" or operator.startswith("fastcar.")
+    return f"{made_by}:{operator.removesuffix('.default')}" if made_by and named and kind in ("op", "cond") else made_by
 
 
 def type_text(value: Any) -> str:

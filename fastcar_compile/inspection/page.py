@@ -17,7 +17,6 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.inspection.graphs import page_graphs
 from fastcar_compile.inspection.memory import memory_page
 from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
-from fastcar_compile.inspection.reasons import reason_texts
 from fastcar_compile.inspection.replay import Decisions, replay_page
 from fastcar_compile.inspection.speed import speed_page
 
@@ -64,7 +63,7 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         passes=passes,
         before=before,
         after=after,
-        reasons=reason_texts(keys),
+        reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
         speed=speed_page(manifest, decisions),
         memory=memory_page(manifest, artifact.arrays(), layer_of),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from fastcar_compile.errors import InputError
@@ -9,8 +11,11 @@ from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.text import graph_to_text
 
 
-def explain_node(module: fx.GraphModule, name: str) -> str:
+def explain_node(module: fx.GraphModule, name: str, reason: Callable[[str, str], str]) -> str:
     """Return one node: its operator, shape, source line, module, the pass that made it, its inputs and users.
+
+    Args:
+        reason: takes the name of a pass and an operator without its overload, and says why the pass made it.
 
     Raises:
         InputError: there is no such node in the graph or its branches.
@@ -19,6 +24,7 @@ def explain_node(module: fx.GraphModule, name: str) -> str:
     if found is None:
         raise InputError(f"there is no node {name!r}", hint="list the nodes with `fastcar inspect ARTIFACT --after`")
     place, owner, node = found
+    made_by = str(node.meta.get("made_by", ""))
     listing = next(line for line in graph_to_text(owner).splitlines() if line.startswith(f"{name}:"))
     return "\n".join(
         [
@@ -26,7 +32,8 @@ def explain_node(module: fx.GraphModule, name: str) -> str:
             f"  graph    {place}",
             f"  source   {source_of(node) or 'none'}",
             f"  module   {module_path_of(node) or 'none'}",
-            f"  made by  {node.meta.get('made_by', 'the model')}",
+            f"  made by  {made_by or 'the model'}",
+            *([f"  reason   {reason(made_by, str(node.target).removesuffix('.default'))}"] if made_by else []),
             f"  reads    {', '.join(n.name for n in node.all_input_nodes) or 'nothing'}",
             f"  read by  {', '.join(n.name for n in node.users) or 'nothing'}",
         ]

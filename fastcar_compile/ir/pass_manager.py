@@ -25,9 +25,13 @@ _INFINITIES = ("inf", "-inf")
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """One rewrite or analysis of a DecoderProgram. Fields of the dataclass are its options."""
+    """One rewrite or analysis of a DecoderProgram. Fields of the dataclass are its options.
+
+    `reason` is one sentence for the inspection page: why what the pass makes is in the graph.
+    """
 
     name: ClassVar[str]
+    reason: ClassVar[str]
 
     @abstractmethod
     def apply(self, program: DecoderProgram) -> bool:
@@ -153,6 +157,7 @@ def run_pipeline(
             raise InternalError(f"pass {item.name} says modified={modified}, but the program tells otherwise")
         if verify_each:
             verify_program(program, f"after pass {item.name}")
+        program.reasons[item.name] = item.reason
         program.log.append(f"{item.to_spec()}: {'modified' if modified else 'unchanged'}")
         before = after
         if after_each is not None:

@@ -60,6 +60,7 @@ class DecoderProgram:
         prefill_outputs: the same of the prefill chunk. context_outputs: of the context graph.
         config: sizes and options.
         log: what every pass did, for `explain`.
+        reasons: of every pass that ran and of the capture: why it makes nodes.
         lazy: where the values of parameters come from that the graphs hold on the meta device; None: all are there.
     """
 
@@ -70,6 +71,7 @@ class DecoderProgram:
     outputs: list[str] = field(default_factory=list[str])
     prefill_outputs: list[str] = field(default_factory=list[str])
     log: list[str] = field(default_factory=list[str])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
     lazy: LazyWeights | None = None
     context: fx.GraphModule | None = None
     context_outputs: list[str] = field(default_factory=list[str])

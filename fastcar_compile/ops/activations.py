@@ -10,7 +10,8 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch.library import custom_op
+
+from fastcar_compile.ops.operator import operator
 
 KNOTS = 513
 FRACTION_BITS = 24
@@ -67,7 +68,7 @@ def factor_table(activation: str) -> Tensor:
     return torch.from_numpy(np.rint(knots).astype(np.int32))
 
 
-@custom_op("fastcar::activation_factor", mutates_args=())
+@operator("activation_factor", reason="The factor of the activation, from the table that the accelerator has too.")
 def activation_factor(x: Tensor, activation: str) -> Tensor:
     """Return the table factor, interpolated in integers between 513 knots: float32 of any shape, as x.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.drs.score import score_factor
 from fastcar_compile.ops.cached import loaded, stored
 from fastcar_compile.ops.fixed_point import fixed_sum
+from fastcar_compile.ops.operator import operator
 
 
-@custom_op("fastcar::cache_write", mutates_args=())
+@operator("cache_write", reason="This token's key or value is written into the cache at its position.")
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     """Return a cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
 
@@ -30,7 +30,7 @@ def _(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return torch.empty_like(cache)
 
 
-@custom_op("fastcar::attention", mutates_args=())
+@operator("attention", reason="Attention that reads the filled part of the cache only.")
 def attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -83,7 +83,7 @@ def _(
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-@custom_op("fastcar::tas", mutates_args=())
+@operator("tas", reason="TAS: the similarity of this token's query to the key at the same place of the previous frame.")
 def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: float) -> Tensor:
     """Return the Temporal Attention Score (FastCar, section 4.2). It knows no soft-cap.
 

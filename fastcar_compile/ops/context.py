@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.ops.attention import capped
+from fastcar_compile.ops.operator import operator
 
 
-@custom_op("fastcar::context_attention", mutates_args=())
+@operator("context_attention", reason="Cross-attention: the context's keys and values were made before the prompt.")
 def context_attention(
     query: Tensor,
     keys: Tensor,

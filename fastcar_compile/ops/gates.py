@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.drs.score import (
     COSINE_BITS,
@@ -26,9 +25,10 @@ from fastcar_compile.drs.score import (
 from fastcar_compile.drs.scores import LEAST_EXPONENT, SCALE_FIELD
 from fastcar_compile.ops.cached import BIAS, MANTISSA_BITS, loaded
 from fastcar_compile.ops.fixed_point import fixed_sum
+from fastcar_compile.ops.operator import operator
 
 
-@custom_op("fastcar::tas_heads", mutates_args=())
+@operator("tas_heads", reason="TAS over chosen query heads.")
 def tas_heads(
     query: Tensor,
     key_cache: Tensor,
@@ -79,7 +79,7 @@ def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) ->
     return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
-@custom_op("fastcar::input_delta", mutates_args=())
+@operator("input_delta", reason="The relative change of the MLP's input since this slot was last computed.")
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
     """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H].
 
@@ -102,7 +102,7 @@ def _(x: Tensor, cached: Tensor) -> Tensor:
     return x.new_empty((x.shape[0],))
 
 
-@custom_op("fastcar::output_bound", mutates_args=())
+@operator("output_bound", reason="A bound on the change of the MLP's output since this slot was last computed.")
 def output_bound(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
@@ -141,7 +141,7 @@ def _(
     return x.new_empty((x.shape[0],))
 
 
-@custom_op("fastcar::learned_score", mutates_args=())
+@operator("learned_score", reason="A trained network predicts whether the MLP's output has changed.")
 def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2.
 
@@ -176,7 +176,7 @@ def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor)
     return x.new_empty((x.shape[0],))
 
 
-@custom_op("fastcar::constant_score", mutates_args=())
+@operator("constant_score", reason="The same score for every row, for comparison.")
 def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
     """Return `value` for every forward and row, float32 [n * rows], for step int64 [n]."""
     return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
@@ -187,7 +187,7 @@ def _(step: Tensor, rows: int, value: float) -> Tensor:
     return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
 
 
-@custom_op("fastcar::random_score", mutates_args=())
+@operator("random_score", reason="A random score, for comparison.")
 def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
     """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
     row = torch.arange(rows, device=step.device)

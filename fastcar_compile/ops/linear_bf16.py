@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+
+from fastcar_compile.ops.operator import operator
 
 
-@custom_op("fastcar::linear_bf16", mutates_args=())
+@operator("linear_bf16", reason="A linear with bfloat16 weights.")
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear of bfloat16 weights, each converted to float32, which is exact.
 

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ops.operator import operator
 
 Accelerator = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, x float32 [B, H], replay bool [B], cached float32 [B, H]) -> float32 [B, H]."""
@@ -43,7 +43,7 @@ def current_accelerator() -> Accelerator:
     return accelerator
 
 
-@custom_op("fastcar::offloaded_mlp", mutates_args=())
+@operator("offloaded_mlp", reason="The accelerator computes the MLP of the rows that do not replay.")
 def offloaded_mlp(x: Tensor, replay: Tensor, cached: Tensor, layer: int) -> Tensor:
     """Return row b of MLP(x) from the accelerator, or cached[b] where replay[b].
 

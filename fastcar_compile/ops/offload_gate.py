@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ops.cached import loaded
+from fastcar_compile.ops.operator import operator
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def decide(call: GateCall) -> GateDecision:
     return unit(call.layer, call.inputs, call.chain, call.step)
 
 
-@custom_op("fastcar::offloaded_gate", mutates_args=())
+@operator("offloaded_gate", reason="The accelerator computes score, limits and decision.")
 def offloaded_gate(
     query: Tensor | None,
     key_cache: Tensor | None,

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ops.operator import operator
 
 LinearAccelerator = Callable[[str, Tensor], Tensor]
 """(name of the call, x float32 [B, K]) -> float32 [B, N]."""
@@ -42,7 +42,7 @@ def current_linears() -> LinearAccelerator:
     return accelerator
 
 
-@custom_op("fastcar::offloaded_linear", mutates_args=())
+@operator("offloaded_linear", reason="The accelerator computes linears that share their input.")
 def offloaded_linear(x: Tensor, name: str, channels: int) -> Tensor:
     """Return one linear, or several of the same input with their channels concatenated, from the accelerator.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.formats import GROUP
+from fastcar_compile.ops.operator import operator
 
 SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE = 2.0**-14, 65504.0
 """Range of the normal float16 numbers. Without subnormals, a shift of the bits turns a scale into float32."""
@@ -104,7 +104,7 @@ def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tenso
     return total.reshape(*quantized.shape[:-1], len(qweight)) * scale[..., None]
 
 
-@custom_op("fastcar::linear_w8a8", mutates_args=())
+@operator("linear_w8a8", reason="A linear with int8 weights and inputs; the sum is exact in int32.")
 def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int8 weights.
 
@@ -126,7 +126,7 @@ def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor
     return x.new_empty((*x.shape[:-1], qweight.shape[0]))
 
 
-@custom_op("fastcar::linear_w4a8", mutates_args=())
+@operator("linear_w4a8", reason="A linear with int4 weights and int8 inputs; the sum is exact in int32.")
 def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int4 weights in groups of 128.
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+
+from fastcar_compile.ops.operator import operator
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: 
     return replay
 
 
-@custom_op("fastcar::gate", mutates_args=())
+@operator("gate", reason="After the first frame, the row replays where the score passes and the limits allow it.")
 def gate(
     score: Tensor,
     threshold: Tensor,
@@ -82,7 +83,7 @@ def _(
     return torch.empty_like(score, dtype=torch.bool)
 
 
-@custom_op("fastcar::slot_read", mutates_args=())
+@operator("slot_read", reason="The slot of this place of the frame: what was cached one frame earlier.")
 def slot_read(cache: Tensor, step: Tensor) -> Tensor:
     """Return a copy of row step mod F of a cache [F, B, ...], [B, ...]."""
     return cache[int(step) % cache.shape[0]].clone()
@@ -93,7 +94,7 @@ def _(cache: Tensor, step: Tensor) -> Tensor:
     return cache.new_empty(cache.shape[1:])
 
 
-@custom_op("fastcar::slot_write", mutates_args=())
+@operator("slot_write", reason="What the layer computed or replayed is kept for the same place of the next frame.")
 def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
     """Return a cache [F, B, ...] with value [B, ...] written at row step mod F."""
     out = cache.clone()

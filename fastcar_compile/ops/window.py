@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fastcar_compile.ops.attention import capped
 from fastcar_compile.ops.cached import loaded, stored
+from fastcar_compile.ops.operator import operator
 
 
 def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
@@ -21,7 +21,7 @@ def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
     return torch.where(position < sinks, position, sinks + (position - sinks) % ring)
 
 
-@custom_op("fastcar::ring_row", mutates_args=())
+@operator("ring_row", reason="The row of the ring cache that this position has.")
 def ring_row(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
     """Return the row of position `position - back` (clamped to 0), int64 [1], for position int64 [1]."""
     return row_of((position - back).clamp(min=0), sinks, ring)
@@ -32,7 +32,7 @@ def _(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
     return torch.empty_like(position)
 
 
-@custom_op("fastcar::limit", mutates_args=())
+@operator("limit", reason="A position inside of the cache or table that is read: at most its last row.")
 def limit(positions: Tensor, most: int) -> Tensor:
     """Return min(positions, most), int64 of any shape: positions in a cache of `most` + 1."""
     return positions.clamp(max=most)
@@ -43,7 +43,7 @@ def _(positions: Tensor, most: int) -> Tensor:
     return torch.empty_like(positions)
 
 
-@custom_op("fastcar::ring_write", mutates_args=())
+@operator("ring_write", reason="This token's key or value is written into the ring cache.")
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Return a ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
 
@@ -60,7 +60,7 @@ def _(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     return torch.empty_like(cache)
 
 
-@custom_op("fastcar::window_attention", mutates_args=())
+@operator("window_attention", reason="Attention that reads the sinks and the last tokens from the ring cache.")
 def window_attention(
     query: Tensor,
     key_cache: Tensor,

@@ -30,6 +30,7 @@ class Bfloat16Embedding(Pass):
     """
 
     name: ClassVar[str] = "bfloat16-embedding"
+    reason: ClassVar[str] = "The embedding table holds bfloat16 values and is stored as such: half the bytes."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError where the table has no values to look at. Tables are judged once for both graphs."""

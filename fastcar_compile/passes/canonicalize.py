@@ -35,6 +35,9 @@ class Canonicalize(Pass):
     """
 
     name: ClassVar[str] = "canonicalize"
+    reason: ClassVar[str] = (
+        "What means nothing in inference is removed: asserts, casts to the same type, aliases, dropout."
+    )
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether anything was removed."""

@@ -30,6 +30,7 @@ class FindSites(Pass):
     """
 
     name: ClassVar[str] = "find-sites"
+    reason: ClassVar[str] = "Attention and MLP of every layer are recognised from the structure of the graph."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every layer that cannot be matched: what was found and what was expected."""

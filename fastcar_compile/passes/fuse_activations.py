@@ -45,6 +45,7 @@ class FuseActivations(Pass):
     """
 
     name: ClassVar[str] = "fuse-activations"
+    reason: ClassVar[str] = "An activation that the model writes out in elementary operators becomes one operator."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an activation to rewrite; what computes no known one stays as it is."""

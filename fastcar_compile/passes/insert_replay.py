@@ -38,6 +38,9 @@ class InsertReplay(Pass):
     """
 
     name: ClassVar[str] = "insert-replay"
+    reason: ClassVar[str] = (
+        "The MLP runs where the gate does not replay; else the output of one frame earlier is taken."
+    )
     thresholds: tuple[float | None, ...] = ()
     max_chain: int | None = None
     couple_cfg: bool = False

@@ -34,6 +34,9 @@ class LegalizeLinears(Pass):
     """
 
     name: ClassVar[str] = "legalize-linears"
+    reason: ClassVar[str] = (
+        "A product with a constant matrix becomes one linear, so that later passes see every weight."
+    )
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a product to rewrite."""

@@ -42,6 +42,9 @@ class MergeAdapters(Pass):
     """
 
     name: ClassVar[str] = "merge-adapters"
+    reason: ClassVar[str] = (
+        "A low-rank adapter is merged into the weight of its linear, so it costs nothing afterwards."
+    )
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an adapter.

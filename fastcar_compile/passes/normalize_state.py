@@ -43,6 +43,10 @@ class NormalizeState(Pass):
     """
 
     name: ClassVar[str] = "normalize-state"
+    reason: ClassVar[str] = (
+        "KV caches that the model hides in buffers become named inputs and outputs, and attention reads the "
+        "filled part of the cache only."
+    )
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every cache or attention that cannot be normalised."""

@@ -35,6 +35,7 @@ class OffloadGate(Pass):
     """
 
     name: ClassVar[str] = "offload-gate"
+    reason: ClassVar[str] = "Score and gate of the layer are one call of the accelerator's TAS unit."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a gate to offload."""

@@ -26,6 +26,7 @@ class OffloadLinears(Pass):
     """
 
     name: ClassVar[str] = "offload-linears"
+    reason: ClassVar[str] = "Linears that share their input are one call of the accelerator."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to offload."""

@@ -30,6 +30,7 @@ class OffloadMlp(Pass):
     """
 
     name: ClassVar[str] = "offload-mlp"
+    reason: ClassVar[str] = "The quantised MLP is one call of the accelerator, with the replay decision of every row."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an MLP to offload."""

@@ -30,6 +30,9 @@ class ParallelBlocks(Pass):
     """
 
     name: ClassVar[str] = "parallel-blocks"
+    reason: ClassVar[str] = (
+        "A block whose attention and MLP read the same input is summed in one form: (entry + attention) + MLP."
+    )
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a block to rewrite."""

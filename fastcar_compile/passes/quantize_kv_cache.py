@@ -37,6 +37,7 @@ class QuantizeKvCache(Pass):
     """
 
     name: ClassVar[str] = "quantize-kv-cache"
+    reason: ClassVar[str] = "Keys and values are cached in fewer bytes."
     dtype: str = "float16"
 
     def apply(self, program: DecoderProgram) -> bool:

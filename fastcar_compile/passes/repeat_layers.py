@@ -30,6 +30,7 @@ class RepeatLayers(Pass):
     """
 
     name: ClassVar[str] = "repeat-layers"
+    reason: ClassVar[str] = "Layers of a checkpoint are captured once; this one is a copy of the captured layer."
     path: str = ""
     count: int = 0
     period: int = 1

@@ -34,6 +34,9 @@ class SkipRows(Pass):
     """
 
     name: ClassVar[str] = "skip-rows"
+    reason: ClassVar[str] = (
+        "Rows that replay are zero in the compute branch, and kernels do not multiply rows of zeros."
+    )
     couple_cfg: bool = False
 
     def apply(self, program: DecoderProgram) -> bool:

@@ -37,6 +37,7 @@ class SparsifyAttention(Pass):
     """
 
     name: ClassVar[str] = "sparse-attention"
+    reason: ClassVar[str] = "Attention reads sinks and a sliding window from a ring cache of constant size."
     sinks: int = 16
     window: int = 256
     positions: Literal["absolute", "cache"] = "absolute"

@@ -27,6 +27,7 @@ class SplitGateUp(Pass):
     """
 
     name: ClassVar[str] = "split-gate-up"
+    reason: ClassVar[str] = "One linear that computes gate and up together becomes the two linears of a gated MLP."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to split."""

@@ -32,6 +32,7 @@ class UnfoldRows(Pass):
     """
 
     name: ClassVar[str] = "unfold-rows"
+    reason: ClassVar[str] = "Rows that the model folds into one axis keep their batch and time axes."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a fold to remove."""

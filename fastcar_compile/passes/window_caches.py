@@ -33,6 +33,7 @@ class WindowCaches(Pass):
     """
 
     name: ClassVar[str] = "window-caches"
+    reason: ClassVar[str] = "The model's own window reads the last tokens only, so keys and values are kept in a ring."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a cache to shorten."""

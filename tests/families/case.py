@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class Case:
         gate: what decides in the replayed decode: "tas" or "input_delta".
         full: every run of the tests compiles it for all backends; others only where FAMILIES=all.
         hls: its MLPs run in C simulation too, where all of its backends do.
+        kv: type of cached keys and values.
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         warned: the beginning of the compiler's warning; None: there is none.
         refused: a part of the sentence that refuses the model; None where it compiles.
@@ -42,6 +43,7 @@ class Case:
     gate: str = "tas"
     full: bool = False
     hls: bool = False
+    kv: Literal["float32", "float16", "int8"] = "float32"
     headless: bool = False
     classes: int = 0
     warned: str | None = None

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from .case import Case
 
@@ -46,14 +47,15 @@ class Run:
 
 def dense(case: Case, inputs: Tensor) -> Run:
     """Return the model's own logits."""
-    return Run(_forward(case, case.build(), inputs))
+    with _attention_calls(case.kv):
+        return Run(_forward(case, case.build(), inputs))
 
 
 def replayed(case: Case, inputs: Tensor) -> Run:
     """Return logits and decisions under replay, with thresholds that replay about half of the MLPs."""
     model = case.build()
     run = Run(torch.empty(0))
-    with _attention_calls() as calls:
+    with _attention_calls(case.kv) as calls:
         for layer, (first, last) in enumerate(_mlps(model, case.mlp)):
             _Layer(case, layer, calls, run).watch(first, last)
         run.logits = _forward(case, model, inputs)
@@ -221,11 +223,33 @@ class _PlainAttention(TorchFunctionMode):
         return weights.softmax(-1) @ value
 
 
+def _cached(rows: Tensor, kv: str) -> Tensor:
+    """What a cache gives back of keys or values [.., D], by docs/reference/numerics.md; D is one block of MXINT8."""
+    if kv == "float16":
+        return rows.half().float()
+    if kv == "int8":
+        assert rows.shape[-1] <= 32
+        top = rows.abs().amax(-1, keepdim=True)
+        exponent = (top / 127.5).log2().floor() + 1
+        return (rows / 2**exponent).round() * 2**exponent
+    return rows
+
+
 @contextmanager
-def _attention_calls() -> Generator[list[Attended]]:
-    """Keep the attention calls of what runs inside, of Transformers' eager functions and of plain modules."""
+def _attention_calls(kv: str) -> Generator[list[Attended]]:
+    """Keep the attention calls of what runs inside, of Transformers' eager functions and of plain modules.
+
+    Args:
+        kv: what Transformers' functions read of keys and values: those that a cache of this type holds.
+    """
     calls: list[Attended] = []
-    original = AttentionInterface.get_interface
+    original, gptj = AttentionInterface.get_interface, GPTJAttention._attn
+
+    def attend_gptj(
+        self: GPTJAttention, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        calls.append(Attended(query, key, query.shape[-1] ** -0.5))
+        return gptj(self, query, key, value, attention_mask)
 
     def get_interface(
         self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
@@ -234,15 +258,16 @@ def _attention_calls() -> Generator[list[Attended]]:
         if attn_implementation != "eager":
             return attend
 
-        def kept(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            key, value = _cached(key, kv), _cached(value, kv)
             calls.append(Attended(query, key, options.get("scaling") or query.shape[-1] ** -0.5))
-            return attend(module, query, key, *args, **options)
+            return attend(module, query, key, value, *args, **options)
 
         return kept
 
-    AttentionInterface.get_interface = get_interface
+    AttentionInterface.get_interface, GPTJAttention._attn = get_interface, attend_gptj
     try:
         with _PlainAttention(calls):
             yield calls
     finally:
-        AttentionInterface.get_interface = original
+        AttentionInterface.get_interface, GPTJAttention._attn = original, gptj

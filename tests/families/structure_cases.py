@@ -6,18 +6,28 @@ from torch import Tensor, nn
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    BioGptConfig,
+    BioGptForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen3NextConfig,
@@ -42,6 +52,9 @@ _NONE = dict.fromkeys(
 )
 _MAMBA = _NONE | {"hidden_size": WIDTH, "num_hidden_layers": LAYERS}
 _BLOOM = _NONE | {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+_MPT = _NONE | {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 24}
+_LATENTS = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_DENSE = {"num_key_value_heads": HEADS, "first_k_dense_replace": LAYERS}
 _GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 24}
 _T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": MLP_WIDTH, "num_layers": LAYERS, "num_heads": HEADS}
 _DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -109,6 +122,19 @@ STRUCTURES = [
         hls=True,
     ),
     Case(
+        "biogpt",
+        "BioGPT",
+        "positions counted from a mask, learned positions with an offset",
+        transformer(BioGptForCausalLM, BioGptConfig, num_key_value_heads=...),
+        mlp=(r".*layers\.(\d+)\.fc1", r".*layers\.(\d+)\.fc2"),
+    ),
+    Case(
+        "gptj",
+        "GPT-J",
+        "attention and MLP in parallel on one norm, interleaved RoPE on a part of the head",
+        transformer(GPTJForCausalLM, GPTJConfig, **_NONE, **_GPT2, n_inner=MLP_WIDTH, rotary_dim=4),
+    ),
+    Case(
         "mixtral",
         "Mixtral",
         "experts",
@@ -149,6 +175,27 @@ STRUCTURES = [
         "ALiBi",
         transformer(BloomForCausalLM, BloomConfig, **_BLOOM),
         refused="ALiBi or another bias of the attention scores",
+    ),
+    Case(
+        "mpt",
+        "MPT",
+        "ALiBi",
+        transformer(MptForCausalLM, MptConfig, **_MPT),
+        refused="ALiBi or another bias of the attention scores",
+    ),
+    Case(
+        "deepseek-v2",
+        "DeepSeek-V2",
+        "latent attention, no experts",
+        transformer(DeepseekV2ForCausalLM, DeepseekV2Config, **_LATENTS, **_DENSE),
+        refused="multi-head latent attention: it caches one latent per token",
+    ),
+    Case(
+        "deepseek-v3",
+        "DeepSeek-V3",
+        "latent attention, no experts",
+        transformer(DeepseekV3ForCausalLM, DeepseekV3Config, **_LATENTS, **_DENSE),
+        refused="multi-head latent attention: it caches one latent per token",
     ),
     Case(
         "t5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import (
     ArceeConfig,
     ArceeForCausalLM,
@@ -42,6 +43,8 @@ from transformers import (
     HeliumForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    JanusConfig,
+    JanusForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -73,7 +76,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from .case import HEADS, LAYERS, LENGTH, MLP_WIDTH, WIDTH, Case, transformer
+from .case import HEADS, LAYERS, LENGTH, MLP_WIDTH, WIDTH, Case, randomize, transformer
 
 _GPT = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH, "n_inner": MLP_WIDTH}
 _NOT_GPT = dict.fromkeys(
@@ -93,7 +96,41 @@ _PICTURES = {
     "attn_resolutions": [],
 }
 """Chameleon's tokenizer of pictures. It is there, and does not run."""
+_JANUS_TOWERS = {
+    "vision_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "projection_dim": WIDTH,
+    },
+    "vq_config": {**_PICTURES, "projection_dim": WIDTH, "image_token_embed_dim": WIDTH},
+}
+"""Janus' towers of vision and its tokenizer. They are there, and do not run."""
 _WORDS = {"<image>": 3, "IMGIMGA": 4, "IMGIMGB": 5}
+_MISTRAL_WINDOW = transformer(MistralForCausalLM, MistralConfig, sliding_window=6)
+_GEMMA3_WINDOWS = transformer(
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    head_dim=8,
+    query_pre_attn_scalar=6,
+    sliding_window=5,
+    layer_types=["sliding_attention", "full_attention"],
+)
+
+
+class Janus:
+    """Builds Janus: a Llama whose sizes are in a config of its own."""
+
+    kind = JanusForConditionalGeneration
+
+    def __call__(self) -> nn.Module:
+        """Return the model, in evaluation mode."""
+        text = transformer(LlamaForCausalLM, LlamaConfig).arguments
+        config = JanusConfig(text_config={"model_type": "llama", **text}, image_token_id=3, **_JANUS_TOWERS)
+        return randomize(JanusForConditionalGeneration(config))
+
 
 TRANSFORMERS = [
     Case("llama", "Llama", "", transformer(LlamaForCausalLM, LlamaConfig), full=True),
@@ -132,6 +169,14 @@ TRANSFORMERS = [
         gate="input_delta",
     ),
     Case(
+        "llama-long-frame",
+        "Llama",
+        "347 tokens per frame",
+        transformer(LlamaForCausalLM, LlamaConfig, num_hidden_layers=1, max_position_embeddings=384),
+        frame=347,
+        length=384,
+    ),
+    Case(
         "mistral",
         "Mistral",
         "a window of at least the context",
@@ -141,7 +186,7 @@ TRANSFORMERS = [
         "mistral-window",
         "Mistral",
         "a sliding window of 6 tokens",
-        transformer(MistralForCausalLM, MistralConfig, sliding_window=6),
+        _MISTRAL_WINDOW,
     ),
     Case(
         "qwen2-window",
@@ -153,14 +198,7 @@ TRANSFORMERS = [
         "gemma3-window",
         "Gemma 3",
         "local and global layers",
-        transformer(
-            Gemma3ForCausalLM,
-            Gemma3TextConfig,
-            head_dim=8,
-            query_pre_attn_scalar=6,
-            sliding_window=5,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
+        _GEMMA3_WINDOWS,
         hls=True,
     ),
     Case(
@@ -177,6 +215,20 @@ TRANSFORMERS = [
             final_logit_softcapping=3.0,
         ),
         full=True,
+    ),
+    Case(
+        "mistral-window-float16",
+        "Mistral",
+        "a sliding window of 6 tokens, keys and values in float16",
+        _MISTRAL_WINDOW,
+        kv="float16",
+    ),
+    Case(
+        "gemma3-window-int8",
+        "Gemma 3",
+        "local and global layers, keys and values in int8",
+        _GEMMA3_WINDOWS,
+        kv="int8",
     ),
     Case("qwen2", "Qwen2", "biases of q, k, v", transformer(Qwen2ForCausalLM, Qwen2Config)),
     Case("qwen3", "Qwen3", "norms of q and k", transformer(Qwen3ForCausalLM, Qwen3Config, head_dim=8)),
@@ -313,5 +365,12 @@ TRANSFORMERS = [
         "Chameleon",
         "norms of q and k, logits of picture tokens masked in place",
         transformer(ChameleonForConditionalGeneration, ChameleonConfig, vq_config=_PICTURES, vocabulary_map=_WORDS),
+    ),
+    Case(
+        "janus",
+        "Janus",
+        "the language model beside towers of vision",
+        Janus(),
+        r".*language_model\.layers\.(\d+)\.mlp",
     ),
 ]

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.inspection.graphs import page_graphs, type_text
+from fastcar_compile.artifact.sections import PipelineSection
+from fastcar_compile.inspection.graphs import page_graphs, reason_key, type_text
 from fastcar_compile.inspection.models import MemoryPage, PageData, ReplayPage, SpeedPage
 from fastcar_compile.inspection.page import page_html
-from fastcar_compile.inspection.reasons import OPERATOR_REASONS, PASS_REASONS, reason_key, reason_texts
 from fastcar_compile.inspection.replay import heat_map
+from fastcar_compile.ops.operator import REASONS
 from fastcar_compile.passes.pipeline import PASSES
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -133,22 +134,25 @@ def test_layers_of_equal_structure_share_a_key() -> None:
 
 
 def test_every_pass_and_every_operator_has_a_reason() -> None:
-    assert sorted(set(PASSES) - set(PASS_REASONS)) == []
+    assert [name for name, kind in PASSES.items() if not kind.reason.endswith(".")] == []
     script = "import torch, fastcar_compile.ops; print(*torch._C._dispatch_get_all_op_names())"
     listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     operators = {name for name in listed.split() if name.startswith("fastcar::")}  # of graphs; a lowering has others
     assert operators, "the operators are registered"
     named = {f"fastcar.{name.partition('::')[2].partition('.')[0]}" for name in operators}
-    assert sorted(named - set(OPERATOR_REASONS)) == []
+    assert sorted(named - set(REASONS)) == []
 
 
 def test_reason_of_a_node() -> None:
-    key = reason_key("insert-replay", "fastcar.tas.default", "op")
-    text = reason_texts({key})[key]
-    assert OPERATOR_REASONS["fastcar.tas"] in text
-    assert PASS_REASONS["insert-replay"] in text
+    """The key of the page names what the manifest has a text of."""
+    section = PipelineSection(passes="", log=(), reasons={"insert-replay": "Saves work.", "fastcar.tas": "A score."})
+    assert reason_key("insert-replay", "fastcar.tas.default", "op") == "insert-replay:fastcar.tas"
+    assert reason_key("insert-replay", "cond", "cond") == "insert-replay:cond"
+    assert reason_key("insert-replay", "aten.add.Tensor", "op") == "insert-replay"
     assert reason_key("", "aten.add.Tensor", "op") == ""
-    assert reason_texts({"of-a-plugin"}) == {"of-a-plugin": "Pass of-a-plugin made this node."}
+    assert section.reason("insert-replay", "fastcar.tas") == "A score. Saves work."
+    assert section.reason("insert-replay") == "Saves work."
+    assert section.reason("of-a-plugin") == "Pass of-a-plugin made this node."
 
 
 def test_heat_map() -> None:

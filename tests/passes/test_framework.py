@@ -30,6 +30,7 @@ class Example(Pass):
     """A pass with options of every kind that JSON and our own spelling of infinities can carry."""
 
     name: ClassVar[str] = "example"
+    reason: ClassVar[str] = "For the test."
     text: str = ""
     number: float | int | None = None
     flags: tuple[object, ...] = ()
@@ -114,6 +115,7 @@ class Claims(Pass):
     """Says `says`, and inserts a node where `does`."""
 
     name: ClassVar[str] = "claims"
+    reason: ClassVar[str] = "For the test."
     says: bool = False
     does: bool = False
 
@@ -150,6 +152,7 @@ class Breaks(Pass):
     """Removes a state's spec from the outputs."""
 
     name: ClassVar[str] = "breaks"
+    reason: ClassVar[str] = "For the test."
 
     def apply(self, program: DecoderProgram) -> bool:
         program.outputs[-1] = "nothing"
@@ -170,6 +173,7 @@ class Edits(Pass):
     """Changes something outside of the decode graph: each must count as a modification."""
 
     name: ClassVar[str] = "edits"
+    reason: ClassVar[str] = "For the test."
     what: str = ""
 
     def apply(self, program: DecoderProgram) -> bool:

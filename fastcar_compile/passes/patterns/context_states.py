@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import mark
@@ -180,11 +181,9 @@ def same_graph(first: fx.GraphModule | None, second: fx.GraphModule | None) -> b
 
 
 def _lines(graph: fx.Graph) -> list[tuple[object, ...]]:
-    number = {n: i for i, n in enumerate(graph.nodes)}
-    return [
-        (n.op, "" if n.op == "output" else n.target, str(fx.node.map_arg((n.args, n.kwargs), lambda a: number[a])))
-        for n in graph.nodes
-    ]
+    """Return a line per node; nodes are named by position."""
+    number: dict[fx.Node, int] = {n: i for i, n in enumerate(graph.nodes)}
+    return [(n.op, n.target, str(map_arg((n.args, dict(n.kwargs)), lambda a: number[a]))) for n in graph.nodes]
 
 
 def _problem(node: fx.Node, what: str, hint: str) -> CompileError:

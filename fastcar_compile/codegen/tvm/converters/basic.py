@@ -10,6 +10,7 @@ from tvm import relax
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.cache.concat import MAX_ROWS, concat_rows, split_rows
+from fastcar_compile.codegen.tvm.relax_api import broadcast
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _full(call: Call) -> Value:
     value = call.number("fill_value")
     if not math.isinf(value):
         return call.stock()
-    return call.emit(relax.op.broadcast_to(relax.const(value, call.dtype), call.shape))
+    return call.emit(broadcast(relax.const(value, call.dtype), call.shape))
 
 
 @converts(aten.masked_fill.Scalar)

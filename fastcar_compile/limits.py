@@ -1,0 +1,47 @@
+"""How large anything that is read from a file may be. Real files are far below; a file beyond a limit is refused."""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+
+JSON_BYTES = 64 * MIB
+"""Of a manifest, a thresholds file, a report or any other JSON file. The manifest of 48 layers has 0.3 MiB."""
+
+GRAPH_BYTES = 256 * MIB
+"""Of a graph file."""
+
+JSON_DEPTH = 64
+"""Brackets inside brackets. A manifest has 10, a graph file 20."""
+
+TOML_BYTES = 1 * MIB
+"""Of a target file or a policy."""
+
+CONFIG_BYTES = 4 * MIB
+"""Of a model's config.json."""
+
+INDEX_BYTES = 64 * MIB
+"""Of the index of a model's shards: a line per tensor."""
+
+TEXT_ERROR = 300
+"""Characters of a foreign text, or of a value from a file, that an error repeats."""
+
+MANIFEST_FILES = 20_000
+"""Files of one artifact."""
+
+FILE_NAME = 512
+"""Characters of the name of an artifact's file."""
+
+LAYERS = 1000
+"""Several times the layers of any published decoder."""
+
+TENSORS = 1_000_000
+"""Tensors of one file."""
+
+SIZE = 1 << 30
+"""Of a dimension, a number of tokens, or a size of a model: no tensor of a decoder has a larger one."""
+
+THREADS = 4096
+"""CPU threads of one session."""
+
+EXPANDED_BYTES = 1 << 30
+"""Of a stored tensor whose elements are repeated by its strides, beyond the bytes that are in the file."""

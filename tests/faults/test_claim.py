@@ -1,0 +1,136 @@
+"""One builder per folder, what killed builders leave, and the folder after a kill at every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import sections
+
+from fastcar_compile.artifact import atomic, claim
+from fastcar_compile.artifact.reader import read_manifest
+from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
+from fastcar_compile.errors import ArtifactError
+from faults.crash_points import build, content
+
+TESTS = Path(__file__).parents[1]
+MEMORY = Path("/dev/shm")
+"""Where a file is written through to the disk at once, since there is none."""
+
+
+@pytest.fixture(scope="module")
+def crashes() -> dict[str, list[dict[str, Any]]]:
+    """What was found after a kill at each step, by scenario."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        command = [sys.executable, str(TESTS / "faults" / "crash_points.py"), folder]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("scenario", ["new", "replaced", "replaced without exchange", "thresholds"])
+def test_a_kill_at_any_step_loses_nothing(crashes: dict[str, list[dict[str, Any]]], scenario: str) -> None:
+    found = crashes[scenario]
+    texts = {each["content"] for each in found}
+    assert {each["after"] for each in found} == {"next"}
+    assert {tuple(each["left"]) for each in found} == {("out",)}
+    if scenario == "new":
+        assert texts == {"", "new"}
+    elif scenario == "replaced without exchange":
+        between = [each for each in found if not each["content"]]
+        assert texts == {"", "old", "new"}
+        assert [each["event"] for each in between] == ["os.rename artifact"]
+        assert "a build was killed while it replaced this artifact" in between[0]["refused"]
+        assert re.search(
+            r"the next build into it puts it back, and so does `mv \S+/\.out\.old-\w{8} \S+/out`", between[0]["refused"]
+        )
+    else:
+        assert texts == ({"old", "new"} if scenario == "replaced" else {"old"})
+
+
+def test_the_command_of_the_hint_puts_the_artifact_back(tmp_path: Path) -> None:
+    build(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.old-01234567")
+    with pytest.raises(ArtifactError) as caught:
+        read_manifest(tmp_path / "out")
+    subprocess.run(str(caught.value).split("`")[1].split(), check=True)
+    assert content(tmp_path / "out") == ("old", "")
+
+
+def test_a_second_build_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    build(path, "old")
+    manifest = read_manifest(path)
+    # A file system may hide who holds a lock.
+    text = rf"another build( \(process {os.getpid()}\))? is writing this folder"
+    with ArtifactWriter(path) as writer:
+        with pytest.raises(ArtifactError, match=text):
+            build(path, "new")
+        with pytest.raises(ArtifactError, match=text):
+            store_thresholds(path, manifest, None)
+        build(tmp_path / "other", "beside it")
+        writer.write_text("graph/after.txt", "first")
+        writer.finish(sections())
+    assert content(path) == ("first", "")
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
+    for name in (".out.building-01234567", ".out.old-abcdefgh"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "file").write_text("x")
+    (tmp_path / ".out.manifest-01234567").write_text("{}")
+    theirs = [
+        ".out.building-notes",
+        ".out.old-abcdefghi",
+        ".other.building-01234567",
+        "out.old-01234567",
+        ".out.manifest-x",
+    ]
+    for name in theirs:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.old-01234567").symlink_to(tmp_path / ".out.building-notes")
+    (tmp_path / ".out.building-76543210").write_text("a file where a build has a folder")
+    build(tmp_path / "out", "new")
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", *theirs, ".out.old-01234567", ".out.building-76543210"])
+
+
+def test_release_all_ends_a_build(tmp_path: Path) -> None:
+    writer = ArtifactWriter(tmp_path / "deeper" / "out")
+    writer.__enter__()
+    writer.write_text("a", "x")
+    claim.release_all()
+    claim.release_all()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_exchange_keeps_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path / "out", "old")
+    real = os.rename
+
+    def refuse(source: Path, destination: Path) -> None:
+        if Path(source).name == "artifact":
+            raise OSError(5, "Input/output error", str(source))
+        real(source, destination)
+
+    monkeypatch.setattr(atomic, "exchange", lambda _first, _second: False)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(ArtifactError, match="the output folder cannot be written: Input/output error"):
+        build(tmp_path / "out", "new")
+    monkeypatch.undo()
+    assert content(tmp_path / "out") == ("old", "")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_exchange_says_why_it_failed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError):
+        atomic.exchange(tmp_path / "a", tmp_path / "b")

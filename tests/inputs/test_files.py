@@ -1,0 +1,104 @@
+"""What is read is bounded; whether an output can be written is known before the work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcar_compile.errors import ArtifactError, UserError
+from fastcar_compile.outputs import check_writable
+from fastcar_compile.strict_json import parse_json, read_json
+
+REFUSED = {
+    "a key twice": (b'{"a": 1, "a": 1}', "'a' is given twice"),
+    "deep": (b"[" * 65 + b"]" * 65, "more than 64 deep"),
+    "very deep": (b"[" * 10**6, "more than 64 deep"),
+    "deep objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "more than 64 deep"),
+    "not balanced": (b"[[1]", "not balanced"),
+    "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
+    "infinite": (b"[1e999]", "too large"),
+    "many digits": (b"[" + b"9" * 5000 + b"]", "Exceeds the limit"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+    "a mark of byte order": (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
+    "empty": (b"", "Expecting value"),
+    "too long": (b" " * 101, "at most 100 are read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_json_is_refused(name: str) -> None:
+    data, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        parse_json(data, size=100 if name == "too long" else 10**8)
+
+
+def test_brackets_in_strings_are_no_depth() -> None:
+    assert parse_json(b'["' + b"[{" * 100 + b'\\"[", "\\\\"]') == ["[{" * 100 + '"[', "\\"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_all_other_json_is_read(value: Any) -> None:
+    import json
+
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "nul\0"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ArtifactError, match="the report cannot be read") as caught:
+        read_json(tmp_path / name, "report", ArtifactError)
+    assert name in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["file", "new", "/dev/null"])
+def test_a_file_that_can_be_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    check_writable(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["folder", "new", "new/below"])
+def test_a_folder_that_can_be_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    check_writable(tmp_path / name, folder=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+    assert not list((tmp_path / "folder").iterdir())
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("name", ["file/x", "x" * 300, "/proc/self/none", "nul\0", "fifo", "/dev/full/x", "dangling"])
+def test_a_place_that_cannot_be_written(tmp_path: Path, name: str, folder: bool) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "none" / "x")
+    os.mkfifo(tmp_path / "fifo")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="the trace cannot be written") as caught:
+        check_writable(tmp_path / name, "trace", folder=folder)
+    assert caught.value.hint
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("name", "folder"), [("file", True), ("folder", False), ("none/x", False)])
+def test_a_place_of_another_kind(tmp_path: Path, name: str, folder: bool) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        check_writable(tmp_path / name, folder=folder)
+
+
+def test_nothing_to_write() -> None:
+    check_writable(None)
