@@ -129,13 +129,13 @@ _STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
         "an encoder and a decoder",
         _config_says("is_encoder_decoder"),
         "its decoder attends to what an encoder made of another sequence (cross-attention)",
-        "compile a decoder-only model, or the decoder as a plain module without cross-attention",
+        "compile its decoder as a plain module that takes what the encoder made as `context`",
     ),
     (
         "cross-attention",
         _config_says("add_cross_attention"),
-        "its layers attend to another sequence, which a decode step does not get",
-        "build the model with add_cross_attention=False",
+        "its layers attend to another sequence, which Transformers' static caches do not give a decode step",
+        "write it as a plain module that takes the sequence as `context`, or build it with add_cross_attention=False",
     ),
     (
         "a mixture of experts",
