@@ -212,10 +212,6 @@ def load_model(path: Path, *, weights: bool = True) -> Any:
             where=str(path),
             hint="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
         )
-    import torch
+    from fastcar_compile.frontend.pt2 import load_exported
 
-    try:
-        return torch.export.load(path)
-    except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
-        hint = "write it with torch.export.save"
-        raise UserError(f"the exported program cannot be read: {error}", where=str(path), hint=hint) from error
+    return load_exported(path)

@@ -13,14 +13,28 @@ from fastcar_compile.estimate.step import Board, Step, simulate_step
 
 
 @dataclass(frozen=True)
+class Forward:
+    """What a step depends on: the arguments of `simulate_step`."""
+
+    loads: tuple[RowLoad, ...]
+    attended: float
+    held: bool
+
+    def on(self, board: Board) -> Step:
+        """Return the step of this forward on a board."""
+        return simulate_step(board, self.loads, self.attended, held=self.held)
+
+
+@dataclass(frozen=True)
 class Run:
-    """All forwards of a trace: means per step, and the step nearest to the mean."""
+    """All forwards of a trace: means per step, and the step nearest to the mean with the forward that it is of."""
 
     seconds: float
     bytes: float
     weight_bytes: float
     busy: dict[str, float]
     typical: Step
+    forward: Forward
 
     @property
     def streaming(self) -> float:
@@ -40,23 +54,26 @@ class Run:
         keys = np.column_stack([_held(trace), loads.reshape(len(trace), -1)])
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
-        steps = [
-            simulate_step(board, list(map(RowLoad, kind[1::2], kind[2::2])), mean_attended, held=bool(kind[0]))
+        forwards = [
+            Forward(tuple(map(RowLoad, kind[1::2], kind[2::2])), mean_attended, held=bool(kind[0]))
             for kind, mean_attended in zip(kinds.tolist(), means, strict=True)
         ]
+        steps = [forward.on(board) for forward in forwards]
         share = counts / counts.sum()
 
         def mean(values: list[float]) -> float:
             return float(np.dot(share, values))
 
         seconds = mean([s.seconds for s in steps])
+        typical = min(range(len(steps)), key=lambda n: abs(steps[n].seconds - seconds))
         units = sorted({unit for s in steps for unit in s.busy})
         return cls(
             seconds,
             mean([s.bytes for s in steps]),
             mean([s.weight_bytes for s in steps]),
             {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
-            min(steps, key=lambda s: abs(s.seconds - seconds)),
+            steps[typical],
+            forwards[typical],
         )
 
 

@@ -68,7 +68,11 @@ def estimate(
         TargetError: the target lacks what the model needs.
         CompileError: the decoder does not fit the board.
     """
-    question = ask(workload, target, decisions=decisions, design=design, what_if=what_if)
+    return estimate_question(ask(workload, target, decisions=decisions, design=design, what_if=what_if))
+
+
+def estimate_question(question: Question) -> Estimate:
+    """Predict the decode speed that a question asks for."""
     return _result(question, Runs.of(question, question.board(ClosedForm), static=True))
 
 

@@ -14,28 +14,39 @@ Json = dict[str, Any]
 
 def page_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph]:
     """Return the decode steps of two graph files (`graph/before.json`, `graph/after.json`)."""
-    pages = [_Reader(data).nodes() for data in (before, after)]
+    return _pages(before, after, "decode", "outputs")
+
+
+def prefill_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph] | None:
+    """Return the same for a chunk of the prompt; None: the prompt is read token by token."""
+    if before.get("prefill") is None or after.get("prefill") is None:
+        return None
+    return _pages(before, after, "prefill", "prefill_outputs")
+
+
+def _pages(before: Json, after: Json, part: str, results: str) -> tuple[PageGraph, PageGraph]:
+    pages = [_Reader(data, part).nodes() for data in (before, after)]
     pages = [list(nodes) for nodes in _compare(*pages)]
     keys = _layer_keys(*pages)
     first, second = (
-        PageGraph(nodes=tuple(nodes), groups=_groups(nodes, keys), outputs=_outputs(data))
+        PageGraph(nodes=tuple(nodes), groups=_groups(nodes, keys), outputs=_outputs(data[part], data[results]))
         for data, nodes in zip((before, after), pages, strict=True)
     )
     return first, second
 
 
 class _Reader:
-    """Reads the nodes of a decode step; branches stand behind their `cond`, and read the nodes that it was given."""
+    """Reads the nodes of a graph; branches stand behind their `cond`, and read the nodes that it was given."""
 
-    def __init__(self, data: Json) -> None:
-        self.decode = cast("Json", data["decode"])
+    def __init__(self, data: Json, part: str) -> None:
+        self.graph = cast("Json", data[part])
         self.states = {str(state["name"]) for state in data["state"]}
         self.found: list[PageNode] = []
         self.weights: set[str] = set()
 
     def nodes(self) -> list[PageNode]:
         """Return every node but the output and the graphs of branches."""
-        self._graph(self.decode, "", {})
+        self._graph(self.graph, "", {})
         return self.found
 
     def _graph(self, graph: Json, branch: str, outer: Mapping[str, str]) -> None:
@@ -140,9 +151,9 @@ def _argument(value: Any) -> str:
     return str(value)
 
 
-def _outputs(data: Json) -> dict[str, str]:
-    (output,) = (n for n in data["decode"]["nodes"] if n["op"] == "output")
-    return dict(zip(data["outputs"], _named(output["args"]), strict=True))
+def _outputs(graph: Json, names: list[str]) -> dict[str, str]:
+    (output,) = (n for n in graph["nodes"] if n["op"] == "output")
+    return dict(zip(names, _named(output["args"]), strict=True))
 
 
 def _short(node: PageNode) -> str:

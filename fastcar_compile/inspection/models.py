@@ -70,7 +70,7 @@ class PageGroup(PagePart):
 
 
 class PageGraph(PagePart):
-    """A decode step. outputs: name of each result -> id of its node."""
+    """A decode step, or a chunk of a prompt. outputs: name of each result -> id of its node."""
 
     nodes: tuple[PageNode, ...]
     groups: tuple[PageGroup, ...]
@@ -134,7 +134,7 @@ class ReplayPage(PagePart):
 
 
 class Span(PagePart):
-    """A span of the time line, seconds. unit: what it waits for."""
+    """A span of the host's time line, seconds. unit: what it waits for."""
 
     name: str
     layer: int
@@ -142,6 +142,53 @@ class Span(PagePart):
     start: float
     seconds: float
     bytes: float
+
+
+class CallProcess(PagePart):
+    """What one process does in a call, whole clocks.
+
+    Args:
+        busy: clocks of work. stalls: cause -> clocks. spans: three numbers per span: clocks since the end of the one
+            before, its clocks, and its place in `SpeedPage.states`.
+    """
+
+    name: str
+    busy: int
+    stalls: dict[str, int]
+    spans: tuple[int, ...]
+
+
+class CallKind(PagePart):
+    """A call of the engine that was simulated. A step starts it several times: in every layer, as a rule."""
+
+    name: str
+    clocks: int
+    processes: tuple[CallProcess, ...]
+
+
+class CallStart(PagePart):
+    """A start of the engine, seconds. kind: place in `SpeedPage.calls`; None: it is in closed form."""
+
+    name: str
+    layer: int
+    start: float
+    seconds: float
+    kind: int | None
+
+
+class StepLine(PagePart):
+    """The time line of one decode step.
+
+    Args:
+        title: `dense`, or what replays. note: what decided. replay: share of all decisions. spans: host and engine.
+    """
+
+    title: str
+    note: str
+    replay: float
+    seconds: float
+    spans: tuple[Span, ...]
+    calls: tuple[CallStart, ...]
 
 
 class OffloadLine(PagePart):
@@ -164,6 +211,8 @@ class SpeedPage(PagePart):
 
     Args:
         shares: unit -> share of the step. resources: name -> used and limit. offload: what the accelerator computes.
+        clock_hz, states, calls, steps: of the cycle model. states: loops, and causes of waiting: `cause: what`.
+        unknown: nothing says how much replays.
     """
 
     missing: str = ""
@@ -171,8 +220,12 @@ class SpeedPage(PagePart):
     seconds: float = 0.0
     shares: dict[str, float] = {}
     resources: dict[str, tuple[float, float]] = {}
-    spans: tuple[Span, ...] = ()
     offload: tuple[OffloadLine, ...] = ()
+    clock_hz: float = 0.0
+    states: tuple[str, ...] = ()
+    calls: tuple[CallKind, ...] = ()
+    steps: tuple[StepLine, ...] = ()
+    unknown: bool = False
 
 
 class MemoryPiece(PagePart):
@@ -223,7 +276,8 @@ class PageData(PagePart):
     """Everything on the page.
 
     Args:
-        name: of the artifact's folder. reasons: text of every key that nodes and passes have.
+        name: of the artifact's folder. before, after: the decode step. prefill_before, prefill_after: a chunk of the
+            prompt; None: the prompt is read token by token. reasons: text of every key that nodes and passes have.
     """
 
     name: str
@@ -231,6 +285,8 @@ class PageData(PagePart):
     passes: tuple[PassLine, ...]
     before: PageGraph
     after: PageGraph
+    prefill_before: PageGraph | None = None
+    prefill_after: PageGraph | None = None
     reasons: dict[str, str]
     replay: ReplayPage
     speed: SpeedPage

@@ -14,7 +14,7 @@ from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import InputError
-from fastcar_compile.inspection.graphs import page_graphs
+from fastcar_compile.inspection.graphs import page_graphs, prefill_graphs
 from fastcar_compile.inspection.memory import memory_page
 from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
 from fastcar_compile.inspection.replay import Decisions, replay_page
@@ -23,7 +23,7 @@ from fastcar_compile.inspection.speed import speed_page
 STYLES = ("parts.css", "page.css", "graph.css")
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
-    *("search.js", "replay.js", "speed.js", "memory.js", "main.js"),
+    *("search.js", "replay.js", "time_drawing.js", "time_line.js", "processes.js", "speed.js", "memory.js", "main.js"),
 )
 """In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
 
@@ -53,9 +53,12 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
     manifest = artifact.manifest
     if decisions is not None:
         _check(decisions, manifest)
-    before, after = page_graphs(artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER))
+    files_of_graphs = artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER)
+    before, after = page_graphs(*files_of_graphs)
+    prefill_before, prefill_after = prefill_graphs(*files_of_graphs) or (None, None)
     passes = tuple(_passes(manifest, after))
-    keys = {n.reason for graph in (before, after) for n in graph.nodes} | {line.name for line in passes}
+    graphs = [graph for graph in (before, after, prefill_before, prefill_after) if graph is not None]
+    keys = {n.reason for graph in graphs for n in graph.nodes} | {line.name for line in passes}
     layer_of = {node.op: node.layer for node in after.nodes if node.kind == "weight"}
     return PageData(
         name=artifact.path.resolve().name,
@@ -63,6 +66,8 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         passes=passes,
         before=before,
         after=after,
+        prefill_before=prefill_before,
+        prefill_after=prefill_after,
         reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
         speed=speed_page(manifest, decisions),

@@ -1,20 +1,53 @@
-"""The estimate of a decode step: figures, shares of the units, resources, time line."""
+"""The estimate of a decode step: figures, shares of the units, resources, time lines."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
 
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.errors import UserError
 from fastcar_compile.estimate.artifact import design_of, workload_of
-from fastcar_compile.estimate.system import Estimate, estimate
-from fastcar_compile.inspection.models import Fact, OffloadLine, Span, SpeedPage
+from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, ask
+from fastcar_compile.estimate.rows import Draw, draw_decisions
+from fastcar_compile.estimate.system import Estimate, estimate_question
+from fastcar_compile.inspection.models import Fact, OffloadLine, SpeedPage
 from fastcar_compile.inspection.replay import Decisions
+from fastcar_compile.inspection.time_line import step_lines
+from fastcar_compile.simulation.time_line import time_lines
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What replays in the prediction. decisions: None: nothing. recorded: of a session from its first forward on."""
+
+    decisions: Decisions | None
+    recorded: bool
+    text: str
+
+
+def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
+    """Return recorded decisions; else those drawn for the shares of the calibration; else none."""
+    if recorded is not None:
+        return Replays(recorded, True, "recorded decisions")
+    stored, rows = manifest.thresholds, manifest.decoder.config.batch_size
+    if stored is None:
+        return Replays(None, False, "nothing replays")
+    options = manifest.options.replay
+    kind = Draw.PAIRS if options is not None and options.couple_cfg else Draw.INDEPENDENT
+    layers = [
+        draw_decisions((SYNTHETIC_FORWARDS, 1, rows), share, kind, seed=layer)
+        for layer, share in enumerate(stored.per_layer)
+    ]
+    return Replays(np.concatenate(layers, 1), False, "drawn for the shares of the calibration")
 
 
 def speed_page(manifest: Manifest, decisions: Decisions | None) -> SpeedPage:
     """Return what `fastcar estimate` says of an artifact on its own board; why not, where there is no prediction.
 
     Args:
-        decisions: recorded, bool [forwards, layers, rows]; None: nothing replays.
+        decisions: recorded, bool [forwards, layers, rows]; None: those of the calibration, where there was one.
     """
     target, offload = manifest.target, tuple(offload_lines(manifest))
     if target.kind == "cpu":
@@ -22,18 +55,27 @@ def speed_page(manifest: Manifest, decisions: Decisions | None) -> SpeedPage:
             f"The target {target.name} is a CPU, and the hardware model predicts boards: `fastcar estimate --target`."
         )
         return SpeedPage(missing=what)
+    replays, design = replays_of(manifest, decisions), design_of(manifest, target)
     try:
-        design = design_of(manifest, target)
-        result = estimate(workload_of(manifest), target, decisions=decisions, design=design)
+        question = ask(
+            workload_of(manifest), target, decisions=replays.decisions, design=design, recorded=replays.recorded
+        )
+        result = estimate_question(question)
     except UserError as error:
         return SpeedPage(missing=f"There is no prediction: {error.what}.", offload=offload)
+    text = replays.text
+    steps, calls = step_lines(time_lines(question), f"{text[0].upper()}{text[1:]}.")
     return SpeedPage(
-        facts=tuple(_facts(result, recorded=decisions is not None)),
+        facts=tuple(_facts(result, text)),
         seconds=result.seconds_per_step,
         shares=result.shares,
         resources={name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
-        spans=tuple(Span.model_validate(span) for span in result.time_line),
         offload=offload,
+        clock_hz=question.design.budget.clock_mhz * 1e6,
+        states=tuple(calls.states),
+        calls=tuple(calls.kinds),
+        steps=steps,
+        unknown=replays.decisions is None and manifest.options.replay is not None,
     )
 
 
@@ -64,8 +106,7 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
     return [mlp, *calls, *kept]
 
 
-def _facts(result: Estimate, *, recorded: bool) -> list[Fact]:
-    decided = "recorded decisions" if recorded else "nothing replays"
+def _facts(result: Estimate, decided: str) -> list[Fact]:
     design = result.design
     return [
         Fact(label="predicted", value=f"{result.tokens_per_second:,.1f} tokens/s", group="key"),
@@ -79,8 +120,18 @@ def _facts(result: Estimate, *, recorded: bool) -> list[Fact]:
         Fact(label="in the fabric", value=result.offload),
         Fact(
             label="engine",
-            value=f"{design['ports']} weight ports, {design['lanes']} lanes, {design['spec']['cores']} cores",
+            value=", ".join(
+                (
+                    _count(design["ports"], "weight port"),
+                    _count(design["lanes"], "lane"),
+                    _count(design["spec"]["cores"], "core"),
+                )
+            ),
         ),
         Fact(label="bandwidth", value=f"{result.bandwidth_utilisation:.1%} of the memory's peak"),
         Fact(label="energy", value=f"{result.energy_per_token_j:.4f} J per token, {result.power_w:.1f} W"),
     ]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -22,8 +22,11 @@ from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.cli import app
+from fastcar_compile.inspection.models import PageData
 from fastcar_compile.inspection.page import page_data, page_html
 from fastcar_compile.runtime.backends.eager import open_perturbed
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028"
 
 
 def fastcar(*words: object) -> Result:
@@ -121,12 +124,92 @@ def test_page_has_every_part(page_file: Path) -> None:
         assert "quantize-w8a8" in texts["overview"]
         assert "model.layers.1.mlp" in texts["replay"]
         assert "score >= inf" in texts["replay"]
-        assert "Time line of one step" in texts["speed"]
+        assert "Time line of one decode step" in texts["speed"]
+        assert "mac_tile" in texts["speed"]
         assert "weight port 0" in texts["memory"]
         assert "2 layers, 5 columns" in str(page.locator("canvas.heat").get_attribute("aria-label"))
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.locator("#theme").click()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+
+
+def test_time_line_of_the_page_zooms_into_a_call(page_file: Path) -> None:
+    with opened(page_file) as page:
+        page.locator("#tab-speed").click()
+        canvas, steps = page.locator("canvas.time-line"), page.locator("#panel-speed .sides button")
+        assert steps.all_inner_texts()[0] == "dense"
+        assert steps.last.get_attribute("aria-pressed") == "true", "recorded decisions are shown first"
+        steps.first.click()
+        assert str(canvas.get_attribute("aria-label")).startswith("dense: from 0.00 µs")
+        page.get_by_label("Part of the step").select_option("MLP, 2 rows")
+        box = canvas.bounding_box()
+        assert box is not None
+        row = 1 + page.locator("#panel-speed td:first-child code").all_inner_texts().index("mac_tile") + 1
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + (row + 0.5) * 22)
+        assert re.match(
+            r"mac_tile (works|waits) \(.+\): [\d,]+ clocks = .+ of MLP, 2 rows, layer 0",
+            page.locator("#tip").inner_text(),
+        )
+        whole = canvas.get_attribute("aria-label")
+        canvas.press("+")
+        assert canvas.get_attribute("aria-label") != whole
+
+
+def test_page_switches_between_decode_and_prefill(page_file: Path) -> None:
+    with opened(page_file) as page:
+        page.locator("#tab-graph").click()
+        assert page.locator('.after [data-id="cond"]').count() == 1
+        page.locator('[data-step="prefill"]').click()
+        assert page.locator('.after [data-id="cond"]').count() == 0, "nothing replays in the prompt"
+        assert page.locator(".after svg .node.replaced").count() > 3
+        page.keyboard.press("/")
+        page.keyboard.type("tas layer 0")
+        page.locator("#results [role=option]").first.click()
+        assert page.locator('[data-step="decode"]').get_attribute("aria-pressed") == "true"
+        page.locator("#query").fill("self_attn.q_proj")
+        assert page.locator("#results [role=option]").first.inner_text().startswith("module")
+
+
+def test_page_runs_no_text_of_the_artifact(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Every name and text of the artifact holds markup; no part of the page runs it or takes it for elements."""
+    fixed = (
+        "kind",
+        "change",
+        "key",
+        "unit",
+        "group",
+        "inputs",
+        "weights",
+        "branches",
+        "nodes",
+        "outputs",
+        "twin",
+        "id",
+        "branch",
+        "label",
+        "states",
+    )
+    data = _hostile(page_data(StoredArtifact(compiled[0])).model_dump(mode="json"), fixed)
+    file = tmp_path / "page.html"
+    file.write_text(page_html(PageData.model_validate(data)), "utf-8")
+    with opened(file) as page:
+        for tab in ("overview", "replay", "speed", "memory", "graph"):
+            page.locator(f"#tab-{tab}").click()
+        assert HOSTILE.replace("\u2028", "") in page.title().replace("\u2028", "")
+        page.locator("#query").fill("alert(1) layer 1")
+        page.locator("#results [role=option]").first.click()
+        assert "<script>alert(1)" in page.locator("#details").inner_text()
+        assert page.evaluate("document.scripts.length") == 2
+        assert page.locator("[onerror], main img, main script").count() == 0
+
+
+def _hostile(value: Any, fixed: tuple[str, ...], key: str = "") -> Any:
+    """The same data with markup behind every text."""
+    if isinstance(value, dict):
+        return {name: _hostile(part, fixed, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_hostile(part, fixed, key) for part in value]
+    return value + HOSTILE if isinstance(value, str) and key not in fixed else value
 
 
 def test_page_of_many_layers(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

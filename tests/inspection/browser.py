@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from conftest import check_module, check_tool
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Dialog, Page
 
 
 @contextmanager
 def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
-    """The page of a file, drawn; at the end, that it wrote no error and asked for nothing else."""
+    """The page of a file, drawn; at the end, that it wrote no error, opened no dialog and asked for nothing else."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
@@ -27,8 +27,14 @@ def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Pag
         )
         errors: list[str] = []
         requests: list[str] = []
+
+        def refused(dialog: Dialog) -> None:
+            errors.append(f"dialog: {dialog.message}")
+            dialog.dismiss()
+
         page.on("console", lambda message: errors.append(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", refused)
         page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready=true]")

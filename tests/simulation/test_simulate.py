@@ -14,14 +14,17 @@ from decoders import llama
 from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.reader import read_manifest
 from fastcar_compile.cli import app
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import Mapping, coupled
+from fastcar_compile.inspection.speed import speed_page
+from fastcar_compile.simulation import time_line
 from fastcar_compile.simulation.simulate import Simulation, check_dispatch, simulate_question
-from fastcar_compile.simulation.trace import chrome_trace
+from fastcar_compile.simulation.trace import ENGINE, chrome_trace
 from fastcar_compile.targets import load_target
 
 ROWS = 16
@@ -172,3 +175,47 @@ def test_refusals(command: Callable[..., Result], tmp_path: Path) -> None:
         result = command(*words)
         assert result.exit_code == 2
         assert text in " ".join(result.stderr.split())
+
+
+def test_the_page_has_the_events_of_the_trace(artifact: Path) -> None:
+    """Every process of every call that stands in detail in the trace has the same spans on the page, in clocks."""
+    simulation = fc.simulate(artifact)
+    page = speed_page(read_manifest(artifact), None)
+    assert [step.title for step in page.steps] == ["dense"], "without recorded decisions nothing replays"
+    events = chrome_trace(simulation)["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == ENGINE}
+    traced = [
+        (lanes[e["tid"]], e["name"], round(e["ts"] * 1e-6 * simulation.clock_hz), e["dur"])
+        for e in events
+        if e["ph"] == "X" and e["pid"] == ENGINE and e["name"] != "as before"
+    ]
+    step, seen, found = page.steps[0], set[int](), list[tuple[str, str, int]]()
+    for call in step.calls:
+        if call.kind is None or call.kind in seen:
+            continue
+        seen.add(call.kind)
+        for process in page.calls[call.kind].processes:
+            now = round(call.start * page.clock_hz)
+            for gap, length, state in zip(*[iter(process.spans)] * 3, strict=True):
+                found.append((process.name, page.states[state], now + gap))
+                now += gap + length
+    long = [(name, state, clock) for name, state, clock, microseconds in traced if microseconds > 0.1]
+    starts = {(name, state, clock + near) for name, state, clock in found for near in (-2, -1, 0, 1, 2)}
+    assert len(long) > 50
+    assert [event for event in long if event not in starts] == []
+    assert step.seconds == pytest.approx(simulation.seconds_per_step)
+
+
+def test_calls_beyond_the_bound_are_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_line, "MOST_TILES", 60)
+    work = Workload(load_shape("tinyllama-1.1b"), "w8a8", 512, offload="linears", replay=0.5)
+    lines = time_line.time_lines(ask(work, load_target("u280")))
+    assert [line.replay for line in lines] == [0.0, pytest.approx(0.5)]
+    simulated = [call.result is not None for line in lines for call in line.calls]
+    assert any(simulated)
+    assert not all(simulated)
+    for line in lines:
+        assert sum(s.seconds for s in line.step.segments) == pytest.approx(line.step.seconds)
+        for call in line.calls:
+            clocks = call.seconds * line.clock_hz
+            assert call.result is None or clocks == pytest.approx(call.result.clocks)

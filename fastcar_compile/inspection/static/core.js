@@ -43,6 +43,17 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
 
   page.plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
+  /* Where a layer's number is that of the layers, the head is meant. */
+  page.layerText = (layer) => (layer < page.data.replay.layers.length ? `layer ${layer}` : "head");
+
+  /* How to record what replays, and to show it. */
+  page.recording = () => {
+    const code = (text) => page.el("code", {}, text);
+    const record = code("fastcar run ARTIFACT --prompt TOKENS --trace trace.npy");
+    const show = code("fastcar inspect ARTIFACT --html FILE --trace trace.npy");
+    return ["Record a run with ", record, " and show it with ", show, "."];
+  };
+
   /* A table; columns are [title, class]; cells are text or elements. */
   page.table = (caption, columns, rows) => {
     const { el } = page;
@@ -110,8 +121,7 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     return element;
   };
 
-  function index(side) {
-    const graph = page.data[side];
+  function index(graph, side, step) {
     const nodes = new Map(
       graph.nodes.map((node, place) => [
         node.id,
@@ -132,6 +142,7 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
           ...node,
           place,
           side,
+          step,
           users: [],
         },
       ]),
@@ -144,9 +155,17 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     for (const [name, id] of Object.entries(graph.outputs)) results.set(id, [...(results.get(id) ?? []), name]);
     const groups = graph.groups.map((group) => ({ layer: null, ...group }));
     const home = new Map(groups.flatMap((group) => group.nodes.map((id) => [id, group])));
-    return { side, nodes, conds, results, home, groups };
+    const operators = graph.nodes.filter((n) => n.kind === "op" || n.kind === "cond").length;
+    return { side, step, nodes, conds, results, home, groups, operators };
   }
 
-  page.graphs = { before: index("before"), after: index("after") };
+  const both = (step, before, after) => ({ before: index(before, "before", step), after: index(after, "after", step) });
+  const { before, after, prefill_before, prefill_after } = page.data;
+  page.steps = { decode: both("decode", before, after) };
+  if (prefill_before) page.steps.prefill = both("prefill", prefill_before, prefill_after);
+
+  /* The graphs that are shown: those of a decode step, or of a chunk of the prompt. */
+  page.step = "decode";
+  page.graphs = page.steps.decode;
   page.node = (side, id) => page.graphs[side].nodes.get(id);
 })();

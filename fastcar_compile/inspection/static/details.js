@@ -62,7 +62,11 @@
         {},
         el("h2", {}, node.kind === "weight" || node.kind === "op" || node.kind === "cond" ? node.op : node.id),
         el("span", { class: `chip ${node.change}` }, WORDS[node.change]),
-        el("span", { class: "muted" }, `${side} · ${place}`),
+        el(
+          "span",
+          { class: "muted" },
+          [page.step === "prefill" ? "prefill" : "", side, place].filter(Boolean).join(" · "),
+        ),
         close,
       ),
       el(

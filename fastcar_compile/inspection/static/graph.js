@@ -45,7 +45,10 @@
   function note(side, group) {
     const ops = group.nodes.filter((id) => ["op", "cond"].includes(page.node(side, id).kind)).length;
     const line = page.data.replay.layers[group.layer ?? -1];
-    const replay = side === "after" && line?.replays ? ` · replays at ${line.calibrated || line.threshold}` : "";
+    const replay =
+      side === "after" && page.step === "decode" && line?.replays
+        ? ` · replays at ${line.calibrated || line.threshold}`
+        : "";
     return `${page.plural(ops, "operator")}${replay}`;
   }
 
@@ -100,11 +103,10 @@
   function drawPane(side) {
     const groups = rows(side).map((row) => (row.group ? groupElement(side, row.group) : runElement(side, row)));
     const body = el("div", { class: "pane-body", tabindex: "-1" }, el("div", { class: "groups" }, groups));
-    const total = page.data[side].nodes.filter((n) => n.kind === "op" || n.kind === "cond").length;
     panes[side] = el(
       "section",
       { class: `pane ${side}`, "aria-label": TITLES[side] },
-      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${total} operators`)),
+      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${page.graphs[side].operators} operators`)),
       body,
     );
     panes[side].body = body;
@@ -245,8 +247,9 @@
   }
 
   /* Shows a node: in its graph, its twin in the other one, and its details. */
-  page.select = (side, id) => {
+  page.select = (side, id, step = page.step) => {
     page.showTab("graph");
+    page.setStep(step);
     bringSide(side);
     const node = page.node(side, id);
     const other = SIDES.find((name) => name !== side);
@@ -263,7 +266,7 @@
   /* Shows one graph or both; on a narrow screen "both" is the one after the passes. */
   function showSide(side) {
     document.querySelector(".panes").dataset.side = side;
-    for (const button of document.querySelectorAll(".which button"))
+    for (const button of document.querySelectorAll(".which [data-side]"))
       button.setAttribute("aria-pressed", String(button.dataset.side === side));
     resize();
   }
@@ -324,14 +327,48 @@
     );
   }
 
-  page.addTab("graph", "Graph", (panel) => {
-    panel.append(
-      el("div", { class: "toolbar" }, sides(), legend(), tools()),
-      el("div", { class: "panes", "data-side": shown() }, SIDES.map(drawPane)),
-      page.detailsPanel(),
+  /* Shows the decode step or the prefill. */
+  page.setStep = (step) => {
+    if (step === page.step) return;
+    page.step = step;
+    page.graphs = page.steps[step];
+    page.closeDetails();
+    open.clear();
+    fill();
+    for (const each of document.querySelectorAll(".steps button"))
+      each.setAttribute("aria-pressed", String(each.dataset.step === step));
+  };
+
+  function steps() {
+    const names = Object.keys(page.steps);
+    const title = { decode: "Decode: one token per row", prefill: "Prefill: a chunk of the prompt" };
+    const choices = names.map((step) =>
+      el(
+        "button",
+        {
+          ...{ type: "button", "data-step": step, title: title[step], "aria-pressed": String(step === page.step) },
+          onclick: () => page.setStep(step),
+        },
+        step,
+      ),
     );
+    return el("div", { class: "which steps", role: "group", "aria-label": "Step shown" }, choices);
+  }
+
+  /* Both panes with the first layer unfolded. */
+  function fill() {
+    document.querySelector(".panes").replaceChildren(...SIDES.map(drawPane));
     const layers = page.graphs.after.groups.filter((g) => g.layer !== null);
     page.toggle(nameOf(layers[0] ?? page.graphs.after.groups[0]), true);
+  }
+
+  page.addTab("graph", "Graph", (panel) => {
+    panel.append(
+      el("div", { class: "toolbar" }, sides(), page.steps.prefill ? steps() : null, legend(), tools()),
+      el("div", { class: "panes", "data-side": shown() }),
+      page.detailsPanel(),
+    );
+    fill();
     addEventListener("resize", resize);
   });
 })();

@@ -197,7 +197,7 @@
     );
     const parts = content(graph, used, false);
     const shape = (box) => box.kind + (box.parts ? box.parts.map((part) => part.boxes.map(shape)) : "");
-    const key = [graph.side, group.key, parts.boxes.map(shape), parts.edges].join(" ");
+    const key = [graph.step, graph.side, group.key, parts.boxes.map(shape), parts.edges].join(" ");
     const before = known.get(key);
     if (before)
       return {

@@ -137,31 +137,22 @@
     return { redraw, element };
   }
 
+  /* What stands in place of the heat map where no decisions were given. */
+  function unrecorded() {
+    const stored = page.data.replay.layers.some((line) => line.expected !== undefined && line.expected !== null);
+    const known = stored ? "The table below has the shares of the calibration. " : "No decisions were given. ";
+    return page.card("Recorded replay", null, el("p", { class: "muted" }, known, page.recording()));
+  }
+
   page.addTab("replay", "Replay", (panel) => {
-    const { facts, heat } = page.data.replay;
+    const { facts, heat, layers: lines } = page.data.replay;
     panel.append(page.card("Gate", null, page.facts(facts)));
     if (heat) {
       const map = heatMap(heat);
       panel.append(map.element);
       requestAnimationFrame(map.redraw);
       page.tabs.find((tab) => tab.id === "replay").shown = map.redraw;
-    } else {
-      panel.append(
-        page.card(
-          "Recorded replay",
-          null,
-          el(
-            "p",
-            { class: "muted" },
-            "No decisions were given. Record them with ",
-            el("code", {}, "fastcar run ARTIFACT --trace trace.npy"),
-            " and give the file: ",
-            el("code", {}, "fastcar inspect ARTIFACT --html FILE --trace trace.npy"),
-            ".",
-          ),
-        ),
-      );
-    }
+    } else if (lines.some((line) => line.replays)) panel.append(unrecorded());
     panel.append(layers());
   });
 })();

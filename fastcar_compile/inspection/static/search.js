@@ -1,21 +1,43 @@
-/* Search over the nodes of both graphs: every word must be in the name, operator, module, source, pass or type, and
-   "layer 3" finds the nodes of that layer. */
+/* Search over the nodes of all graphs, and over modules, source lines and passes. Every word must be in the name,
+   operator, module, source, pass or type; "layer 3" finds the nodes of that layer. */
 (() => {
   "use strict";
   const { el } = page;
   const MOST = 80;
+  const MOST_GROUPS = 4;
   let texts = null;
+  let parts = null;
   let active = -1;
 
   function entries() {
-    texts ??= ["after", "before"].flatMap((side) =>
-      [...page.graphs[side].nodes.values()].map((node) => ({
-        side,
-        node,
-        text: [node.id, node.op, node.module, node.source, node.made_by, node.type, node.role].join(" ").toLowerCase(),
-      })),
+    texts ??= Object.values(page.steps).flatMap((graphs) =>
+      ["after", "before"].flatMap((side) =>
+        [...graphs[side].nodes.values()].map((node) => ({
+          side,
+          node,
+          text: [node.id, node.op, node.module, node.source, node.made_by, node.type, node.role, node.step]
+            .join(" ")
+            .toLowerCase(),
+        })),
+      ),
     );
     return texts;
+  }
+
+  /* Modules, source lines and passes with the nodes that they have; the first node stands for them. */
+  function groups() {
+    const found = new Map();
+    for (const { side, node } of entries()) {
+      if (side === "before" && node.change === "kept") continue;
+      const own = { module: node.module, line: node.source, pass: node.made_by };
+      for (const [kind, name] of Object.entries(own)) {
+        if (!name) continue;
+        const key = `${kind} ${name}`;
+        if (!found.has(key)) found.set(key, { kind, name, text: key.toLowerCase(), side, node, count: 0 });
+        found.get(key).count += 1;
+      }
+    }
+    return [...found.values()].sort((a, b) => a.name.length - b.name.length);
   }
 
   function find(query) {
@@ -29,18 +51,39 @@
     const found = entries().filter(
       (entry) => (layer === null || entry.node.layer === layer) && words.every((word) => entry.text.includes(word)),
     );
+    parts ??= groups();
+    const above =
+      layer === null
+        ? parts.filter((part) => words.every((word) => part.text.includes(word))).slice(0, MOST_GROUPS)
+        : [];
     const rank = ({ node, side }) =>
       (node.id.toLowerCase() === words[0] ? 0 : words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2) +
       (side === "before" && node.change === "kept" ? 4 : 0) +
+      (node.step === "prefill" ? 8 : 0) +
       (node.kind === "weight" ? 1 : 0);
-    return found
+    const nodes = found
       .map((entry) => [rank(entry), entry])
       .sort((a, b) => a[0] - b[0])
       .map(([, entry]) => entry);
+    return [...above, ...nodes];
   }
 
-  function option({ side, node }, number) {
+  /* What is said of a node, or of a part of the model. */
+  function words({ kind, name, count, side, node }) {
+    if (kind)
+      return [el("strong", {}, kind), el("code", {}, name), el("span", { class: "muted" }, page.plural(count, "node"))];
     const place = node.layer === null ? "" : `layer ${node.layer}`;
+    const step = node.step === "prefill" ? "prefill" : "";
+    const note = [step, side, place, node.made_by || node.module].filter(Boolean).join(" · ");
+    return [
+      el("span", { class: `dot ${node.change}`, "aria-hidden": "true" }),
+      el("strong", {}, page.stem(node.op)),
+      el("code", {}, node.id),
+      el("span", { class: "muted" }, note),
+    ];
+  }
+
+  function option(entry, number) {
     return el(
       "li",
       {
@@ -49,13 +92,10 @@
         "aria-selected": "false",
         onpointerdown: (event) => {
           event.preventDefault();
-          go(side, node);
+          go(entry);
         },
       },
-      el("span", { class: `dot ${node.change}`, "aria-hidden": "true" }),
-      el("strong", {}, page.stem(node.op)),
-      el("code", {}, node.id),
-      el("span", { class: "muted" }, [side, place, node.made_by || node.module].filter(Boolean).join(" · ")),
+      words(entry),
     );
   }
 
@@ -71,7 +111,7 @@
         el(
           "li",
           { class: "count muted", role: "presentation" },
-          found.length ? `${page.plural(found.length, "node")} found${more}` : "No node has all of these words.",
+          found.length ? `${page.plural(found.length, "place")} found${more}` : "Nothing has all of these words.",
         ),
       );
     }
@@ -84,10 +124,10 @@
     document.getElementById("query").setAttribute("aria-expanded", "false");
   }
 
-  function go(side, node) {
+  function go({ side, node }) {
     close();
     document.getElementById("query").blur();
-    page.select(side, node.id);
+    page.select(side, node.id, node.step);
   }
 
   function mark(step) {
@@ -110,7 +150,7 @@
       event.target.blur();
     }
     const chosen = document.getElementById("results").found?.[Math.max(0, active)];
-    if (event.key === "Enter" && chosen) go(chosen.side, chosen.node);
+    if (event.key === "Enter" && chosen) go(chosen);
   }
 
   /* Puts a text into the search field and shows what it finds. */

@@ -1,0 +1,231 @@
+/* The time lines of a decode step: what lies under the pointer, zoom, the cards. */
+(() => {
+  "use strict";
+  const { el } = page;
+  const { modelOf, Drawing, first, lane: LANE, left: LEFT, right: RIGHT, forget } = page.timeDrawing;
+  const { names: KINDS, colours: COLOURS } = page.processKinds;
+
+  const clocks = (model, seconds) => `${Math.round(seconds * model.hz).toLocaleString("en")} clocks`;
+  const span = (model, seconds) => `${clocks(model, seconds)} = ${page.time(seconds)}`;
+
+  /* What lies at a time in a row. */
+  function under(model, view, time, row) {
+    if (row < 2) {
+      const found = view.step.lanes[row].find((s) => s.start <= time && time < s.start + s.seconds);
+      if (!found) return "";
+      const moved = found.bytes ? `, ${page.bytes(found.bytes)}` : "";
+      const text = `${found.name}, ${page.layerText(found.layer)}: ${span(model, found.seconds)}${moved}`;
+      return `${text}, from ${page.time(found.start)}. ${page.unitText(found.unit)}`;
+    }
+    const call = view.step.calls.find((c) => c.start <= time && time < c.start + c.seconds);
+    if (!call) return "";
+    const place = `${call.name}, ${page.layerText(call.layer)}`;
+    if (call.kind === null) return `${place}: in closed form, without processes`;
+    const process = model.calls[call.kind].by.get(model.names[row - 2]);
+    if (!process) return `${place}: this process has nothing to do`;
+    const clock = (time - call.start) * model.hz;
+    const n = first(process.end, clock);
+    if (n === process.end.length || process.start[n] > clock)
+      return `${place}: ${process.name} is done or has not begun`;
+    const state = model.states[process.state[n]];
+    const does = model.kinds[process.state[n]] ? `waits (${state})` : `works (${state})`;
+    const from = process.start[n];
+    const length = (process.end[n] - from) / model.hz;
+    return `${process.name} ${does}: ${span(model, length)}, from clock ${from.toLocaleString("en")} of ${place}`;
+  }
+
+  /* The choices of what is shown: the step, the first start of every call, every layer. */
+  function parts(model, view, show) {
+    const option = (text, start, end) => el("option", { "data-start": start, "data-end": end }, text);
+    const calls = [...new Map(view.step.calls.toReversed().map((call) => [call.name, call])).values()].reverse();
+    const layers = Map.groupBy(view.step.spans, (s) => s.layer);
+    const bounds = [...layers].map(([layer, own]) => [
+      page.layerText(layer),
+      own[0].start,
+      own.at(-1).start + own.at(-1).seconds,
+    ]);
+    const select = el(
+      "select",
+      { "aria-label": "Part of the step", onchange: () => show(select.selectedOptions[0].dataset) },
+      option("whole step", 0, view.step.seconds),
+      el(
+        "optgroup",
+        { label: "calls of the engine" },
+        calls.map((c) => option(c.name, c.start, c.start + c.seconds)),
+      ),
+      el(
+        "optgroup",
+        { label: "layers" },
+        bounds.map((own) => option(...own)),
+      ),
+    );
+    return select;
+  }
+
+  class Chart {
+    constructor(speed) {
+      this.model = modelOf(speed);
+      this.view = { step: this.model.steps[0], start: 0, end: this.model.steps[0].seconds };
+      this.canvas = el("canvas", { class: "time-line", role: "img", tabindex: "0" });
+      this.select = el("span", {});
+      this.listen();
+    }
+
+    choose(number) {
+      const step = this.model.steps[number];
+      Object.assign(this.view, { step, start: 0, end: step.seconds });
+      this.select.replaceChildren(
+        parts(this.model, this.view, (data) => this.show(Number(data.start), Number(data.end))),
+      );
+      this.redraw();
+    }
+
+    redraw() {
+      if (!this.canvas.parentElement?.clientWidth) return;
+      const { start, end, step } = this.view;
+      const label = `${step.title}: from ${page.time(start)} to ${page.time(end)}.`;
+      this.canvas.setAttribute("aria-label", `${label} Arrow keys move, plus and minus zoom, 0 shows all.`);
+      new Drawing(this.model, this.view, this.canvas).all();
+    }
+
+    show(start, end) {
+      const total = this.view.step.seconds;
+      const length = Math.min(total, Math.max(20 / this.model.hz, end - start));
+      this.view.start = Math.max(0, Math.min(total - length, start));
+      this.view.end = this.view.start + length;
+      this.redraw();
+    }
+
+    /* Zooms by a factor around a time; moves by a part of what is shown. */
+    change(factor, shift = 0, around = (this.view.start + this.view.end) / 2) {
+      const { start, end } = this.view;
+      const move = shift * (end - start);
+      this.show(around + (start - around) * factor + move, around + (end - around) * factor + move);
+    }
+
+    time(event) {
+      const inside = (event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT);
+      return this.view.start + inside * (this.view.end - this.view.start);
+    }
+
+    listen() {
+      const { canvas } = this;
+      const keys = { ArrowLeft: [1, -0.2], ArrowRight: [1, 0.2], "+": [0.5], "=": [0.5], "-": [2], 0: [1e9] };
+      canvas.addEventListener("keydown", (event) => {
+        if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
+        event.preventDefault();
+        this.change(...keys[event.key]);
+      });
+      canvas.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey && !event.metaKey) return;
+        event.preventDefault();
+        this.change(event.deltaY > 0 ? 1.3 : 1 / 1.3, 0, this.time(event));
+      });
+      canvas.addEventListener("dblclick", (event) => this.change(0.25, 0, this.time(event)));
+      this.drag();
+      page.tip(canvas, (event) => {
+        if (event.offsetX === undefined || event.offsetX < LEFT || event.buttons) return "";
+        const row = Math.floor(event.offsetY / LANE);
+        return row < this.model.names.length + 2 ? under(this.model, this.view, this.time(event), row) : "";
+      });
+    }
+
+    drag() {
+      let held = null;
+      this.canvas.addEventListener("pointerdown", (event) => {
+        held = event.clientX;
+        this.canvas.setPointerCapture(event.pointerId);
+      });
+      this.canvas.addEventListener("pointermove", (event) => {
+        if (held === null) return;
+        this.change(1, (held - event.clientX) / (this.canvas.clientWidth - LEFT - RIGHT));
+        held = event.clientX;
+      });
+      for (const name of ["pointerup", "pointercancel"])
+        this.canvas.addEventListener(name, () => {
+          held = null;
+        });
+    }
+  }
+
+  function legend() {
+    const item = (colour, text) =>
+      el("li", {}, el("i", { class: "swatch", style: { background: `var(${colour})` } }), text);
+    return el(
+      "ul",
+      { class: "keys" },
+      KINDS.map((kind, n) => item(COLOURS[n], n ? `waits: ${kind}` : kind)),
+    );
+  }
+
+  function figures(model, step) {
+    const facts = [
+      { label: "one step", value: page.time(step.seconds) },
+      { label: "clocks", value: Math.round(step.seconds * model.hz).toLocaleString("en") },
+      { label: "replay", value: page.percent(step.replay) },
+      { label: "starts of the engine", value: String(step.calls.length) },
+    ];
+    return page.figures(facts);
+  }
+
+  /* The cards of the time lines; `redraw` draws for the width and the theme that there are now. */
+  page.timeLines = (speed) => {
+    const chart = new Chart(speed);
+    const { model } = chart;
+    const [note, numbers, table] = [el("p", { class: "muted time-note" }), el("div", {}), el("div", {})];
+    const choose = (number) => {
+      const step = model.steps[number];
+      const closed = step.calls.filter((call) => call.kind === null).length;
+      note.textContent = `${step.note}${closed ? ` ${closed} of ${step.calls.length} calls are in closed form, without processes.` : ""}`;
+      numbers.replaceChildren(figures(model, step));
+      table.replaceChildren(page.processTable(model, step));
+      buttons.forEach((button, n) => button.setAttribute("aria-pressed", String(n === number)));
+      chart.choose(number);
+    };
+    const buttons = model.steps.map((step, n) =>
+      el("button", { type: "button", onclick: () => choose(n) }, step.title),
+    );
+    const button = (text, label, action) =>
+      el("button", { type: "button", title: label, "aria-label": label, onclick: action }, text);
+    const tools = el(
+      "div",
+      { class: "tools", role: "group", "aria-label": "Time line" },
+      button("←", "Earlier", () => chart.change(1, -0.5)),
+      button("→", "Later", () => chart.change(1, 0.5)),
+      button("−", "Zoom out", () => chart.change(2)),
+      button("+", "Zoom in", () => chart.change(0.5)),
+      button("whole", "Show the whole step", () => chart.change(1e9)),
+    );
+    choose(model.steps.length - 1);
+    const redraw = () => {
+      forget();
+      chart.redraw();
+    };
+    page.onTheme.push(redraw);
+    addEventListener("resize", redraw);
+    const element = page.card(
+      "Time line of one decode step",
+      "By the cycle model: what host, engine and the processes of its calls do. Drag to move; double click or Ctrl and the wheel to zoom.",
+      el(
+        "div",
+        { class: "toolbar" },
+        el("div", { class: "sides", role: "group", "aria-label": "Step" }, buttons),
+        chart.select,
+        tools,
+      ),
+      note,
+      speed.unknown
+        ? el("p", { class: "muted" }, "The artifact does not say how much replays. ", page.recording())
+        : null,
+      numbers,
+      el("div", { class: "time-box" }, chart.canvas),
+      legend(),
+    );
+    const processes = page.card(
+      "Processes of the engine",
+      "Clocks over all calls of the step. A process that is done waits for the others at the end of the call, the barrier.",
+      table,
+    );
+    return { redraw, elements: [element, processes] };
+  };
+})();

@@ -1,0 +1,160 @@
+"""An exported program from a file: whatever is in the file, its code does not run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastcar_compile.cli import app
+from fastcar_compile.errors import UserError
+from fastcar_compile.frontend.pt2 import load_exported
+
+from . import evil
+
+LOADED = ("sample inputs", "serialized_example_inputs.pt, old")
+"""The evil part is not read at all."""
+
+
+@pytest.fixture(scope="module")
+def program() -> torch.export.ExportedProgram:
+    return evil.exported()
+
+
+@pytest.fixture(scope="module")
+def parts(program: torch.export.ExportedProgram) -> evil.Parts:
+    return evil.parts_of(program)
+
+
+@pytest.fixture(scope="module")
+def old(program: torch.export.ExportedProgram) -> evil.Parts:
+    return evil.old_parts_of(program)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_exported_program_is_read(
+    program: torch.export.ExportedProgram, parts: evil.Parts, old: evil.Parts, is_old: bool, tmp_path: Path
+) -> None:
+    found = load_exported(evil.write(tmp_path / "m.pt2", old if is_old else parts, is_old))
+    assert [n.target for n in found.graph.nodes] == [n.target for n in program.graph.nodes]
+    assert [n.name for n in found.graph.nodes] == [n.name for n in program.graph.nodes]
+    for name, value in {**program.state_dict, **program.constants}.items():
+        torch.testing.assert_close({**found.state_dict, **found.constants}[name], value, rtol=0, atol=0)
+
+
+def has_run(place: Path) -> bool:
+    """Whether the code ran; forgets it."""
+    ran = place.exists() or sys.modules.pop("this", None) is not None
+    shutil.rmtree(place, ignore_errors=True)
+    return ran
+
+
+def refusal(path: Path) -> UserError | None:
+    """Why the file is not read."""
+    try:
+        load_exported(path)
+    except UserError as error:
+        return error
+    return None
+
+
+def test_no_code_of_an_evil_file_runs(
+    parts: evil.Parts, old: evil.Parts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "ran"
+    cases = evil.evil_parts(parts, place) | evil.evil_old_parts(old, place)
+    refused = dict[str, str]()
+    for name, evil_parts in cases.items():
+        path = evil.write(tmp_path / "m.pt2", evil_parts, name.endswith("old"))
+        with warnings.catch_warnings(), suppress(Exception):
+            warnings.simplefilter("ignore")
+            caplog.set_level("CRITICAL")
+            _ = torch.export.load(path).graph_module.code  # as its first call makes it
+        assert has_run(place), f"{name}: the file is not evil at all"
+        problem = refusal(path)
+        if problem is not None:
+            refused[name] = problem.what
+            assert (problem.where, bool(problem.hint)) == (str(path), True), name
+        assert not has_run(place), name
+    assert sorted(refused) == sorted(cases.keys() - set(LOADED)), refused
+
+
+@pytest.mark.parametrize("target", evil.refused_operators())
+def test_an_operator_that_no_file_may_ask_for(parts: evil.Parts, target: str, tmp_path: Path) -> None:
+    changed = evil.edited(parts, evil.PROGRAM, lambda data: evil.nodes(data)[0].update(target=target))
+    with pytest.raises(UserError, match="which no file may ask for"):
+        load_exported(evil.write(tmp_path / "m.pt2", changed))
+
+
+def test_the_command_does_not_run_it(parts: evil.Parts, tmp_path: Path) -> None:
+    place = tmp_path / "ran"
+    path = evil.write(tmp_path / "m.pt2", evil.evil_parts(parts, place)["weights of an older form"])
+    words = ["compile", str(path), "--target", "cpu", "--dry-run", "--tokens-per-frame", "8", "--max-seq-len", "33"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert (result.exit_code, place.exists()) == (2, False)
+    error = json.loads(result.stdout)["error"]
+    assert "Python objects, which are not unpickled" in error["message"]
+    assert error["where"] == str(path)
+
+
+def _change(program: Any, *path: Any, value: Any) -> None:
+    for key in path[:-1]:
+        program = program[key]
+    program[path[-1]] = value
+
+
+GRAPH = ("graph_module", "graph")
+BROKEN: dict[str, tuple[Any, ...]] = {
+    "no graph": ("graph_module", {}),
+    "nodes are a text": (*GRAPH, "nodes", "x"),
+    "a node without a target": (*GRAPH, "nodes", 0, {}),
+    "another version": ("schema_version", {"major": 99, "minor": 0}),
+    "a keyword as a name": (*GRAPH, "nodes", 0, "name", "lambda"),
+    "a number as a name": (*GRAPH, "nodes", 0, "name", 7),
+    "an unknown pytree": ("graph_module", "module_call_graph", 0, "signature", "out_spec", '[1, {"type": "x"}]'),
+    "a malformed pytree": ("graph_module", "module_call_graph", 0, "signature", "out_spec", "[[[[["),
+    "ranges": ("range_constraints", {"s0": {"min_val": 1, "max_val": 2}}),
+    "a parameter's name": ("graph_module", "signature", "input_specs", 0, "parameter", "parameter_name", 'a"b'),
+    "no program": ("graph_module", None),
+    "negative size": (*GRAPH, "tensor_values", "linear", "sizes", 0, {"as_int": -1}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_program_is_a_user_error(parts: evil.Parts, name: str, tmp_path: Path) -> None:
+    *path, value = BROKEN[name]
+    changed = evil.edited(parts, evil.PROGRAM, lambda data: _change(data, *path, value=value))
+    with pytest.raises(UserError) as caught:
+        load_exported(evil.write(tmp_path / "m.pt2", changed))
+    assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)
+
+
+def test_a_broken_archive_is_a_user_error(parts: evil.Parts, tmp_path: Path) -> None:
+    whole = evil.write(tmp_path / "whole.pt2", parts).read_bytes()
+    for number, data in enumerate([b"", b"PK", whole[:-30], whole[: len(whole) // 2], b"\0" * 100]):
+        path = tmp_path / f"{number}.pt2"
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="cannot be read"):
+            load_exported(path)
+    two = {"models/other.json": parts[evil.PROGRAM]}
+    with pytest.raises(UserError, match="2 exported programs"):
+        load_exported(evil.write(tmp_path / "two.pt2", parts | two))
+
+
+def test_a_tensor_takes_no_more_memory_than_the_file(parts: evil.Parts, tmp_path: Path) -> None:
+    config = "data/weights/model_weights_config.json"
+
+    def expand(data: Any) -> None:
+        meta = data["config"]["embed.weight"]["tensor_meta"]
+        meta.update(sizes=[{"as_int": 10**6}, {"as_int": 10**6}], strides=[{"as_int": 0}, {"as_int": 0}])
+
+    with pytest.raises(UserError, match="no plain tensor"):
+        load_exported(evil.write(tmp_path / "m.pt2", evil.edited(parts, config, expand)))
