@@ -31,7 +31,7 @@ class Case:
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         warned: the beginning of the compiler's warning; None: there is none.
         refused: a part of the sentence that refuses the model; None where it compiles.
-        context: returns what cross-attention reads, and its mask.
+        context: returns what cross-attention reads, and its mask where it has one.
         prompt: tokens of the prompt. frame: tokens per frame. length: positions of the sequence.
     """
 
@@ -48,7 +48,7 @@ class Case:
     classes: int = 0
     warned: str | None = None
     refused: str | None = None
-    context: Callable[[], tuple[Tensor, Tensor]] | None = None
+    context: Callable[[], tuple[Tensor, ...]] | None = None
     prompt: int = PROMPT
     frame: int = FRAME
     length: int = LENGTH

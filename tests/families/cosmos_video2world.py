@@ -27,7 +27,7 @@ class CosmosCrossAttention(nn.Module):
         self.wo = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
         self.q_norm, self.k_norm = CosmosNorm(HEAD_DIM), CosmosNorm(HEAD_DIM)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
         batch, time, _ = x.shape
         xq = self.q_norm(self.wq(x).view(batch, time, HEADS, HEAD_DIM)).transpose(1, 2)
         keys = self.k_norm(self.wk(context).view(batch, -1, KV_HEADS, HEAD_DIM)).transpose(1, 2)
@@ -49,15 +49,15 @@ class Video2WorldBlock(nn.Module):
         self.ffn_norm = CosmosNorm(WIDTH)
 
     def forward(
-        self, x: Tensor, rope: Rope3d, input_pos: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor
+        self, x: Tensor, rope: Rope3d, input_pos: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor | None
     ) -> Tensor:
         h = x + self.attention(self.attention_norm(x), rope, input_pos, mask)
         h = h + self.cross_attention(self.cross_attention_norm(h), context, context_mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class CosmosVideo2World(nn.Module):
-    """Tokens of a video's latents, under a text."""
+class _Decoder(nn.Module):
+    """Tokens of a video's latents."""
 
     max_seq_len = LENGTH
     context_length, context_size = TEXT_LENGTH, TEXT_WIDTH
@@ -74,12 +74,26 @@ class CosmosVideo2World(nn.Module):
         angles = torch.arange(LENGTH)[:, None] / 100 ** (torch.arange(WIDTH // 2) / (WIDTH // 2))
         self.register_buffer("abs_pos_emb", torch.cat([angles.sin(), angles.cos()], -1)[None], persistent=False)
 
-    def forward(self, input_ids: Tensor, cache_position: Tensor, context: Tensor, context_mask: Tensor) -> Tensor:
+    def decode(self, input_ids: Tensor, cache_position: Tensor, context: Tensor, context_mask: Tensor | None) -> Tensor:
         h, mask = self.tok_embeddings(input_ids), self.causal_mask[cache_position][None, None, :, :]
         for layer in self.layers:
             h = h + self.abs_pos_emb[:, cache_position, :]
-            h = layer(h, self.rope, cache_position, mask, context, context_mask[:, None, None, :])
+            h = layer(h, self.rope, cache_position, mask, context, context_mask)
         return self.output(self.norm(h))
+
+
+class CosmosVideo2World(_Decoder):
+    """Under a text whose rows are padded."""
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor, context: Tensor, context_mask: Tensor) -> Tensor:
+        return self.decode(input_ids, cache_position, context, context_mask[:, None, None, :])
+
+
+class CosmosUnmasked(_Decoder):
+    """Under a text that has no padding."""
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor, context: Tensor) -> Tensor:
+        return self.decode(input_ids, cache_position, context, None)
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -89,15 +103,24 @@ def text() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, TEXT_LENGTH, TEXT_WIDTH, generator=torch.Generator().manual_seed(2)), mask
 
 
+_MLP = r"layers\.(\d+)\.feed_forward"
 COSMOS_VIDEO2WORLD = [
     Case(
         "cosmos-video2world",
         "Cosmos, autoregressive",
-        "cross-attention to text embeddings",
+        "cross-attention to text embeddings, under a mask",
         Plain(CosmosVideo2World),
-        r"layers\.(\d+)\.feed_forward",
+        _MLP,
         full=True,
-        hls=True,
         context=text,
-    )
+    ),
+    Case(
+        "cosmos-video2world-unmasked",
+        "Cosmos, autoregressive",
+        "cross-attention to text embeddings",
+        Plain(CosmosUnmasked),
+        _MLP,
+        hls=True,
+        context=lambda: text()[:1],
+    ),
 ]
