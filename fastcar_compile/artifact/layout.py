@@ -9,6 +9,7 @@ host/               one folder of libraries per instruction set; host/src: the C
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
 report.json
+signature.json      where the artifact is signed: the only file that the manifest does not list
 ```
 """
 
@@ -18,6 +19,9 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 MANIFEST = "manifest.json"
+SIGNATURE = "signature.json"
+RESERVED = (MANIFEST, SIGNATURE)
+"""Names that no file of a manifest has."""
 
 GRAPH_BEFORE, GRAPH_AFTER = "graph/before.json", "graph/after.json"
 TEXT_BEFORE, TEXT_AFTER = "graph/before.txt", "graph/after.txt"

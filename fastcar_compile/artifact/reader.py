@@ -5,18 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from pydantic import ValidationError
 
 from fastcar_compile.artifact.claim import moved_artifact
+from fastcar_compile.artifact.digest import manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
-from fastcar_compile.artifact.layout import MANIFEST, weight_files
+from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE, weight_files
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
 from fastcar_compile.artifact.tensor_files import Array, load_tensors
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, CompileError
+from fastcar_compile.limits import JSON_BYTES
 from fastcar_compile.parallel import at_once
+from fastcar_compile.strict_json import parse_json
+
+
+class Trust(Protocol):
+    """What has to hold of an artifact before it is used. Both calls raise SignatureError where it does not."""
+
+    def check_digest(self, root: Path, digest: str) -> None:
+        """Check the digest, before anything of the artifact is parsed."""
+        ...
+
+    def check_manifest(self, root: Path, digest: str, manifest: Manifest) -> None:
+        """Check the signature, before any other file of the artifact is read."""
+        ...
 
 
 class StoredArtifact:
@@ -24,15 +39,22 @@ class StoredArtifact:
 
     Attributes:
         path: its folder.
+        digest: of manifest.json as it was read, `sha256:` and 64 hex digits. It names the artifact with all its files.
         manifest: its typed sections, and sha256 and size of every file.
 
     Raises:
-        ArtifactError: missing, damaged, tampered with, or of another schema version.
+        ArtifactError: missing, damaged, tampered with, not what `trust` requires, or of another schema version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust: Trust | None = None) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
+        data = _manifest_bytes(path)
+        self.digest = manifest_digest(data)
+        if trust is not None:
+            trust.check_digest(path, self.digest)
+        self.manifest: Manifest = _parse_manifest(data, path / MANIFEST)
+        if trust is not None:
+            trust.check_manifest(path, self.digest, self.manifest)
         verify_files(path, self.manifest)
 
     def arrays(self) -> dict[str, Array]:
@@ -61,6 +83,10 @@ def read_manifest(path: str | Path) -> Manifest:
         ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
     """
     root = Path(path)
+    return _parse_manifest(_manifest_bytes(root), root / MANIFEST)
+
+
+def _manifest_bytes(root: Path) -> bytes:
     file = root / MANIFEST
     if not root.is_dir():
         moved = moved_artifact(root.absolute())
@@ -71,8 +97,16 @@ def read_manifest(path: str | Path) -> Manifest:
     if file.is_symlink() or not file.is_file():
         raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
     try:
-        data = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        with file.open("rb") as stream:
+            return stream.read(JSON_BYTES + 1)
+    except OSError as error:
+        raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
+
+
+def _parse_manifest(content: bytes, file: Path) -> Manifest:
+    try:
+        data = parse_json(content)
+    except ValueError as error:
         raise ArtifactError(f"the manifest is not valid JSON: {error}", where=str(file)) from error
     version = cast("dict[str, Any]", data).get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
@@ -87,13 +121,14 @@ def read_manifest(path: str | Path) -> Manifest:
         text = error.what if isinstance(error, CompileError) else "; ".join(describe_validation(error))
         raise ArtifactError(f"the manifest has bad fields: {text}", where=str(file)) from error
     bad = [f"{name!r} {problem}" for name in sorted(manifest.files) if (problem := name_problem(name))]
+    bad += [f"{name!r} is reserved" for name in RESERVED if name in manifest.files]
     if bad:
         raise ArtifactError("the manifest names files that are refused: " + "; ".join(bad), where=str(file))
     return manifest
 
 
 def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
-    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256.
+    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256, and perhaps a signature.
 
     Args:
         progress: called with each file's name before it is read; from several threads, as files are read at once.
@@ -104,6 +139,8 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
     root = Path(path)
     present = dict(walk(root))
     present.pop(MANIFEST, None)
+    if (signature := present.get(SIGNATURE)) and signature.is_file() and not signature.is_symlink():
+        del present[SIGNATURE]  # it cannot be in what it signs
 
     def check(name: str) -> str | None:
         if progress is not None:

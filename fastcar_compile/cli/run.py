@@ -12,6 +12,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_context, read_tokens, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def run_command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
+    digest: DigestOption = None,
+    public_key: KeyOption = None,
+    policy: PolicyOption = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Generate tokens; print replay ratio and speed."""
@@ -92,7 +96,7 @@ def run_command(
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
-        loaded = fc.load(str(artifact))
+        loaded = open_artifact(artifact, digest, public_key, policy)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}

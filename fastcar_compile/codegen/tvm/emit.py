@@ -101,7 +101,7 @@ def _emit_variant(
     compiler = cross_compiler(isa.triple, machine)
     for name, module in lowered.items():
         library = host_library(isa.triple, isa.name, name)
-        module.export(writer.file(library), compiler)
+        module.export(writer.file(library), compiler, writer.scratch)
         programs[name] = module.program(library)
     return VariantPart(
         instruction_set=isa.name, triple=isa.triple, flags=tuple(sorted(isa.flags)), programs=ProgramsPart(**programs)
@@ -137,9 +137,9 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], boa
         file = board_library(triple, cpu if triple == machine else None, name, linked=linked)
         compiled = module.retarget(isa)
         if linked:
-            compiled.export(writer.file(file), compiler)
+            compiled.export(writer.file(file), compiler, writer.scratch)
         else:
-            compiled.export_objects(writer.file(file))
+            compiled.export_objects(writer.file(file), writer.scratch)
         programs[name] = module.program(file)
     return BoardPart(
         triple=triple,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +14,8 @@ import numpy as np
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import CONTEXT_ROLES, REPLAY_ROLES, DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.threads import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 
@@ -94,7 +96,7 @@ class OrtStepper(Stepper):
 
 def _loaded(model: Path, threads: int | None) -> Any:
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or usable_cores()
+    options.intra_op_num_threads = thread_count(threads)
     options.log_severity_level = 3
     try:
         return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
@@ -105,3 +107,16 @@ def _loaded(model: Path, threads: int | None) -> Any:
 def _zeros(specs: Iterable[State]) -> dict[str, Any]:
     value = onnxruntime.OrtValue.ortvalue_from_numpy
     return {s.name: value(np.zeros(s.shape, s.format.numpy)) for s in specs}
+
+
+def _exit_at_once() -> None:
+    """Let a forked child end without the destructors of libraries: onnxruntime's waits for a thread of the parent.
+
+    Python itself has ended by then: its files are flushed, and the exit status stays.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)
+
+
+os.register_at_fork(after_in_child=_exit_at_once)
