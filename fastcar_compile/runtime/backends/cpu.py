@@ -21,11 +21,10 @@ from fastcar_compile.artifact.sections import (
     StateRole,
 )
 from fastcar_compile.errors import BackendError
-from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
-from fastcar_compile.runtime.threads import use_threads
+from fastcar_compile.runtime.threads import thread_count, use_threads
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
 
 _REPLAY_ROLES = [role for role in StateRole if role not in ATTENTION_ROLES]
@@ -165,6 +164,7 @@ class CpuStepper(Stepper):
     Raises:
         BackendError: a library cannot be loaded, or needs a parameter that is not given; or more threads than TVM's
             pool can have.
+        InputError: a number of threads that is none, is too large, or cannot be had after a fork.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class CpuStepper(Stepper):
         threads: int | None,
         decode: Literal["decode", "offload"] = "decode",
     ) -> None:
-        self._threads = threads or usable_cores()
+        self._threads = thread_count(threads)
         use_threads(self._threads)
         self._config, self._state = decoder.config, StateArena(decoder.state)
         known = {name: adopt(value) for name, value in params.items()}

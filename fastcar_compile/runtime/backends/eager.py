@@ -18,10 +18,16 @@ from fastcar_compile.ir.modules import placeholder_names
 from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.ir.program_json import read_program
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.guard import forks
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> EagerStepper:
-    """Open an artifact in eager PyTorch, which has its own threads; see OpenStepper."""
+    """Open an artifact in eager PyTorch, which has its own threads; see OpenStepper.
+
+    In a forked child it has one: PyTorch's others stayed in the parent.
+    """
+    if forks():
+        torch.set_num_threads(1)
     program = read_program(artifact)
     return EagerStepper(
         program.graph_module,

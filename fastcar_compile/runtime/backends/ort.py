@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import numpy as np
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import ATTENTION_ROLES, DecoderSection, OnnxSection
 from fastcar_compile.errors import BackendError
-from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.threads import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 
@@ -39,7 +41,7 @@ class OrtStepper(Stepper):
 
     def __init__(self, model: Path, decoder: DecoderSection, threads: int | None) -> None:
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or usable_cores()
+        options.intra_op_num_threads = thread_count(threads)
         options.log_severity_level = 3
         try:
             self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
@@ -83,3 +85,16 @@ class OrtStepper(Stepper):
         )
         self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}
+
+
+def _exit_at_once() -> None:
+    """Let a forked child end without the destructors of libraries: onnxruntime's waits for a thread of the parent.
+
+    Python itself has ended by then: its files are flushed, and the exit status stays.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)
+
+
+os.register_at_fork(after_in_child=_exit_at_once)
