@@ -143,7 +143,7 @@ print(json.dumps([use(20), use(60)]))
 
 
 def test_closed_sessions_leave_nothing(artifact: Path, tmp_path: Path) -> None:
-    """TVM's loader keeps every library for ever unless it is told not to: 58 KiB and a mapping for each."""
+    """TVM's loader keeps what it loads for ever: 58 KiB for each session, were a library loaded for each."""
     before, after = outcome(SESSIONS, tmp_path, artifact, "cpu")
     assert after[0] - before[0] < 60 * 12
     assert after[1:3] == before[1:3]
