@@ -259,7 +259,7 @@ def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
 def test_schema_version(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
     edit_manifest(path, schema_version=99)
-    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 4"):
+    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 5"):
         read_manifest(path)
 
 
@@ -274,7 +274,7 @@ def test_manifest_problems(tmp_path: Path) -> None:
         read_manifest(path)
     assert "files.a.sha256: String should match pattern" in str(caught.value)
     assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
-    (path / "manifest.json").write_text('{"schema_version": 4,')
+    (path / "manifest.json").write_text('{"schema_version": 5,')
     with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
         read_manifest(path)
 

@@ -24,7 +24,7 @@ from fastcar_compile.config import CompileConfig, describe_validation
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.targets.model import Target
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Of the manifest's own fields; sections have versions of their own."""
 
 _PRODUCERS = {

@@ -137,6 +137,10 @@ public:
     Decoder(const std::string& artifact, const DecoderSpec& spec, bool offload)
         : spec_(spec), params_(load_params(artifact, spec, offload)), machine_(load_machine(artifact, spec)),
           decode_(machine_, offload ? spec.offload : spec.decode, params_), replayed_(0) {
+        if (spec.cross_attention) {
+            throw Error("the decoder has cross-attention, and this program cannot set its context", "",
+                        "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
+        }
         if (spec.prefill_chunk > 0) {
             prefill_.emplace_back(machine_, spec.prefill, params_);
         }

@@ -36,7 +36,7 @@ def test_summary(fastcar: Callable[..., Result]) -> None:
 def test_summary_as_json(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
     data = json.loads(fastcar("inspect", "x", "--json").stdout)
     assert data["path"] == str(fake.path)
-    assert (data["num_layers"], data["bytes"], data["schema_version"]) == (3, 2_000_000, 4)
+    assert (data["num_layers"], data["bytes"], data["schema_version"]) == (3, 2_000_000, 5)
 
 
 @pytest.mark.usefixtures("fake")

@@ -56,7 +56,8 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
 class TvmEmitter:
     """Lowers to CPUs: the context's instruction sets, and for an FPGA board also the board's own CPU.
 
-    A library has the decode step, the prefill chunk, and with an accelerator also the decode step that calls it.
+    A library has the decode step, the prefill chunk, with an accelerator the decode step that calls it, and with
+    cross-attention what makes its states.
     """
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> HostSection:
@@ -67,9 +68,13 @@ class TvmEmitter:
         graphs = {"decode": HostGraph(program.graph_module, program.outputs)}
         if program.prefill is not None:
             graphs["prefill"] = HostGraph(program.prefill, program.prefill_outputs)
+        if program.context is not None:
+            graphs["context"] = HostGraph(program.context, program.context_outputs)
         if context.section(AcceleratorSection) is not None:
             # Graphs are copied, weights are not.
-            host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
+            host = copy.deepcopy(
+                program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
+            )
             run_pipeline(host, offload_pipeline(context.options.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         first = context.variants[0]
