@@ -75,7 +75,7 @@ def test_attention_to_a_context(heads: Heads, t: int, d: int, dv: int, cap: floa
     q, k, v = torch.randn(2, heads[0], t, d), torch.randn(2, heads[1], 11, d), torch.randn(2, heads[1], 11, dv)
     mask = torch.zeros(2, 1, 1, 11)
     mask[1, ..., 1:] = torch.finfo(torch.float32).min
-    kernel = context_attention(tuple(q.shape), tuple(v.shape), 2, 0.3, cap)
+    kernel = context_attention((2, heads[0], t, d), (2, heads[1], 11, dv), 2, 0.3, cap)
     y = run(kernel, q, k, v, mask, torch.full((2, heads[0], t, dv), torch.nan))[-1]
     torch.testing.assert_close(y, torch.ops.fastcar.context_attention(q, k, v, 0.3, mask, cap), atol=1e-5, rtol=1e-4)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 
@@ -21,12 +21,13 @@ PARALLEL_ELEMENTS = 1 << 16
 
 @kernel
 def context_attention(
-    query: HeadShape, values_of: HeadShape, mask_rows: int, scale: float, softcap: float | None = None
+    query: tuple[int, ...], values_of: tuple[int, ...], mask_rows: int, scale: float, softcap: float | None = None
 ) -> PrimFunc:
     """Return softmax(scale * q k^T + mask) v, grouped-query: float32 [B, Hq, T, Dv].
 
-    query float32 [B, Hq, T, D], keys float32 [B, Hkv, L, D], values float32 [B, Hkv, L, Dv], mask float32 [1 or B, 1, 1, L] (`mask_rows`).
-    Parallel over query heads and rows; each keeps the logits of its context.
+    query float32 [B, Hq, T, D], keys float32 [B, Hkv, L, D], values float32 [B, Hkv, L, Dv]; mask float32
+    [mask_rows, 1, 1, L], of one row for all of the batch or one for each. Parallel over query heads and rows; each
+    keeps the logits of its context.
     """
     b, hq, t, d = query
     _, hkv, n, dv = values_of
