@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import FastcarError as FastcarError
     from fastcar_compile.errors import InputError as InputError
     from fastcar_compile.errors import InternalError as InternalError
+    from fastcar_compile.errors import SignatureError as SignatureError
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
     from fastcar_compile.generation import TransformersDecoder as TransformersDecoder
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from fastcar_compile.training.train import train_gate as train_gate
     from fastcar_compile.training.tune import TunedDecoder as TunedDecoder
     from fastcar_compile.training.tune import tune_decoder as tune_decoder
+    from fastcar_compile.trust import sign as sign
+    from fastcar_compile.trust import verify_signature as verify_signature
 
 __version__ = "0.1.0"
 
@@ -60,6 +63,7 @@ _MODULES = {
         "FastcarError",
         "InputError",
         "InternalError",
+        "SignatureError",
         "TargetError",
         "UserError",
     ),
@@ -70,6 +74,7 @@ _MODULES = {
     "targets": ("Target", "available_targets", "load_target"),
     "training.train": ("TrainedGate", "train_gate"),
     "training.tune": ("TunedDecoder", "tune_decoder"),
+    "trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -87,6 +92,7 @@ __all__ = [
     "ReplayConfig",
     "Sampling",
     "Session",
+    "SignatureError",
     "SparseAttention",
     "Target",
     "TargetError",
@@ -101,9 +107,11 @@ __all__ = [
     "diff",
     "load",
     "load_target",
+    "sign",
     "simulate",
     "train_gate",
     "tune_decoder",
+    "verify_signature",
 ]
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastcar_compile.artifact.explain import explain
-from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
+from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, SIGNATURE
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig, State
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.writer import store_thresholds
+from fastcar_compile.errors import SignatureError
 from fastcar_compile.extras import needs
 from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
+from fastcar_compile.trust import Policy, Requirements, Signer
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
@@ -23,13 +25,31 @@ if TYPE_CHECKING:
     from fastcar_compile.ir.sites import LayerSite
 
 
-def load(path: str | Path) -> Artifact:
+def load(
+    path: str | Path,
+    *,
+    digest: str | None = None,
+    require_signature: str | Path | Signer | None = None,
+    policy: str | Path | Policy | None = None,
+) -> Artifact:
     """Open an artifact. Every file's sha256 is checked before anything is loaded.
+
+    An artifact holds native code, and its manifest has the hashes of its files. So the hashes show damage, and not who
+    made the artifact: give one or more of the arguments for that. All that are given must hold.
+
+    Args:
+        digest: the only one to accept, as `compile` printed it: `sha256:` and 64 hex digits.
+        require_signature: who must have signed: a public key's file, or a Signer of `fastcar_compile.trust`.
+        policy: a Policy of `fastcar_compile.trust`, or its TOML file.
 
     Raises:
         ArtifactError: missing, damaged, tampered with, or of another schema version.
+        SignatureError: an ArtifactError: another digest, no signature, or one of somebody or something else.
+        InputError: a digest, key or policy that cannot be read.
     """
-    return Artifact(Path(path))
+    return Artifact(
+        Path(path), trust=Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
+    )
 
 
 class Artifact(StoredArtifact):
@@ -37,12 +57,16 @@ class Artifact(StoredArtifact):
 
     Attributes:
         path: its folder.
+        digest: of its manifest, `sha256:` and 64 hex digits, to be pinned with `load(path, digest=…)`.
         manifest: its typed sections, and sha256 and size of every file.
     """
 
-    def __init__(self, path: Path, original: fx.GraphModule | None = None) -> None:
-        super().__init__(Path(path))
+    def __init__(
+        self, path: Path, original: fx.GraphModule | None = None, *, trust: Requirements | None = None
+    ) -> None:
+        super().__init__(Path(path), trust)
         self._original = original
+        self._trusted = bool(trust)
 
     @property
     def config(self) -> DecoderConfig:
@@ -112,17 +136,33 @@ class Artifact(StoredArtifact):
         """The calibrated thresholds that are stored in the artifact, if there are any."""
         return self.manifest.thresholds
 
-    def store_thresholds(self, thresholds: Thresholds | None) -> None:
+    def store_thresholds(self, thresholds: Thresholds | None, *, drop_signature: bool = False) -> None:
         """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled ones.
 
-        Nothing is compiled again; open sessions keep what they have.
+        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards.
+
+        Args:
+            drop_signature: go on where the artifact is signed, or was opened with a pinned digest or a policy. Its
+                signature is removed, as it would not hold any more.
 
         Raises:
+            SignatureError: it is signed or pinned, and `drop_signature` is not given.
             ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
         """
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
-        self.manifest = store_thresholds(self.path, self.manifest, thresholds)
+        if not drop_signature:
+            self._refuse_to_break_trust()
+        self.manifest, self.digest = store_thresholds(self.path, self.manifest, thresholds)
+        self._trusted = False
+
+    def _refuse_to_break_trust(self) -> None:
+        signed = (self.path / SIGNATURE).exists()
+        if signed or self._trusted:
+            kind = "signed" if signed else "trusted by its digest or a policy"
+            what = f"the artifact is {kind}, and other thresholds in its manifest would end that"
+            hint = "keep the thresholds in a file for sessions, or drop the signature and sign again afterwards"
+            raise SignatureError(what, where=str(self.path), hint=hint)
 
     def session(
         self,

@@ -32,8 +32,14 @@ from fastcar_compile.targets import available_targets, load_target
 Severity = Literal["ok", "info", "warning", "error"]
 
 PACKAGE = "fastcar_compile"
-EXTRAS = ("compile", "onnxruntime", "csim")
-"""The extras whose packages are looked for; "" are the dependencies that every installation has."""
+EXTRAS: dict[str, Severity] = {
+    "": "error",
+    "compile": "warning",
+    "onnxruntime": "warning",
+    "csim": "warning",
+    "sign": "info",
+}
+"""The extras whose packages are looked for, and how bad it is to lack them; "" are what every installation needs."""
 
 FEW_BYTES, LITTLE_BYTES = 2 * 10**9, 2 * 10**8
 """Free bytes of the temporary folder: below the first a warning, below the second an error. Design choice: a library of
@@ -85,7 +91,7 @@ def _packages() -> Iterator[Check]:
     fits = SpecifierSet(wanted).contains(version, prereleases=True)
     hint = "" if fits else f"install Python {wanted}"
     yield Check(name="python", severity="ok" if fits else "error", message=f"{version} (wants {wanted})", hint=hint)
-    for extra in ("", *EXTRAS):
+    for extra in EXTRAS:
         for requirement in requirements:
             if requirement.name != PACKAGE and _belongs(requirement, extra):
                 yield _package(requirement, extra)
@@ -102,7 +108,7 @@ def _belongs(requirement: Requirement, extra: str) -> bool:
 def _package(requirement: Requirement, extra: str) -> Check:
     """Return whether a package is there, in a version that was tested."""
     install = f'pip install "{PACKAGE}[{extra}]"' if extra else f"pip install {PACKAGE}"
-    severity: Severity = "warning" if extra else "error"
+    severity = EXTRAS[extra]
     try:
         version = importlib.metadata.version(requirement.name)
     except PackageNotFoundError:

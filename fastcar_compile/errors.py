@@ -2,11 +2,12 @@
 
 | type | what is wrong | exit code |
 |---|---|---|
-| UserError | the call, the model or a file; base of the next five | 2 |
+| UserError | the call, the model or a file; base of the next six | 2 |
 | CompileError | the model cannot be compiled as asked | 2 |
 | InputError | a tensor, a token or an option given at run time | 2 |
 | TargetError | the target is unknown, or its file is malformed | 2 |
 | ArtifactError | the artifact is missing, damaged, or of another schema version | 2 |
+| SignatureError | an ArtifactError: its signature or its digest is not what is required | 2 |
 | BackendError | the backend cannot run here: a tool, device or package is missing | 2 |
 | InternalError | an invariant of the compiler does not hold | 3 |
 """
@@ -86,6 +87,10 @@ class TargetError(UserError):
 
 class ArtifactError(UserError):
     """The artifact is missing, damaged, or of another schema version."""
+
+
+class SignatureError(ArtifactError):
+    """The artifact's signature or digest is not what is required."""
 
 
 class BackendError(UserError):

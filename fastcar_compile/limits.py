@@ -16,6 +16,12 @@ JSON_DEPTH = 64
 TOML_BYTES = 1 * MIB
 """Of a target file or a policy."""
 
+SIGNATURE_BYTES = 16 * MIB
+"""Of a signature; a file of an artifact takes about 200 bytes of it."""
+
+KEY_BYTES = 1 * MIB
+"""Of a file of keys or certificates."""
+
 CONFIG_BYTES = 4 * MIB
 """Of a model's config.json."""
 

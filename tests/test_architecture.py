@@ -21,8 +21,8 @@ HEAVY = ("torch", "transformers", "onnx")
 TORCH_SIDE = tuple(f"{PACKAGE}.{m}" for m in ("gates.gate_file", "gates.weight_tensors", "runtime.backends.eager"))
 """The modules of light folders that are torch's side of a gate and of a backend."""
 LIGHT = (
-    *("errors", "limits", "strict_json", "outputs", "parallel", "registry"),
-    *("formats", "drs", "gates", "config", "targets", "artifact", "runtime"),
+    *("errors", "limits", "strict_json", "outputs", "undo", "processes", "parallel", "registry"),
+    *("formats", "drs", "gates", "config", "targets", "artifact", "trust", "runtime"),
 )
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

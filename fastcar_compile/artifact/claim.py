@@ -7,7 +7,7 @@ Beside the folder NAME, and only while a build or a change of thresholds runs or
 | `.NAME.lock` | locked by the one process that may write NAME |
 | `.NAME.building-XXXXXXXX` | files of a build; after an exchange, the artifact that was replaced |
 | `.NAME.old-XXXXXXXX` | the artifact that is being replaced, where two names cannot be exchanged |
-| `.NAME.manifest-XXXXXXXX` | a manifest with other thresholds |
+| `.NAME.manifest-XXXXXXXX` | a manifest with other thresholds, or a signature |
 
 The lock is the kernel's and ends with its process. So whoever holds it knows that these belong to nobody else.
 """
@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Self
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.write_errors import write_error
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.undo import undone
 
 if TYPE_CHECKING:
     from filelock import FileLock
-
-_held: set[Claim] = set()
 
 
 class Claim:
@@ -58,21 +57,20 @@ class Claim:
         )
         self._lock: FileLock | None = None
         self._made_parents: list[Path] = []
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         parent = self.path.parent
-        _held.add(self)
-        try:
-            self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-            parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path)
-            self._restore()
-        except OSError as error:
-            self.release()
-            raise write_error(error, self.path) from error
-        except BaseException:
-            self.release()
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(undone(self._release))
+            try:
+                self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+                parent.mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(self.path)
+                self._restore()
+            except OSError as error:
+                raise write_error(error, self.path) from error
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -80,9 +78,9 @@ class Claim:
     ) -> None:
         if kind is None:
             self._made_parents = []
-        self.release()
+        self._stack.close()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Remove everything beside the folder and end the lock; a second call does nothing."""
         if self._lock is not None and self._lock.is_locked:
             with suppress(OSError):  # what cannot be removed now, the next build reports
@@ -96,7 +94,6 @@ class Claim:
                 folder.rmdir()
             except OSError:
                 break
-        _held.discard(self)
 
     def _restore(self) -> None:
         """Put a moved artifact back, then remove what belongs to no living process."""
@@ -108,12 +105,6 @@ class Claim:
                 _remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
-
-
-def release_all() -> None:
-    """Release every claim of this process, which is about to end without unwinding its stack."""
-    for claim in list(_held):
-        claim.release()
 
 
 def moved_artifact(path: Path) -> Path | None:

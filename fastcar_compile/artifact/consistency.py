@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, cast
 
 from fastcar_compile import limits
-from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.sections import DecoderConfig, LayerPart, State, StateRole
 from fastcar_compile.errors import ArtifactError
@@ -158,8 +157,6 @@ def _programs(manifest: Manifest) -> Iterator[str]:
 def _files(manifest: Manifest) -> Iterator[str]:
     if len(manifest.files) > limits.MANIFEST_FILES:
         yield f"{len(manifest.files)} files are more than {limits.MANIFEST_FILES}"
-    if MANIFEST in manifest.files:
-        yield f"{MANIFEST} is among its own files"
     if manifest.onnx is not None:
         for name, value in manifest.onnx:
             if isinstance(value, str):

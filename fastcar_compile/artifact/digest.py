@@ -1,4 +1,4 @@
-"""SHA-256 of files: each state of a file is read once per process."""
+"""SHA-256 of files, each state of a file read once per process; and the digest that names an artifact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ SETTLED_NS = 1_000_000_000
 """A digest is remembered only of a file whose last change is this long past: file systems' clocks tick, and a change
 within the same tick would leave no trace."""
 
+DIGEST_PREFIX = "sha256:"
+DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+
 _known: dict[_Identity, str] = {}
+
+
+def manifest_digest(data: bytes) -> str:
+    """Return the digest of an artifact whose manifest.json has these bytes, `sha256:` and 64 hex digits."""
+    return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from pydantic import ValidationError
 
 from fastcar_compile import limits
 from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.consistency import inconsistencies, survives
+from fastcar_compile.artifact.digest import manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
-from fastcar_compile.artifact.layout import MANIFEST, weight_files
+from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE, weight_files
 from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.tensor_files import Array, load_tensors
 from fastcar_compile.config import describe_validation
@@ -24,20 +25,39 @@ _HINT = "compile the model again, or copy the artifact again"
 _MOST_PROBLEMS = 10
 
 
+class Trust(Protocol):
+    """What has to hold of an artifact before it is used. Both calls raise SignatureError where it does not."""
+
+    def check_digest(self, root: Path, digest: str) -> None:
+        """Check the digest, before anything of the artifact is parsed."""
+        ...
+
+    def check_manifest(self, root: Path, digest: str, manifest: Manifest) -> None:
+        """Check the signature, before any other file of the artifact is read."""
+        ...
+
+
 class StoredArtifact:
     """An artifact on disk whose files are verified. This class needs no torch.
 
     Attributes:
         path: its folder.
+        digest: of manifest.json as it was read, `sha256:` and 64 hex digits. It names the artifact with all its files.
         manifest: its typed sections, and sha256 and size of every file.
 
     Raises:
-        ArtifactError: missing, damaged, tampered with, or of another schema version.
+        ArtifactError: missing, damaged, tampered with, not what `trust` requires, or of another schema version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust: Trust | None = None) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
+        data = _manifest_bytes(path)
+        self.digest = manifest_digest(data)
+        if trust is not None:
+            trust.check_digest(path, self.digest)
+        self.manifest: Manifest = parse_manifest(data, str(path / MANIFEST))
+        if trust is not None:
+            trust.check_manifest(path, self.digest, self.manifest)
         verify_files(path, self.manifest)
 
     def arrays(self) -> dict[str, Array]:
@@ -63,6 +83,10 @@ def read_manifest(path: str | Path) -> Manifest:
         ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
     """
     root = Path(path)
+    return parse_manifest(_manifest_bytes(root), str(root / MANIFEST))
+
+
+def _manifest_bytes(root: Path) -> bytes:
     file = root / MANIFEST
     if not root.is_dir():
         moved = moved_artifact(root.absolute())
@@ -74,10 +98,9 @@ def read_manifest(path: str | Path) -> Manifest:
         raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
     try:
         with file.open("rb") as stream:
-            content = stream.read(limits.JSON_BYTES + 1)
+            return stream.read(limits.JSON_BYTES + 1)
     except OSError as error:
         raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
-    return parse_manifest(content, str(file))
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -117,6 +140,7 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
         text = error.what if isinstance(error, UserError) else "; ".join(describe_validation(error))
         raise ArtifactError(f"the manifest has bad fields: {text}", where=where, hint=_HINT) from error
     bad = [f"{name!r} {problem}" for name in sorted(manifest.files) if (problem := name_problem(name))]
+    bad += [f"{name!r} is reserved" for name in RESERVED if name in manifest.files]
     if bad:
         text = "; ".join(bad)
         raise ArtifactError(f"the manifest names files that are refused: {text}", where=where, hint=_HINT)
@@ -130,7 +154,7 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
 
 
 def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
-    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256.
+    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256, and perhaps a signature.
 
     Args:
         progress: called with each file's name before it is read; from several threads, as files are read at once.
@@ -141,6 +165,8 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
     root = Path(path)
     present = dict(walk(root))
     present.pop(MANIFEST, None)
+    if (signature := present.get(SIGNATURE)) and signature.is_file() and not signature.is_symlink():
+        del present[SIGNATURE]  # it cannot be in what it signs
 
     def check(name: str) -> str | None:
         if progress is not None:

@@ -15,8 +15,9 @@ from typing import Self
 
 from fastcar_compile.artifact.atomic import replace_folder, sync
 from fastcar_compile.artifact.claim import Claim
+from fastcar_compile.artifact.digest import manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
-from fastcar_compile.artifact.layout import MANIFEST
+from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.tensor_files import Placement, TensorSource, write_streamed
 from fastcar_compile.artifact.thresholds import Thresholds
@@ -64,7 +65,7 @@ class ArtifactWriter:
     def file(self, name: str) -> Path:
         """Return the path at which to write the file `name`; its folders exist after this call."""
         problem = name_problem(name)
-        if problem or name == MANIFEST:
+        if problem or name in RESERVED:
             raise InternalError(f"artifact file {name!r} {problem or 'is reserved'}")
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ class ArtifactWriter:
     def _files(self) -> dict[str, FileEntry]:
         found = dict(walk(self.root))
         for name, path in found.items():
-            if path.is_symlink() or not path.is_file() or name == MANIFEST:
+            if path.is_symlink() or not path.is_file() or name in RESERVED:
                 raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
         return dict(zip(found, at_once(file_entry, found.values()), strict=True))
 
@@ -182,25 +183,27 @@ def _check_destination(path: Path) -> None:
         raise ArtifactError("the output folder exists and is not a fastcar artifact", where=str(path), hint=hint)
 
 
-def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | None) -> Manifest:
-    """Replace the thresholds in an artifact's manifest in one atomic step; return the new manifest.
+def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | None) -> tuple[Manifest, str]:
+    """Replace the thresholds in an artifact's manifest in one atomic step; return the new manifest and its digest.
 
-    No other file is touched.
+    A signature is removed first, as it would not hold any more. No other file is touched.
 
     Raises:
         ArtifactError: the manifest cannot be written.
     """
     root = path.absolute()
     changed = manifest.model_copy(update={"thresholds": thresholds})
+    data = changed.to_bytes()
     with Claim(root) as claim:
         try:
+            (root / SIGNATURE).unlink(missing_ok=True)
             # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
             with claim.manifest.open("xb") as stream:
-                stream.write(changed.to_bytes())
+                stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
             claim.manifest.chmod((root / MANIFEST).stat().st_mode & 0o777)
             os.replace(claim.manifest, root / MANIFEST)
         except OSError as error:
             raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
-    return changed
+    return changed, manifest_digest(data)

@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     import typer
 
     app: typer.Typer
@@ -15,18 +17,36 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
+TERMINATED = 143
+"""128 + SIGTERM."""
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_RESTORED = b"\r\x1b[2K\x1b[?25h"
+"""Takes a spinner off its line, and shows the cursor."""
+
 
 def main() -> None:
     """Run the command line of this process; the entry point of the console script."""
+    for number in _WORDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup, and in the background of a script
+            signal.signal(number, _end)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `fastcar inspect … | head` ends without a word
-    try:
-        from fastcar_compile.cli.commands import app as commands
+    from fastcar_compile.cli.commands import app as commands
 
-        commands(prog_name="fastcar")
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)  # half-imported libraries cannot be relied on to shut down
+    commands(prog_name="fastcar")
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Undo what is under way and end the process. No exception: libraries would swallow it, or print it."""
+    for each in _WORDS:
+        signal.signal(each, signal.SIG_IGN)
+    undo = sys.modules.get("fastcar_compile.undo")
+    if undo is not None and hasattr(undo, "undo_all"):  # it may be in the middle of its import
+        undo.undo_all()
+    if os.isatty(2):
+        os.write(2, _RESTORED)
+    os.write(2, f"{_WORDS[signal.Signals(number)]}\n".encode())
+    os._exit(128 + number)
 
 
 def __getattr__(name: str) -> object:

@@ -25,6 +25,9 @@ def calibrate_command(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file.")] = None,
     store: Annotated[bool, typer.Option("--store", help="Keep them in the artifact, for every later session.")] = False,
+    drop_signature: Annotated[
+        bool, typer.Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
+    ] = False,
     journal: Annotated[
         Path | None, typer.Option(help="Keeps the measurements; an interrupted calibration goes on from it.")
     ] = None,
@@ -35,6 +38,11 @@ def calibrate_command(
 
     if output is None and not store and not as_json:
         raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
+    if store and not drop_signature and (artifact / "signature.json").exists():
+        what = "the artifact is signed, and thresholds stored in it would end that"
+        raise UserError(
+            what, where=str(artifact), hint="give --output FILE instead, or --drop-signature and sign again"
+        )
     tokens = read_tokens(videos, "video file", dims=(2,))
     with stages(as_json, "calibrate") as show:
         show("checking the files")
@@ -51,7 +59,7 @@ def calibrate_command(
         if output is not None:
             found.save(output)
         if store:
-            loaded.store_thresholds(found)
+            loaded.store_thresholds(found, drop_signature=drop_signature)
     if as_json:
         print_json(found.to_json())
     else:

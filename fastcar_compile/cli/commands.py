@@ -26,6 +26,7 @@ from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.simulate import simulate_command
 from fastcar_compile.cli.targets import targets_command
 from fastcar_compile.cli.train_gate import train_gate_command
+from fastcar_compile.cli.trust import sign_command, verify_signature_command
 from fastcar_compile.cli.tune_decoder import tune_decoder_command
 from fastcar_compile.cli.verify import verify_command
 from fastcar_compile.errors import UserError
@@ -41,6 +42,8 @@ COMMANDS = {
     "opt": opt_command,
     "run": run_command,
     "verify": verify_command,
+    "sign": sign_command,
+    "verify-signature": verify_signature_command,
     "estimate": estimate_command,
     "simulate": simulate_command,
     "targets": targets_command,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from fastcar_compile.cli import INTERRUPTED
+from fastcar_compile.cli import INTERRUPTED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr
 from fastcar_compile.errors import FastcarError, UserError
 
@@ -34,6 +34,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     INTERNAL_ERROR = 3
     INTERRUPTED = INTERRUPTED
+    TERMINATED = TERMINATED
 
     @property
     def meaning(self) -> str:
@@ -47,6 +48,7 @@ _MEANINGS = {
     ExitCode.USER_ERROR: "the call, the model or a file is wrong; the error says what, where and how to fix it",
     ExitCode.INTERNAL_ERROR: "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+    ExitCode.TERMINATED: "ended by SIGTERM",
 }
 
 

@@ -153,12 +153,14 @@ def _show_artifact(artifact: Artifact, as_json: bool) -> None:
     sites, files = len(artifact.sites), artifact.manifest.files
     size = sum(entry.size for entry in files.values())
     if as_json:
-        print_json({"path": artifact.path, "sites": sites, "files": len(files), "bytes": size})
+        print_json(
+            {"path": artifact.path, "sites": sites, "files": len(files), "bytes": size, "digest": artifact.digest}
+        )
         return
     able = sum(site.replay is not None for site in artifact.sites)
     print_text(
         f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
-        f"{count_text(len(files), 'file')}, {size_text(size)}"
+        f"{count_text(len(files), 'file')}, {size_text(size)}\n{artifact.digest}"
     )
 
 

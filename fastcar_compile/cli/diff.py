@@ -29,7 +29,7 @@ def diff_command(
     rows: Annotated[int, typer.Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show what differs between two artifacts, or two graph files.
+    """Show what differs between artifacts or graph files.
 
     The exit code is 1 if anything differs in the parts that are shown.
     """

@@ -120,6 +120,8 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
         raise UserError(f"--offload {given['offload']} is not known", hint=f"give one of {', '.join(OFFLOADS)}")
     if "sink_window" in given:
         given["kv_rows"] = None  # an artifact's own ring has another window
+    if given.keys() - {"offload", "replay"}:
+        given["memory"] = None  # that of another decoder than was compiled
     return replace(work, **given)
 
 

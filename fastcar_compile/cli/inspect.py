@@ -44,7 +44,10 @@ def inspect_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show an artifact: summary, layers, graphs, reasons, or a page."""
+    """Show an artifact: summary, layers, graphs or reasons.
+
+    With --html, write all of it as a page.
+    """
     import fastcar_compile as fc
 
     parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]

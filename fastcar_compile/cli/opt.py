@@ -49,7 +49,7 @@ def opt_command(
     list_passes: Annotated[bool, typer.Option(help="List the passes, their options and types, and stop.")] = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Run passes over a saved graph, and print or write the result."""
+    """Run passes over a saved graph, and show the result."""
     if list_passes:
         _list_passes(as_json)
         return ExitCode.OK

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fastcar_compile.artifact.sections import LayersSection
+from fastcar_compile.artifact.sections import DecoderSection, LayersSection
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
 from fastcar_compile.config import CompileConfig
@@ -62,7 +62,7 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
         design=None if plan is None else plan.design.part,
         exploration=None if plan is None else plan.found.part,
         controller=None if plan is None else controller_part(plan.table),
-        speed=() if plan is None else _speed(rewritten, layers, plan),
+        speed=() if plan is None else _speed(rewritten, decoder, layers, plan, what_if=bool(problems)),
     )
 
 
@@ -75,18 +75,19 @@ def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
         return None
 
 
-def _speed(rewritten: Rewritten, layers: LayersSection, plan: AcceleratorPlan) -> tuple[Speed, ...]:
-    """Return the predictions, dense first; of a decoder that does not fit, as if it did."""
+def _speed(
+    rewritten: Rewritten, decoder: DecoderSection, layers: LayersSection, plan: AcceleratorPlan, *, what_if: bool
+) -> tuple[Speed, ...]:
+    """Return the predictions, dense first; with `what_if` those of a decoder that does not fit, as if it did."""
     config = rewritten.config
-    work = workload_of_sections(config, rewritten.program.config, layers.layers)
+    work = workload_of_sections(config, decoder, layers.layers)
     most = replay_ceiling(config, layers)
     cases = {"dense": 0.0}
     if most > 0:
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
     found: list[Speed] = []
     for case, ratio in cases.items():
-        # What does not fit is among the problems already; the prediction is made all the same.
-        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=True)
+        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=what_if)
         found.append(
             Speed(
                 case=case,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import DecoderConfig, LayerPart
+from fastcar_compile.artifact.sections import DecoderSection, LayerPart
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.footprint import Footprint
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.shapes import shape_of_sections
@@ -21,19 +22,20 @@ DEFAULT_QUANT = "w8a8"
 
 def workload_of(manifest: Manifest) -> Workload:
     """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
-    return workload_of_sections(manifest.options, manifest.decoder.config, manifest.layers.layers)
+    return workload_of_sections(manifest.options, manifest.decoder, manifest.layers.layers)
 
 
-def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: Sequence[LayerPart]) -> Workload:
+def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers: Sequence[LayerPart]) -> Workload:
     """Return the same of a decoder that may not have been written.
 
     Raises:
         UserError: the layers differ in size; the model has one size for all.
     """
+    accelerated = options.quant in ACCELERATED
     rows = round(sum(s.attention.cache_rows for s in layers) / len(layers))
     return Workload(
-        shape_of_sections(config, layers),
-        options.quant if options.quant in ACCELERATED else DEFAULT_QUANT,
+        shape_of_sections(decoder.config, layers),
+        options.quant if accelerated else DEFAULT_QUANT,
         max(1, options.max_seq_len // 2),
         batch=options.batch_size,
         offload=options.offload,
@@ -42,6 +44,7 @@ def workload_of_sections(options: CompileConfig, config: DecoderConfig, layers: 
         kv_rows=None if rows == options.max_seq_len else rows,
         gate=GateModel.of_sections(options.replay, layers),
         couple_cfg=options.replay is not None and options.replay.couple_cfg,
+        memory=Footprint.of(decoder.weight_bytes, decoder.state) if accelerated else None,
     )
 
 

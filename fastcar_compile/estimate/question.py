@@ -101,7 +101,7 @@ def ask(
 
 def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
     """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
-    reasons, footprint = workload.what_if(), workload.footprint()
+    reasons, footprint = workload.what_if(), workload.footprint(target)
     if target.estimate_only is not None:
         reasons = (*reasons, f"an artifact for {target.name}: {target.estimate_only}")
     if reasons and not what_if:

@@ -90,7 +90,7 @@ def _result(question: Question, runs: Runs) -> Estimate:
     macs = _macs(work, question.decisions)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
-    footprint = work.footprint()
+    footprint = work.footprint(target)
     return Estimate(
         **runs.common(question, design.mlp.cores),
         attended=work.attended,

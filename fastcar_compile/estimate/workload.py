@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
-from fastcar_compile.codegen.hls.design.footprint import Footprint
+from fastcar_compile.codegen.hls.design.footprint import Footprint, held
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
@@ -17,6 +17,7 @@ from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
+from fastcar_compile.targets import Target
 
 Offload = Literal["mlp", "linears", "all"]
 
@@ -36,6 +37,7 @@ class Workload:
         kv_rows: rows of a key or value cache; None: as many as attention reads.
         gate: what decides, where something replays.
         couple_cfg: rows b and b + batch / 2 are a guidance pair, which replays only together.
+        memory: of the compiled decoder; None: that of the shape.
     """
 
     shape: DecoderShape
@@ -49,6 +51,7 @@ class Workload:
     kv_rows: int | None = None
     gate: GateModel = TAS
     couple_cfg: bool = False
+    memory: Footprint | None = None
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
@@ -138,8 +141,12 @@ class Workload:
         kept = KV_TYPES[self.kv]
         return self.shape.kv_bytes(positions, self.batch, kept.bits, kept.block)
 
-    def footprint(self) -> Footprint:
-        """Return the memory that it needs on the board."""
+    def footprint(self, target: Target) -> Footprint:
+        """Return what the weight memories of a board hold of it."""
+        return held(self.memory or self._memory_of_shape(), target, attends=self.offload == "all")
+
+    def _memory_of_shape(self) -> Footprint:
+        """Return the memory of the shape, without embeddings and norms."""
         return Footprint(
             self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
             self.kv_bytes(self.kv_rows or self.attended),

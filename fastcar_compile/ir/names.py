@@ -26,8 +26,11 @@ def is_path(name: object) -> bool:
 def operator_named(namespace: str, packet: str, overload: str) -> Any:
     """Return a registered operator that computes and does nothing else; None: there is none of the name."""
     found: Any = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    schema: Any = getattr(found, "_schema", None) if isinstance(found, OpOverload) else None
-    if schema is None:
+    kind: type = OpOverload
+    if not isinstance(found, kind):
         return None
-    arguments = {argument.name for argument in schema.arguments}
-    return None if "filename" in arguments else found  # it would read or write that file
+    return None if "filename" in _arguments(found) else found  # it would read or write that file
+
+
+def _arguments(operator: Any) -> set[str]:
+    return {argument.name for argument in operator._schema.arguments}

@@ -59,6 +59,7 @@ def decoder_section(program: DecoderProgram) -> DecoderSection:
         inputs=tuple(program.inputs),
         outputs=tuple(program.outputs),
         prefill_outputs=tuple(program.prefill_outputs),
+        context_outputs=tuple(program.context_outputs),
         weight_bytes=program.params.nbytes(),
     )
 
@@ -97,14 +98,16 @@ def config_from_json(data: object) -> DecoderConfig:
 
 def program_to_json(program: DecoderProgram) -> Json:
     """Return the whole program but the values of its parameters: what a graph file holds."""
-    prefill = program.prefill
+    prefill, context = program.prefill, program.context
     return {
         "decode": graph_to_json(program.graph_module),
         "prefill": None if prefill is None else graph_to_json(prefill),
+        "context": None if context is None else graph_to_json(context),
         "config": dataclasses.asdict(program.config),
         "state": state_to_json(program.state),
         "outputs": list(program.outputs),
         "prefill_outputs": list(program.prefill_outputs),
+        "context_outputs": list(program.context_outputs),
     }
 
 
@@ -120,7 +123,7 @@ def program_from_json(
         ArtifactError: a part is missing or malformed.
     """
     try:
-        prefill = data["prefill"]
+        prefill, context = data["prefill"], data["context"]
         decode = graph_from_json(data["decode"], params, missing_on_meta=missing_on_meta)
         return DecoderProgram(
             decode,
@@ -129,6 +132,8 @@ def program_from_json(
             state=state_from_json(data["state"]),
             outputs=list(data["outputs"]),
             prefill_outputs=list(data["prefill_outputs"]),
+            context=None if context is None else graph_from_json(context, params, missing_on_meta=missing_on_meta),
+            context_outputs=list(data["context_outputs"]),
         )
     except KeyError as error:
         raise ArtifactError(f"the graph file lacks {error}", hint=_HINT) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_class
 from fastcar_compile.runtime.arrays import like, to_numpy
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
+from fastcar_compile.runtime.context import checked_context
+from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
 from fastcar_compile.runtime.stats import Stats
+from fastcar_compile.runtime.threads import thread_count
 
 
 def open_session(
@@ -25,16 +28,18 @@ def open_session(
 
     Args:
         backend: one of `BACKENDS`, or what opens a stepper. record: keep every replay decision.
-        threads: CPU threads; None: all usable cores.
+        threads: CPU threads, 1 up to the cores that the process may run on; None: all usable cores.
 
     Raises:
         BackendError: unknown backend, or one that cannot run here.
+        InputError: a number of threads that is none, or is too large.
     """
+    options = BackendOptions(None if threads is None else thread_count(threads))
     open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers = artifact.manifest.layers
     gates = {gate for gate in layers.gates if gate is not None}
     return Session(
-        open_stepper(artifact, BackendOptions(threads)),
+        open_stepper(artifact, options),
         artifact.manifest.decoder.config,
         layers.thresholds,
         record=record,
@@ -47,6 +52,12 @@ class Session:
 
     Inputs are numpy arrays, torch tensors, or anything that speaks DLPack. Torch tensors in give torch tensors out;
     everything else gives numpy arrays.
+
+    A sequence belongs to one thread: to that which last called `reset` or `generate`, after opening to the first that
+    calls anything. Calls of another thread, calls from within a call, and calls in a child process after a fork raise
+    an InputError. docs/reference/threads.md describes it.
+
+    A session is a context manager that closes itself.
 
     Attributes:
         stats: replay statistics since the last reset.
@@ -63,13 +74,46 @@ class Session:
         gate: str | None = None,
     ) -> None:
         self._stepper, self._config, self._record, self._gate = stepper, config, record, gate
+        self._guard = Guard()
         self._never = np.inf if gate is None else gate_class(gate).comparison.never
         self._can_replay = [t is not None for t in thresholds]
         self.thresholds = self._filled(thresholds)
-        self.reset()
+        self._has_context = False
+        self._reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a session cannot be copied, nor sent to another process",
+            hint="send the artifact's path and open a session there",
+        )
+
+    def close(self) -> None:
+        """Give back the session's state, libraries, threads and device now; closing again does nothing.
+
+        Raises:
+            InputError: a call is running, in another thread or around this one.
+        """
+        if self._guard.close():
+            del self._stepper
 
     def reset(self) -> None:
-        """Clear everything: caches, chains, position and statistics. Thresholds stay."""
+        """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
+
+        The session is the calling thread's from then on.
+
+        Raises:
+            InputError: a call is running, the session is closed, or it was opened before a fork.
+        """
+        with self._guard.begun():
+            self._reset()
+
+    def _reset(self) -> None:
         self._stepper.reset()
         self._position = self._step = 0
         config = self._config
@@ -116,6 +160,25 @@ class Session:
                 raise InputError(f"layer {layer} was compiled without replay", hint=hint)
         self.thresholds = self._filled(threshold)
 
+    def set_context(self, context: Any, mask: Any = None) -> None:
+        """Set what cross-attention reads, from the next prompt on. Its keys and values are computed here, once.
+
+        Args:
+            context: float32 [B, L, C], such as text embeddings; each row of the batch has its own. A decoder with a
+                context mask takes fewer than L tokens too: the others are hidden.
+            mask: bool [B, L], True where a token of the context is seen; None: all of them are.
+
+        Raises:
+            InputError: the decoder has no cross-attention; wrong dtype or shape; a row without a token to see; or the
+                session already holds tokens, or is another thread's.
+        """
+        with self._guard:
+            if self._position:
+                raise InputError("the session already holds tokens", hint="call reset() before the next context")
+            given = checked_context(self._config, to_numpy(context), None if mask is None else to_numpy(mask))
+            self._stepper.set_context(given.tokens, given.mask)
+            self._has_context = True
+
     def prefill(self, inputs: Any) -> Any:
         """Read a prompt. Prefill never replays.
 
@@ -126,8 +189,13 @@ class Session:
             Logits of the last token, float32 [B, V] (or hidden states [B, H]).
 
         Raises:
-            InputError: wrong dtype or shape, prompt longer than the cache, or the session has already decoded.
+            InputError: wrong dtype or shape, prompt longer than the cache, the session has already decoded, or it is
+                another thread's.
         """
+        with self._guard:
+            return self._prefill(inputs)
+
+    def _prefill(self, inputs: Any) -> Any:
         if self._position:
             raise InputError("the session already holds tokens", hint="call reset() before the next prompt")
         array = self._checked(inputs, steps=None)
@@ -153,8 +221,12 @@ class Session:
             Logits float32 [B, V] (or hidden states [B, H]).
 
         Raises:
-            InputError: wrong dtype or shape, or the cache is full.
+            InputError: wrong dtype or shape, the cache is full, or the session is another thread's.
         """
+        with self._guard:
+            return self._decode(inputs)
+
+    def _decode(self, inputs: Any) -> Any:
         array = self._checked(inputs, steps=1)
         self._require_room(1, f"after {self._position} tokens the step adds")
         result = self._stepper.decode(array, self._position, self._step, self.thresholds)
@@ -179,7 +251,8 @@ class Session:
             sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function that is
                 given logits of the prompt's kind, numpy or torch; None is greedy.
             progress: show a progress bar.
-            on_token: called with the token ids of each position, int64 [B], as soon as they are chosen.
+            on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. It and a
+                sampler may read the session and set thresholds; other calls of this session raise an InputError.
 
         Returns:
             int64 [B, num_tokens].
@@ -199,13 +272,14 @@ class Session:
                 f"max_seq_len {self._config.max_seq_len}"
             )
         choose = _chooser(sample, prompt, ids)
-        self.reset()
         tokens: list[Array] = []
-        for _ in _steps(num_tokens, progress):
-            logits = self.step(tokens[-1]) if tokens else self.prefill(ids)
-            tokens.append(choose(logits))
-            if on_token is not None:
-                on_token(like(prompt, tokens[-1]))
+        with self._guard.begun():
+            self._reset()
+            for _ in _steps(num_tokens, progress):
+                logits = self._decode(tokens[-1]) if tokens else self._prefill(ids)
+                tokens.append(choose(logits))
+                if on_token is not None:
+                    on_token(like(prompt, tokens[-1]))
         return like(prompt, np.stack(tokens, 1))
 
     def _require_room(self, count: int, who: str) -> None:
@@ -217,6 +291,10 @@ class Session:
     def _checked(self, inputs: Any, steps: int | None) -> Array:
         """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
         config = self._config
+        if config.context is not None and not self._has_context:
+            length, size = config.context.length, config.context.size
+            hint = f"call set_context(context) with float32 [{config.batch_size}, {length}, {size}] before the prompt"
+            raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
         if array.dtype != dtype:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
+from typing import SupportsIndex
 
-from fastcar_compile.errors import BackendError
+from fastcar_compile.errors import BackendError, InputError
+from fastcar_compile.parallel import usable_cores
+from fastcar_compile.runtime.guard import forks
 from fastcar_compile.runtime.tvm_runtime import global_function
 
 SPIN_COUNT = "4000"
@@ -17,8 +21,33 @@ _SHARE_ALL_CORES = -3
 """TVM's `kSpecifyThreadShareAllCore`: workers may run on any of the named cores. Its other modes bind each worker, and
 the calling thread, to one core, where every other process that does so is too."""
 
+_MANY = 10**9
+"""A number from here on is not written out in an error: Python refuses to write one of 4,300 digits."""
+
 _pool = threading.local()
-"""TVM has one pool per calling thread; `size` is what this thread's was last set to."""
+"""TVM has one pool per calling thread; `size` is what this thread's was last set to, `forks` where it was made."""
+
+
+def thread_count(threads: SupportsIndex | None) -> int:
+    """Return the number of threads that is meant: None is one per usable core.
+
+    Raises:
+        InputError: it is no whole number from 1 to the number of cores that the process may run on.
+    """
+    if threads is None:
+        return usable_cores()
+    most = len(os.sched_getaffinity(0))
+    try:
+        count = -1 if isinstance(threads, bool) else operator.index(threads)
+    except TypeError:
+        count = -1
+    if not 1 <= count <= most:
+        given = count if 0 <= count < _MANY else f"a value of type {type(threads).__name__}"
+        raise InputError(
+            f"threads is {given}; expected is a whole number from 1 to {most}, the cores of this process",
+            hint="leave it out to use every core that the process may use",
+        )
+    return count
 
 
 def use_threads(count: int) -> None:
@@ -26,7 +55,15 @@ def use_threads(count: int) -> None:
 
     Raises:
         BackendError: the pool of this thread was made for fewer.
+        InputError: this thread had a pool in the parent process, before a fork.
     """
+    inherited = getattr(_pool, "forks", forks()) != forks()
+    if inherited and count > 1:
+        raise InputError(
+            f"{count} threads are asked for in a thread that had TVM's threads before a fork, which ended them",
+            hint="open the session with threads=1, or in another thread of this process, "
+            "or start children with multiprocessing's 'spawn'",
+        )
     if getattr(_pool, "size", None) == count:
         return
     # The pool is made at its first use, as large as the list of cores is long; later it can only use fewer.
@@ -41,3 +78,4 @@ def use_threads(count: int) -> None:
             hint="open the session with the most threads first, or unset TVM_NUM_THREADS",
         )
     _pool.size = count
+    _pool.forks = getattr(_pool, "forks", forks())  # a pool stays in the process in which it was made

@@ -13,7 +13,7 @@ import heapq
 from math import inf
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.simulation.network import Network, ProcessResult, Result
+from fastcar_compile.simulation.network import Network, ProcessResult, Result, Run
 from fastcar_compile.simulation.state import (
     MOMENT,
     TOKEN,
@@ -22,6 +22,7 @@ from fastcar_compile.simulation.state import (
     ProcessState,
     Showing,
     Wait,
+    wait_for,
     water_fill,
 )
 
@@ -43,6 +44,10 @@ def simulate_network(network: Network, *, watch: str | None = None, spans: bool 
         InternalError: processes wait on each other; the text names them.
     """
     return _Simulator(network, watch, spans).run()
+
+
+Flow = tuple[ProcessState, Run]
+"""A process and the loop that it runs."""
 
 
 class _Simulator:
@@ -93,9 +98,11 @@ class _Simulator:
         while moved:
             moved = False
             for process in self._live:
-                while not process.done and not process.sleeps(self.now) and self._step(process):
+                if process.asleep is not None and process.sleeps(self.now):
+                    continue
+                while process.action is not None and not process.sleeps(self.now) and self._step(process):
                     moved = True
-        self._live = [process for process in self._live if not process.done]
+        self._live = [process for process in self._live if process.action is not None]
 
     def _step(self, process: ProcessState) -> bool:
         """Let a process go on; return whether it did."""
@@ -133,10 +140,10 @@ class _Simulator:
         run = process.wanted_run
         for name in run.reads:
             if self.fifos[name].ready < 1 - TOKEN:
-                return Wait("FIFO empty", name, self.network.fifos[name].writer)
+                return wait_for("FIFO empty", name, self.network.fifos[name].writer)
         for name in run.writes:
-            if self.fifos[name].used > self._capacity(name, process) - 1 + TOKEN:
-                return Wait("FIFO full", name, self.network.fifos[name].reader)
+            if self.fifos[name].used > self._capacity(name, run) - 1 + TOKEN:
+                return wait_for("FIFO full", name, self.network.fifos[name].reader)
         for name in run.reads:
             self.fifos[name].taken += 1
         for name in run.writes:
@@ -148,9 +155,8 @@ class _Simulator:
         self._tell(process, whole=True)
         return None
 
-    def _capacity(self, name: str, process: ProcessState) -> float:
-        """Return the tokens that a FIFO and the pipeline that fills it hold."""
-        run = process.wanted_run
+    def _capacity(self, name: str, run: Run) -> float:
+        """Return the tokens that a FIFO and the pipeline of the loop that fills it hold."""
         flight = run.latency / run.ii if run.memory is None else self.memories[run.memory].memory.window
         return self.fifos[name].fifo.depth + flight
 
@@ -158,53 +164,52 @@ class _Simulator:
 
     def _set_rates(self) -> None:
         """Find the highest rates that every FIFO and memory allows."""
-        flowing = [p for p in self._live if p.run is not None]
-        rates = {p.name: 1 / p.run.ii for p in flowing if p.run is not None}
+        flowing = [(p, p.run) for p in self._live if p.run is not None]
+        rates = {p.name: 1 / run.ii for p, run in flowing}
         causes: dict[str, Wait] = {}
         for _round in range(len(flowing) + 2):
             before = dict(rates)
-            for process in flowing:
-                self._limit(process, rates, causes)
+            for process, run in flowing:
+                self._limit(process, run, rates, causes)
             for memory in self.memories.values():
                 self._share(memory, flowing, rates, causes)
             if rates == before:
                 break
-        for process in flowing:
+        for process, _run in flowing:
             process.wait = causes.get(process.name)
             if rates[process.name] != process.rate:
                 self._set_rate(process, rates[process.name])
 
-    def _limit(self, process: ProcessState, rates: dict[str, float], causes: dict[str, Wait]) -> None:
-        run = process.wanted_run
+    def _limit(self, process: ProcessState, run: Run, rates: dict[str, float], causes: dict[str, Wait]) -> None:
         for name in run.reads:
             fifo = self.fifos[name]
             if fifo.ready <= TOKEN and fifo.shown_rate < rates[process.name] - RATE:
                 rates[process.name] = fifo.shown_rate
-                causes[process.name] = Wait("FIFO empty", name, fifo.fifo.writer)
+                causes[process.name] = wait_for("FIFO empty", name, fifo.fifo.writer)
         for name in run.writes:
             fifo = self.fifos[name]
-            if fifo.used < self._capacity(name, process) - TOKEN:
+            if fifo.used < self._capacity(name, run) - TOKEN:
                 continue
             reader = self.processes[fifo.fifo.reader]
             reads = reader.run is not None and name in reader.run.reads
             limit = rates.get(reader.name, 0.0) if reads else 0.0
             if limit < rates[process.name] - RATE:
                 rates[process.name] = limit
-                causes[process.name] = Wait("FIFO full", name, reader.name)
+                causes[process.name] = wait_for("FIFO full", name, reader.name)
 
     def _share(
-        self, memory: MemoryState, flowing: list[ProcessState], rates: dict[str, float], causes: dict[str, Wait]
+        self, memory: MemoryState, flowing: list[Flow], rates: dict[str, float], causes: dict[str, Wait]
     ) -> None:
-        users = [p for p in flowing if p.wanted_run.memory == memory.name]
+        users = [flow for flow in flowing if flow[1].memory == memory.name]
         if not users:
             return
         limit = memory.memory.window / memory.memory.latency if memory.memory.latency else inf
-        wishes = [min(rates[p.name] * p.wanted_run.words, limit * p.wanted_run.words) for p in users]
-        for process, given in zip(users, water_fill(wishes, memory.rate), strict=True):
-            rate = given / process.wanted_run.words
+        wishes = [min(rates[p.name] * run.words, limit * run.words) for p, run in users]
+        for (process, run), given in zip(users, water_fill(wishes, memory.rate), strict=True):
+            rate = given / run.words
             if rate < rates[process.name] - RATE:
                 rates[process.name] = rate
-                causes[process.name] = Wait("memory", memory.name, None)
+                causes[process.name] = wait_for("memory", memory.name, None)
 
     def _set_rate(self, process: ProcessState, rate: float, *, whole: bool = False) -> None:
         run = process.wanted_run
@@ -242,12 +247,16 @@ class _Simulator:
 
     def _capacity_of_writer(self, name: str) -> float:
         writer = self.processes[self.network.fifos[name].writer]
-        return inf if writer.done or not writer.has_run else self._capacity(name, writer)
+        if writer.action is None or not writer.has_run:
+            return inf
+        return self._capacity(name, writer.run or writer.wanted_run)
 
     def _advance(self, step: float) -> None:
         if self.watch is not None:
             self._count_root(self.watch, step)
         for process in self._live:
+            if process.asleep is not None:
+                continue
             process.advance(self.now, step)
             if process.run is not None and process.run.memory is not None:
                 self.memories[process.run.memory].moved += process.rate * process.run.words * step

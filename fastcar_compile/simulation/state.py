@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,17 @@ class Wait:
     cause: str
     what: str
     on: str | None
+
+    @cached_property
+    def text(self) -> str:
+        """The cause and what it is of."""
+        return f"{self.cause}: {self.what}"
+
+
+@cache
+def wait_for(cause: str, what: str, on: str | None) -> Wait:
+    """Return the wait; a network has few different ones, and a process waits very often."""
+    return Wait(cause, what, on)
 
 
 class FifoState:
@@ -164,10 +176,10 @@ class ProcessState:
                 return None
             case Claim(name) if simulator.free[name] == 0:
                 self.asleep, self._since = (simulator.free, name), simulator.now
-                return Wait("blocks full", name, blocks[name].reader)
+                return wait_for("blocks full", name, blocks[name].reader)
             case Take(name) if simulator.full[name] == 0:
                 self.asleep, self._since = (simulator.full, name), simulator.now
-                return Wait("blocks empty", name, blocks[name].writer)
+                return wait_for("blocks empty", name, blocks[name].writer)
             case Claim(name):
                 simulator.free[name] -= 1
             case Take(name):
@@ -205,19 +217,20 @@ class ProcessState:
         if self.run is not None:
             self.left = max(0.0, self.left - self.rate * step)
         if self._keep and step > 0:
-            self._extend(now, now + step, state if share < 0.5 else self.wanted_run.loop)
+            self._extend(now, now + step, state if share < 0.5 or self.wait is None else self.wanted_run.loop)
 
     @property
     def state(self) -> tuple[str, float]:
         """Return why it waits, and the share of its time in which it works."""
         if self.run is not None:
-            share = min(1.0, self.rate * self.run.ii)
-            return (f"{self.wait.cause}: {self.wait.what}", share) if self.wait is not None else (self.run.loop, 1.0)
+            if self.wait is None:
+                return self.run.loop, 1.0
+            return self.wait.text, min(1.0, self.rate * self.run.ii)
         if self.draining:
             return self.wanted_run.loop, 1.0
         if self.pause is not None:
             return self.pause, 0.0
-        return (f"{self.wait.cause}: {self.wait.what}", 0.0) if self.wait is not None else ("control", 0.0)
+        return (self.wait.text, 0.0) if self.wait is not None else ("control", 0.0)
 
     def _extend(self, start: float, end: float, state: str) -> None:
         last = self.spans[-1] if self.spans else None
@@ -229,6 +242,8 @@ class ProcessState:
 
 def water_fill(wishes: Sequence[float], supply: float) -> list[float]:
     """Return what each user gets of a supply: what it wishes, at most an equal share of what the others leave."""
+    if len(wishes) == 1:
+        return [min(wishes[0], supply)]
     given = [0.0] * len(wishes)
     left = supply
     for number, index in enumerate(sorted(range(len(wishes)), key=lambda i: wishes[i])):

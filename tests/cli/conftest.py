@@ -94,6 +94,7 @@ class FakeArtifact:
     make: dict[str, Callable[[], FakeSession]] = field(default_factory=dict)
     sessions: list[FakeSession] = field(default_factory=list)
     graph: str = "graph after: cond"
+    digest: str = f"sha256:{'0' * 64}"
     original_graph: str = "graph before: mlp"
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 

@@ -53,6 +53,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
         "path": str(tmp_path / "artifact"), "sites": 3, "files": 1, "bytes": 2_000_000,
+        "digest": f"sha256:{'0' * 64}",
     }  # fmt: skip
     call = calls[0]
     assert call.pop("model").skeleton.architecture == "LlamaForCausalLM"

@@ -56,6 +56,11 @@ def test_only_listed_blocks_are_not_run(document: str) -> None:
     assert {b.language for b in found if not b.title} == {"sh", "python"}
 
 
+@pytest.mark.parametrize("part", ["diff", "--dry-run", "doctor", "inspect build/a --html", "TransformersDecoder"])
+def test_the_readme_names_the_ways_in(part: str) -> None:
+    assert any(part in block.text for block in blocks("README.md") if not block.title)
+
+
 @pytest.mark.parametrize("document", sorted(NOT_RUN))
 def test_every_command_runs(
     document: str, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]

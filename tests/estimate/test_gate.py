@@ -79,7 +79,7 @@ def test_a_dense_decoder_has_no_decision() -> None:
 
 
 def test_a_gate_cache_that_does_not_fit_is_named() -> None:
-    whole = replace(WORK, gate=GateModel.named("learned")).footprint()
+    whole = replace(WORK, gate=GateModel.named("learned")).footprint(ZCU102)
     with pytest.raises(CompileError) as raised:
         require_fit(replace(whole, gate_cache=capacity(ZCU102)), ZCU102, quant="w8a8", positions=128)
     assert f"gate cache {capacity(ZCU102) / 1e9:.2f} GB, together" in str(raised.value)

@@ -69,7 +69,7 @@ def test_windows_of_the_model_count_as_their_mean() -> None:
     """Half of 32 positions are read, or the window; memory holds the mean of the rings and the full caches."""
     layers = [with_window(0, 4, 8), with_window(1, None, 32), with_window(2, 4, 8)]
     found = sections(layers=LayersSection(layers=tuple(layers)))
-    work = workload_of_sections(found.options, found.decoder.config, layers)
+    work = workload_of_sections(found.options, found.decoder, layers)
     assert (work.attended, work.kv_rows) == ((4 + 16 + 4) // 3, (8 + 32 + 8) // 3)
     assert [(w.layer, w.window, w.cache_rows) for w in own_windows(found)] == [(0, 4, 8), (2, 4, 8)]
     line = "window    the last 4 tokens in layers 0, 2, as the model has it; 8 rows of keys and values instead of 32"
@@ -78,7 +78,7 @@ def test_windows_of_the_model_count_as_their_mean() -> None:
 
 def test_one_window_of_all_layers_is_that_of_the_workload() -> None:
     layers = [with_window(n, 4, 10, sinks=2) for n in range(3)]
-    options = sections().options
-    work = workload_of_sections(options, decoder_config(), layers)
+    options, decoder = sections().options, sections().decoder
+    work = workload_of_sections(options, decoder, layers)
     assert (work.sink_window, work.kv_rows) == ((2, 4), 10)
-    assert workload_of_sections(options, decoder_config(), [layer_part(n) for n in range(3)]).sink_window is None
+    assert workload_of_sections(options, decoder, [layer_part(n) for n in range(3)]).sink_window is None

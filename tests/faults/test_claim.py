@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact import atomic, claim
+from fastcar_compile.artifact import atomic
 from fastcar_compile.artifact.reader import read_manifest
 from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.undo import undo_all
 from faults.crash_points import build, content
 
 TESTS = Path(__file__).parents[1]
@@ -103,12 +104,11 @@ def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(["out", *theirs, ".out.old-01234567", ".out.building-76543210"])
 
 
-def test_release_all_ends_a_build(tmp_path: Path) -> None:
+def test_a_build_is_undone_where_a_signal_ends_the_process(tmp_path: Path) -> None:
     writer = ArtifactWriter(tmp_path / "deeper" / "out")
     writer.__enter__()
     writer.write_text("a", "x")
-    claim.release_all()
-    claim.release_all()
+    undo_all()
     assert os.listdir(tmp_path) == []
 
 

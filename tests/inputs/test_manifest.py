@@ -169,7 +169,7 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a file outside": (put("files", value={"../x": {"sha256": "ab" * 32, "size": 1}}), "files that are refused"),
     "the manifest among its files": (
         put("files", "manifest.json", value={"sha256": "ab" * 32, "size": 1}),
-        "is among its own files",
+        "is reserved",
     ),
     "a negative size": (put("files", "a", "size", value=-1), "files.a.size"),
     "a digest in capitals": (put("files", "a", "sha256", value="AB" * 32), "files.a.sha256"),

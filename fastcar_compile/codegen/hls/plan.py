@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastcar_compile.codegen.hls.control import control_table, controller_spec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
-from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, require_fit, shares_memory
+from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, held, require_fit
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.interface import KernelInterface
 from fastcar_compile.codegen.hls.project import kernel_interfaces
@@ -70,14 +70,8 @@ def require_memory(program: DecoderProgram, config: CompileConfig, board: Target
 
 
 def footprint_of(program: DecoderProgram, board: Target) -> Footprint:
-    """Return what the weight memories hold: everything on a board whose memory is the host's too, else the weights."""
-    weights = program.params.nbytes()
-    if not shares_memory(board):
-        return Footprint(weights, 0, 0)
-    attention = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
-    cache = sum(s.nbytes for s in program.state if s.role in attention)
-    gate = sum(s.nbytes for s in program.state if s.role is StateRole.GATE_CACHE)
-    return Footprint(weights, cache, sum(s.nbytes for s in program.state) - cache - gate, gate)
+    """Return what the weight memories of a board hold of a program."""
+    return held(Footprint.of(program.params.nbytes(), program.state), board)
 
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import tvm
 from torch import fx
 from tvm import relax
-from tvm.support import cc
 
 from fastcar_compile.artifact.sections import ProgramPart
 from fastcar_compile.codegen.segment import Segment, segment
@@ -19,6 +16,7 @@ from fastcar_compile.codegen.tvm.entry import parameters
 from fastcar_compile.codegen.tvm.fusion.split_linears import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.link import link_library, pack_objects
 from fastcar_compile.codegen.tvm.pipeline import compile_module, import_graph
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import Role, role_of
@@ -49,14 +47,13 @@ class LoweredModule:
         """Return what the runtime needs to call the module, exported as `library`."""
         return ProgramPart(library=library, inputs=self.inputs, params=self.params, outputs=self.outputs)
 
-    def export(self, path: Path, compiler: str | None = None) -> None:
-        """Write the shared library, linked by the C++ compiler of this machine or by `compiler`."""
-        link = None if compiler is None else cc.cross_compiler(compiler)
-        self.executable.export_library(str(path), fcompile=link)
+    def export(self, path: Path, compiler: str = "g++", scratch: Path | None = None) -> None:
+        """Write the shared library, linked by `compiler`; see `link_library`."""
+        link_library(self.executable, path, compiler, scratch)
 
-    def export_objects(self, path: Path) -> None:
+    def export_objects(self, path: Path, scratch: Path | None = None) -> None:
         """Write the object files that the shared library is linked from, as a .tar. Same module, same bytes."""
-        self.executable.export_library(str(path), fcompile=_pack_objects)
+        pack_objects(self.executable, path, scratch)
 
     def retarget(self, isa: InstructionSet) -> LoweredModule:
         """Return the module compiled for another CPU, with the kernels for it."""
@@ -105,13 +102,3 @@ def _check_operators(module: fx.GraphModule, isa: InstructionSet) -> None:
 
 def _distinct_layers(segments: Sequence[Segment]) -> int:
     return len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.part.nodes)})
-
-
-def _pack_objects(path: str, objects: Sequence[str], **_options: object) -> None:
-    """Write a .tar without the times and owners that TVM's own has."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name in sorted(objects):
-            data = Path(name).read_bytes()
-            member = tarfile.TarInfo(Path(name).name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))

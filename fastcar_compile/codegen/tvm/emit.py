@@ -69,9 +69,13 @@ class TvmEmitter:
         programs = {"decode": (program.graph_module, program.outputs)}
         if program.prefill is not None:
             programs["prefill"] = (program.prefill, program.prefill_outputs)
+        if program.context is not None:
+            programs["context"] = (program.context, program.context_outputs)
         if context.section(AcceleratorSection) is not None:
             # Graphs are copied, weights are not.
-            host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
+            host = copy.deepcopy(
+                program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
+            )
             run_pipeline(host, offload_pipeline(context.options.offload))
             programs["offload"] = (host.graph_module, host.outputs)
         first = context.variants[0]
@@ -97,7 +101,7 @@ def _emit_variant(
     compiler = cross_compiler(isa.triple, machine)
     for name, module in lowered.items():
         library = host_library(isa.triple, isa.name, name)
-        module.export(writer.file(library), compiler)
+        module.export(writer.file(library), compiler, writer.scratch)
         programs[name] = module.program(library)
     return VariantPart(
         instruction_set=isa.name, triple=isa.triple, flags=tuple(sorted(isa.flags)), programs=ProgramsPart(**programs)
@@ -133,9 +137,9 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], boa
         file = board_library(triple, cpu if triple == machine else None, name, linked=linked)
         compiled = module.retarget(isa)
         if linked:
-            compiled.export(writer.file(file), compiler)
+            compiled.export(writer.file(file), compiler, writer.scratch)
         else:
-            compiled.export_objects(writer.file(file))
+            compiled.export_objects(writer.file(file), writer.scratch)
         programs[name] = module.program(file)
     return BoardPart(
         triple=triple,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from fastcar_compile.artifact.sections import ATTENTION_ROLES, CONTEXT_ROLES, StateRole
 from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
@@ -16,14 +18,32 @@ HOST_RESERVE = 128 * 2**20
 GB = 1e9
 
 
+class Tensor(Protocol):
+    """A state tensor, of a program or of an artifact."""
+
+    @property
+    def role(self) -> StateRole: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that have to be in the weight memories at the same time; the weights of a gate are among the weights."""
+    """Bytes of a decoder that are in memory at the same time; the weights of a gate are among the weights."""
 
     weights: int
     kv_cache: int
     mlp_cache: int
     gate_cache: int = 0
+
+    @classmethod
+    def of(cls, weights: int, state: Iterable[Tensor]) -> Footprint:
+        """Return the bytes of a decoder with these weights and state tensors."""
+        sizes = dict.fromkeys(StateRole, 0)
+        for tensor in state:
+            sizes[tensor.role] += tensor.nbytes
+        kv, gate = sum(sizes[role] for role in (*ATTENTION_ROLES, *CONTEXT_ROLES)), sizes[StateRole.GATE_CACHE]
+        return cls(weights, kv, sum(sizes.values()) - kv - gate, gate)
 
     @property
     def total(self) -> int:
@@ -34,6 +54,18 @@ class Footprint:
 def shares_memory(target: Target) -> bool:
     """Return whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
     return target.shares_memory
+
+
+def held(decoder: Footprint, target: Target, *, attends: bool = False) -> Footprint:
+    """Return what of a decoder the weight memories hold, for `compile`, its dry run and `estimate` alike.
+
+    That is all of it where the host has the same memory. A card holds the weights: attention and replay run on the
+    host, and their caches are in its memory.
+
+    Args:
+        attends: the accelerator computes attention too, so that the caches are beside the weights.
+    """
+    return decoder if attends or shares_memory(target) else Footprint(decoder.weights, 0, 0)
 
 
 def capacity(target: Target) -> int:

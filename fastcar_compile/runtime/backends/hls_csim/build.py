@@ -8,11 +8,12 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastcar_compile import processes
 from fastcar_compile.errors import BackendError
+from fastcar_compile.undo import scratch_folder
 
 FLAGS = [
     "-std=c++14",
@@ -79,8 +80,8 @@ def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) ->
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
     """
     path = build_library(hls_dir, build_dir, defines=defines)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        return ctypes.CDLL(shutil.copy(path, folder))
+    with scratch_folder(path.parent) as folder:
+        return ctypes.CDLL(str(shutil.copy(path, folder)))
 
 
 def build_library(
@@ -122,10 +123,10 @@ def _digest(hls_dir: Path, names: Sequence[str], command: Sequence[str]) -> str:
 
 def _compile(command: Sequence[str], hls_dir: Path, names: Sequence[str], path: Path) -> None:
     """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        output = Path(folder) / path.name
+    with scratch_folder(path.parent) as folder:
+        output = folder / path.name
         sources = [str(hls_dir / name) for name in names]
-        done = subprocess.run([*command, *sources, "-o", str(output)], capture_output=True, text=True, check=False)
+        done = processes.run([*command, *sources, "-o", str(output)], {"TMPDIR": str(folder)})
         if done.returncode:
             raise BackendError(
                 f"g++ could not build the C simulation:\n{done.stderr.strip()[:2000]}",

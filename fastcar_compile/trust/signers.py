@@ -1,0 +1,83 @@
+"""Who may have signed an artifact, and who signs one: keys, certificates, identities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class _Kind(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class KeySigner(_Kind):
+    """The holder of the private key to `public_key`, a PEM file of an elliptic curve key."""
+
+    kind: Literal["key"] = "key"
+    public_key: Path
+
+
+class CertificateSigner(_Kind):
+    """The holder of a certificate that one of the roots issued.
+
+    Args:
+        roots: PEM files. The system's own roots are never used: they vouch for web sites of anybody.
+        identity: an e-mail address, DNS name or URI of the certificate, or its common name; None: any of the roots'.
+        accept_expired: trust a certificate that was valid when it was issued and has expired since.
+    """
+
+    kind: Literal["certificate"] = "certificate"
+    roots: tuple[Path, ...] = Field(min_length=1)
+    identity: str | None = Field(default=None, min_length=1)
+    accept_expired: bool = False
+
+
+class KeylessSigner(_Kind):
+    """Who proved an identity to an OpenID Connect issuer when signing (Sigstore).
+
+    Args:
+        identity: for example an e-mail address, or the URI of a CI workflow. issuer: who vouches for it, a URL.
+        trust_config: Sigstore's client trust configuration, a JSON file; None: the public instance's, over the network.
+    """
+
+    kind: Literal["keyless"] = "keyless"
+    identity: str = Field(min_length=1)
+    issuer: str = Field(min_length=1)
+    trust_config: Path | None = None
+
+
+Signer = Annotated[KeySigner | CertificateSigner | KeylessSigner, Field(discriminator="kind")]
+"""Who must have signed."""
+
+SIGNERS = (KeySigner, CertificateSigner, KeylessSigner)
+
+
+class SigningKey(_Kind):
+    """A private elliptic curve key in PEM."""
+
+    private_key: Path
+    passphrase: SecretStr | None = None
+
+
+class SigningCertificate(_Kind):
+    """A private key, its certificate, and the certificates between that one and the root."""
+
+    private_key: Path
+    certificate: Path
+    chain: tuple[Path, ...] = ()
+    passphrase: SecretStr | None = None
+
+
+class SigningIdentity(_Kind):
+    """An identity of Sigstore: the token given, else the CI service's own, else one that the user gets in a browser.
+
+    Args:
+        token: OpenID Connect identity token. issuer: None: the one of the trust configuration.
+        trust_config: as of KeylessSigner.
+    """
+
+    token: SecretStr | None = None
+    issuer: str | None = None
+    trust_config: Path | None = None

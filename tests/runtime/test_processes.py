@@ -1,0 +1,117 @@
+"""Sessions and child processes: fork before and after opening, and spawn; and what a thousand sessions leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decoders import llama
+
+import fastcar_compile as fc
+
+ROOT = Path(fc.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes") / "artifact"
+    return fc.compile(llama(num_hidden_layers=1), target="cpu", tokens_per_frame=8, output=folder).path
+
+
+FORKS = """
+import json, multiprocessing, os, sys, threading
+import numpy as np
+import fastcar_compile as fc
+from fastcar_compile.runtime.tvm_runtime import global_function
+
+path, backend = sys.argv[1:]
+
+
+def decoded(session):
+    return session.generate(np.array([[1, 2, 3]]), 6).tolist()
+
+
+def opened(threads=2):
+    return decoded(fc.load(path).session(backend, threads=threads))
+
+
+def in_a_thread():
+    found = []
+    worker = threading.Thread(target=lambda: found.append(opened()))
+    worker.start()
+    worker.join()
+    return found[0]
+
+
+def report(pipe, work):
+    try:
+        pipe.send(work())
+    except fc.UserError as error:
+        pipe.send([type(error).__name__, str(error)])
+
+
+def child(method, work):
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    process = context.Process(target=report, args=(there, work))
+    process.start()
+    assert here.poll(100), "the child hangs"
+    found = here.recv()
+    process.join(100)
+    assert process.exitcode == 0, process.exitcode
+    return found
+
+
+if __name__ == "__main__":
+    global_function("runtime.config_threadpool")  # the library is loaded
+    before = child("fork", opened)
+    session = fc.load(path).session(backend, threads=2)
+    expected = decoded(session)
+    found = {"before": before == expected, "spawned": child("spawn", opened) == expected}
+    found |= {"same": child("fork", lambda: session.step(np.array([1])))}
+    found |= {"closed": child("fork", session.close), "other": child("fork", opened)}
+    found |= {"one": child("fork", lambda: opened(1)) == expected, "thread": child("fork", in_a_thread) == expected}
+    found |= {"parent": decoded(session) == expected, "equal": expected[0]}
+    with session:
+        ended = os.fork()
+        if not ended:
+            sys.exit(0)
+        found["exit"] = os.waitpid(ended, 0)[1]
+    print(json.dumps(found))
+"""
+
+
+def outcome(script: str, folder: Path, *words: object) -> dict[str, object]:
+    """What a script prints last, from JSON."""
+    file = folder / "script.py"
+    file.write_text(script)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TVM_")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(file), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "onnxruntime"])
+def test_children_decode_or_say_why_not(backend: str, artifact: Path, tmp_path: Path) -> None:
+    found = outcome(FORKS, tmp_path, artifact, backend)
+    same, other = found.pop("same"), found.pop("other")
+    assert isinstance(same, list)
+    assert "opened before a fork" in same[1]
+    assert "open the session in the child process" in same[1]
+    if backend == "cpu":
+        assert isinstance(other, list)
+        assert "had TVM's threads before a fork" in other[1]
+        assert "threads=1" in other[1]
+    else:
+        assert other == [found["equal"]]
+    assert found == {
+        **dict.fromkeys(("before", "spawned", "one", "thread", "parent"), True),
+        "closed": None,
+        "exit": 0,
+        "equal": found["equal"],
+    }

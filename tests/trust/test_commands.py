@@ -1,0 +1,102 @@
+"""`fastcar sign`, `verify-signature`, and the commands that require a signature."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fastcar_compile.cli import app
+from trust.conftest import FILES, Authority, Keys, write_key
+from trust.test_signatures import digest_of
+
+Fastcar = Callable[..., Result]
+
+
+@pytest.fixture
+def fastcar() -> Fastcar:
+    """Runs `fastcar` with the given words, in this process."""
+    return lambda *words, **options: CliRunner().invoke(app, [str(word) for word in words], **options)
+
+
+def test_sign_and_verify(fastcar: Fastcar, artifact: Path, keys: Keys) -> None:
+    done = fastcar("sign", artifact, "--key", keys.private)
+    assert done.exit_code == 0, done.stderr
+    fields = {line[:10].strip(): line[12:] for line in done.stdout.splitlines()}
+    assert fields["digest"] == digest_of(artifact)
+    assert fields["covers"] == f"{len(FILES) + 1} files"
+    verified = fastcar("verify-signature", artifact, "--key", keys.public)
+    assert (verified.exit_code, verified.stdout) == (0, done.stdout)
+    report = json.loads(fastcar("verify-signature", artifact, "--key", keys.public, "--json").stdout)
+    assert set(report) == {"path", "digest", "by", "signer", "files"}
+    refused = fastcar("verify-signature", artifact, "--key", keys.other_public, "--json")
+    error = json.loads(refused.stdout)["error"]
+    assert (refused.exit_code, error["type"], refused.stderr) == (2, "SignatureError", "")
+
+
+def test_passphrases(fastcar: Fastcar, artifact: Path, tmp_path: Path) -> None:
+    write_key(tmp_path / "key.pem", b"open sesame")
+    (tmp_path / "secret").write_text("open sesame\nanything\n")
+    for options, environment, typed, code in (
+        ((), {}, None, 2),
+        ((), {"FASTCAR_KEY_PASSPHRASE": "open sesame"}, None, 0),
+        (("--passphrase-file", tmp_path / "secret"), {}, None, 0),
+        (("--passphrase-file", tmp_path / "nothing"), {}, None, 2),
+        (("--ask-passphrase",), {}, "open sesame\n", 0),
+        (("--ask-passphrase",), {}, "guess\n", 2),
+    ):
+        words = ("sign", artifact, "--key", tmp_path / "key.pem", *options)
+        done = fastcar(*words, env=environment, input=typed)
+        assert done.exit_code == code, done.output
+        assert "open sesame" not in done.stdout
+
+
+def test_certificates(fastcar: Fastcar, artifact: Path, authority: Authority) -> None:
+    key, certificate = authority.issue("cli")
+    words = ("--key", key, "--certificate", certificate, "--chain", authority.intermediate)
+    assert fastcar("sign", artifact, *words).exit_code == 0
+    words = ("verify-signature", artifact, "--root", authority.root, "--identity")
+    assert fastcar(*words, "release@example.com").exit_code == 0
+    assert fastcar(*words, "nobody").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("sign", "A"), "exactly one of --key and --keyless is needed"),
+        (("sign", "A", "--key", "k", "--keyless"), "exactly one of --key and --keyless is needed"),
+        (("sign", "A", "--key", "k", "--chain", "c"), "--chain is given without --certificate"),
+        (("sign", "A", "--keyless", "--certificate", "c"), "--keyless signs without a key"),
+        (("sign", "A", "--key", "k", "--issuer", "i"), "a key needs no identity"),
+        (("sign", "A", "--key", "k"), "the private key cannot be read"),
+        (("verify-signature", "A"), "nothing is required of the artifact"),
+        (("verify-signature", "A", "--identity", "i"), "an identity is given without who vouches for it"),
+        (("verify-signature", "A", "--issuer", "i"), "a keyless signature needs --identity and --issuer"),
+        (("verify-signature", "A", "--key", "k", "--root", "r"), "--key and --root cannot be given together"),
+        (("verify-signature", "A", "--policy", "p"), "the policy cannot be read"),
+        (("verify-signature", "A", "--digest", "d"), "'d' is no digest of an artifact"),
+        (("run", "A", "--prompt", "1", "--digest", "d"), "'d' is no digest of an artifact"),
+        (("run", "A", "--prompt", "1", "--public-key", "k"), "the artifact has no signature"),
+        (("run", "A", "--prompt", "1", "--policy", "p"), "the policy cannot be read"),
+    ],
+)
+def test_calls_that_are_refused(
+    fastcar: Fastcar, artifact: Path, words: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifact.parent)
+    done = fastcar(*(artifact if word == "A" else word for word in words))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {text}"), done.stderr
+
+
+def test_the_guide_names_options_that_exist(fastcar: Fastcar) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial" / "signing.md").read_text()
+    for command in ("sign", "verify-signature", "run"):
+        known = set(re.findall(r"--[\w-]+", fastcar(command, "--help").stdout))
+        used = {o for line in re.findall(rf"^fastcar {command} .*", text, re.M) for o in re.findall(r"--[\w-]+", line)}
+        assert used
+        assert used <= known

@@ -1,0 +1,336 @@
+"""Signing and verifying: what holds, and what is refused before anything else of the artifact is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import SecretStr
+
+import fastcar_compile as fc
+from fastcar_compile.artifact import digest as digests
+from fastcar_compile.trust import (
+    CertificateSigner,
+    KeylessSigner,
+    SigningCertificate,
+    SigningIdentity,
+    SigningKey,
+)
+from trust.conftest import FILES, Authority, Keys, make_authority, write_artifact, write_key
+
+
+def digest_of(artifact: Path) -> str:
+    return "sha256:" + hashlib.sha256((artifact / "manifest.json").read_bytes()).hexdigest()
+
+
+def model_signing(*words: object) -> subprocess.CompletedProcess[str]:
+    """The library's own command."""
+    command = [sys.executable, "-m", "model_signing", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_signed_artifact_opens_with_the_key_and_not_with_another(artifact: Path, keys: Keys) -> None:
+    before = artifact.stat().st_ino, (artifact / "manifest.json").read_bytes()
+    signed = fc.sign(artifact, keys.private)
+    assert (signed.by, signed.files, signed.digest) == ("key", len(FILES) + 1, digest_of(artifact))
+    assert (artifact.stat().st_ino, (artifact / "manifest.json").read_bytes()) == before
+    assert sorted(p.name for p in artifact.iterdir()) == ["drs", "host", "manifest.json", "signature.json", "weights"]
+    assert [p.name for p in artifact.parent.iterdir()] == ["artifact"]
+    opened = fc.load(artifact, require_signature=keys.public, digest=signed.digest)
+    assert opened.digest == signed.digest
+    assert fc.load(artifact).digest == signed.digest, "a signature nobody asks for is no hindrance"
+    with pytest.raises(fc.SignatureError, match=r"signed with the key sha256:.*, not with the key required, sha256:"):
+        fc.load(artifact, require_signature=keys.other_public)
+    again = fc.sign(artifact, keys.other_private)
+    assert again.signer != signed.signer
+    assert fc.verify_signature(artifact, keys.other_public) == again
+
+
+def test_the_library_itself_accepts_the_folder_and_the_other_way_round(artifact: Path, keys: Keys) -> None:
+    fc.sign(artifact, keys.private)
+    file = artifact / "signature.json"
+    done = model_signing("verify", "key", "--public_key", keys.public, "--signature", file, artifact)
+    assert (done.returncode, done.stdout) == (0, "Verification succeeded\n"), done.stderr
+    file.unlink()
+    done = model_signing("sign", "key", "--private_key", keys.private, "--signature", file, artifact)
+    assert done.returncode == 0, done.stderr
+    assert fc.verify_signature(artifact, keys.public).files == len(FILES) + 1
+
+
+def test_no_file_is_read_twice(artifact: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    fc.sign(artifact, keys.private)
+    opened: list[str] = []
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | Path) and str(artifact) in str(arguments[0]):
+            opened.append(str(Path(arguments[0]).relative_to(artifact)))
+
+    monkeypatch.setattr(digests, "_known", {})
+    sys.addaudithook(note)
+    fc.load(artifact, require_signature=keys.public)
+    assert sorted(opened) == sorted([*FILES, "manifest.json", "signature.json"])
+    opened.clear()
+    monkeypatch.setattr(digests, "_known", {})
+    fc.sign(artifact, keys.private)
+    assert sorted(set(opened)) == sorted([*FILES, "manifest.json", "."])  # its folder is synced
+    assert len(opened) == len(FILES) + 2
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name)
+def test_a_private_key_with_a_passphrase(artifact: Path, tmp_path: Path, curve: ec.EllipticCurve) -> None:
+    write_key(tmp_path / "locked.pem", b"open sesame", curve)
+    with pytest.raises(fc.InputError, match="Password was not given but private key is encrypted"):
+        fc.sign(artifact, tmp_path / "locked.pem")
+    for wrong in ("guess", ""):
+        with pytest.raises(fc.InputError, match=r"the file holds no private key|Password was not given"):
+            fc.sign(artifact, SigningKey(private_key=tmp_path / "locked.pem", passphrase=SecretStr(wrong)))
+    assert not (artifact / "signature.json").exists()
+    fc.sign(artifact, SigningKey(private_key=tmp_path / "locked.pem", passphrase=SecretStr("open sesame")))
+    fc.load(artifact, require_signature=tmp_path / "locked.pub")
+
+
+def test_every_flip_of_manifest_or_signature_is_refused(artifact: Path, keys: Keys) -> None:
+    """Of the manifest with a signature, of the manifest with a digest, and of the signature."""
+    fc.sign(artifact, keys.private)
+    pinned, source = digest_of(artifact), random.Random(1)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("manifest.json", {"require_signature": keys.public}),
+        ("manifest.json", {"digest": pinned}),
+        ("signature.json", {"require_signature": keys.public}),
+    ]
+    for name, required in cases:
+        file = artifact / name
+        data = file.read_bytes()
+        for _ in range(150):
+            changed = bytearray(data)
+            changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
+            file.write_bytes(changed)
+            with pytest.raises(fc.ArtifactError):
+                fc.load(artifact, **required)
+        for _ in range(20):
+            file.write_bytes(data[: source.randrange(len(data))])
+            with pytest.raises(fc.ArtifactError):
+                fc.load(artifact, **required)
+        file.write_bytes(data)
+    fc.load(artifact, require_signature=keys.public, digest=pinned)
+
+
+def test_a_changed_file_is_refused_signed_or_not(artifact: Path, keys: Keys) -> None:
+    fc.sign(artifact, keys.private)
+    (artifact / "host/x/decode.so").write_bytes(b"\x7fELE")
+    requirements: list[dict[str, Any]] = [{}, {"require_signature": keys.public}, {"digest": digest_of(artifact)}]
+    for required in requirements:
+        with pytest.raises(fc.ArtifactError, match=r"host/x/decode\.so: changed"):
+            fc.load(artifact, **required)
+    with pytest.raises(fc.ArtifactError, match=r"host/x/decode\.so: changed"):
+        fc.sign(artifact, keys.private)
+
+
+def test_the_signature_of_another_artifact_is_refused(artifact: Path, keys: Keys, tmp_path: Path) -> None:
+    """Of one with other bytes, with a file less, and with one more."""
+    fewer = dict(list(FILES.items())[:2])
+    for number, files in enumerate((FILES | {"drs/table.bin": b"x"}, fewer, FILES | {"more": b"1"})):
+        other = write_artifact(tmp_path / f"other{number}", files)
+        fc.sign(other, keys.private)
+        (artifact / "signature.json").write_bytes((other / "signature.json").read_bytes())
+        with pytest.raises(fc.SignatureError, match="the signature is not of this artifact as it is") as error:
+            fc.load(artifact, require_signature=keys.public)
+        assert str(artifact / "signature.json") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "the artifact has no signature"),
+        (b"", "the signature is damaged"),
+        (b"{}", "the signature is damaged: mediaType: Field required"),
+        (b"[" * 100_000, "the signature is damaged"),
+        (b"\xff", "the signature is damaged"),
+        (b" " * (16 << 20) + b"{}", "the signature has more than 16777216 bytes"),
+    ],
+    ids=["none", "empty", "object", "deep", "no text", "long"],
+)
+def test_a_file_that_is_no_bundle(artifact: Path, keys: Keys, content: bytes | None, text: str) -> None:
+    if content is not None:
+        (artifact / "signature.json").write_bytes(content)
+    with pytest.raises(fc.SignatureError, match=text):
+        fc.load(artifact, require_signature=keys.public)
+
+
+def test_a_signature_must_be_a_plain_file(artifact: Path, keys: Keys, tmp_path: Path) -> None:
+    fc.sign(artifact, keys.private)
+    file = artifact / "signature.json"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    requirements: list[dict[str, Any]] = [{}, {"require_signature": keys.public}]
+    for required in requirements:
+        with pytest.raises(fc.ArtifactError, match=r"signature\.json|signature cannot be read"):
+            fc.load(artifact, **required)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(fc.ArtifactError, match="the signature is no plain file"):
+        fc.load(artifact, require_signature=keys.public)
+    with pytest.raises(fc.ArtifactError, match=r"signature\.json"):
+        fc.load(artifact)
+
+
+def test_other_content_that_the_key_signed_is_no_signature_of_an_artifact(artifact: Path, keys: Keys) -> None:
+    """A bundle whose cryptography holds and whose statement says something else, or nothing."""
+    from model_signing._signing.sign_ec_key import Signer
+
+    for statement in ({}, [], {"_type": "https://in-toto.io/Statement/v1"}, {"_type": 1, "predicateType": []}):
+        payload: Any = SimpleNamespace(statement=SimpleNamespace(pb=_struct(statement)))
+        bundle = Signer(keys.private).sign(payload)
+        bundle.write(artifact / "signature.json")
+        with pytest.raises(fc.SignatureError, match="the signature is damaged"):
+            fc.load(artifact, require_signature=keys.public)
+
+
+def _struct(value: object) -> object:
+    from google.protobuf import json_format, struct_pb2
+
+    return json_format.Parse(json.dumps(value), struct_pb2.Value())
+
+
+# certificates
+
+
+def signed_with(artifact: Path, authority: Authority, name: str, email: str = "release@example.com") -> None:
+    key, certificate = authority.issue(name, email=email)
+    chain = (authority.intermediate,)
+    fc.sign(artifact, SigningCertificate(private_key=key, certificate=certificate, chain=chain))
+
+
+def test_a_certificate_of_the_root_is_accepted(artifact: Path, authority: Authority, keys: Keys) -> None:
+    signed_with(artifact, authority, "release")
+    for identity in (None, "release", "release@example.com"):
+        report = fc.verify_signature(artifact, CertificateSigner(roots=(authority.root,), identity=identity))
+        assert (report.by, report.signer) == ("certificate", "CN=release")
+    done = model_signing(
+        *("verify", "certificate", "--certificate_chain", authority.root),
+        *("--signature", artifact / "signature.json", artifact),
+    )
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(fc.SignatureError, match=r"signed by release, release@example\.com, not by other@example\.com"):
+        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,), identity="other@example.com"))
+    with pytest.raises(fc.SignatureError, match="signature is of kind certificate, and kind key is required"):
+        fc.load(artifact, require_signature=keys.public)
+
+
+def test_a_certificate_of_another_root_is_refused(artifact: Path, authority: Authority, tmp_path: Path) -> None:
+    other = make_authority(tmp_path)
+    signed_with(artifact, other, "impostor")
+    with pytest.raises(fc.SignatureError, match="not one that the roots vouch for"):
+        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,)))
+
+
+def test_an_expired_certificate(artifact: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = authority.issue("old", days=-2)
+    signer = SigningCertificate(private_key=key, certificate=certificate, chain=(authority.intermediate,))
+    with pytest.raises(fc.InputError, match="the certificate CN=old expired on"):
+        fc.sign(artifact, signer)
+    with monkeypatch.context() as patch:
+        patch.setattr("fastcar_compile.trust.keys.validity_problem", lambda certificate: None)
+        fc.sign(artifact, signer)  # as it was before it expired
+    with pytest.raises(fc.SignatureError, match="the certificate CN=old expired on"):
+        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,)))
+    fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,), accept_expired=True))
+
+
+def test_a_certificate_that_cannot_sign(artifact: Path, authority: Authority, keys: Keys) -> None:
+    _, certificate = authority.issue("sign")
+    with pytest.raises(fc.InputError, match="the certificate is of another key"):
+        fc.sign(artifact, SigningCertificate(private_key=keys.private, certificate=certificate))
+    signer = SigningCertificate(private_key=authority.folder / "intermediate.pem", certificate=authority.intermediate)
+    with pytest.raises(fc.InputError, match="not made for signatures"):
+        fc.sign(artifact, signer)
+
+
+# without a key
+
+
+def test_keyless_signing_says_what_it_lacks(artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(fc.InputError, match="there is no identity to sign with"):
+        fc.sign(artifact, SigningIdentity())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(fc.InputError, match="the file is no trust configuration"):
+        fc.sign(artifact, SigningIdentity(token=SecretStr("x"), trust_config=tmp_path / "config.json"))
+    assert not (artifact / "signature.json").exists()
+
+
+def test_keyless_without_a_network_is_named(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sigstore.errors import TUFError
+    from sigstore.models import ClientTrustConfig
+
+    def unreachable(offline: bool = False) -> ClientTrustConfig:
+        raise TUFError("Failed to refresh TUF metadata")
+
+    monkeypatch.setattr(ClientTrustConfig, "production", unreachable)
+    with pytest.raises(fc.BackendError, match=r"Sigstore cannot be reached: Failed to refresh TUF metadata"):
+        fc.sign(artifact, SigningIdentity(token=SecretStr("x")))
+    bundle = {
+        "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+        "verificationMaterial": {"certificate": {"rawBytes": "AAAA"}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": "e30=",
+            "payloadType": "application/vnd.in-toto+json",
+            "signatures": [{"sig": "AAAA"}],
+        },
+    }
+    (artifact / "signature.json").write_text(json.dumps(bundle))
+    signer = KeylessSigner(identity="a@example.com", issuer="https://example.com")
+    with pytest.raises(fc.BackendError, match="Sigstore cannot be reached"):
+        fc.verify_signature(artifact, signer)
+
+
+# keys that cannot be used
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "the public key cannot be read"),
+        (b"no key", "the file holds no public key in PEM"),
+        (b"-" * (2 << 20), "the public key has more than 1048576 bytes"),
+    ],
+)
+def test_public_keys_that_cannot_be_used(
+    artifact: Path, keys: Keys, tmp_path: Path, content: bytes | None, text: str
+) -> None:
+    fc.sign(artifact, keys.private)
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(fc.InputError, match=text):
+        fc.load(artifact, require_signature=tmp_path / "key")
+
+
+def test_keys_of_another_kind(artifact: Path, keys: Keys, tmp_path: Path) -> None:
+    write_key(tmp_path / "small.pem", curve=ec.SECP256K1())
+    for call in (
+        lambda: fc.sign(artifact, tmp_path / "small.pem"),
+        lambda: fc.verify_signature(artifact, tmp_path / "small.pub"),
+    ):
+        fc.sign(artifact, keys.private)
+        with pytest.raises(fc.InputError, match="the key is of another kind"):
+            call()
+
+
+@pytest.mark.parametrize("value", [3, object(), ["key"], b"key"])
+def test_values_that_are_no_signer(artifact: Path, value: object) -> None:
+    for call in (
+        lambda: fc.sign(artifact, value),  # pyright: ignore[reportArgumentType]
+        lambda: fc.load(artifact, require_signature=value),  # pyright: ignore[reportArgumentType]
+        lambda: fc.load(artifact, policy=value),  # pyright: ignore[reportArgumentType]
+        lambda: fc.load(artifact, digest=value),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(fc.InputError):
+            call()
