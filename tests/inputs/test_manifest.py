@@ -41,6 +41,7 @@ def whole() -> Manifest:
     program = ProgramPart(
         function="decode", check="check_decode", inputs=names["inputs"], params=("w",), outputs=names["outputs"]
     )
+    programs = ProgramsPart(library="host/a.so", decode=program)
     host = HostSection(
         variants=(
             VariantPart(
