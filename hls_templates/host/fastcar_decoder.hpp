@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "fastcar_artifact.hpp"
 #include "fastcar_error.hpp"
 #include "fastcar_program.hpp"
 #include "fastcar_safetensors.hpp"
@@ -66,10 +67,11 @@ typedef std::map<std::string, tvm::ffi::Tensor> Tensors;
 class Library {
 public:
     // Throws Error: the library cannot be loaded, or needs a parameter that `params` does not have.
-    Library(const std::string& artifact, const ProgramSpec& spec, const Tensors& params) : spec_(spec) {
-        const std::string path = artifact + "/" + spec.library;
+    Library(const Artifact& artifact, const ProgramSpec& spec, const Tensors& params) : spec_(spec) {
         try {
-            const tvm::ffi::Module module = tvm::ffi::Module::LoadFromFile(path);
+            // Module::LoadFromFile picks this loader by the ending of a file's name, and the sealed copy has no name.
+            const tvm::ffi::Function load = tvm::ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
+            const tvm::ffi::Module module = load(artifact.library(spec.library).path(), "so").cast<tvm::ffi::Module>();
             const tvm::ffi::Module machine = module->GetFunction("vm_load_executable").value()().cast<tvm::ffi::Module>();
             const int cpu = kDLCPU, device = 0, pooled = 2;
             machine->GetFunction("vm_initialization").value()(cpu, device, pooled);
@@ -77,7 +79,7 @@ public:
             check_ = machine->GetFunction("check").value();
             machine_ = machine;
         } catch (const std::exception& error) {
-            throw Error(std::string("the library cannot be loaded: ") + error.what(), path,
+            throw Error(std::string("the library cannot be loaded: ") + error.what(), artifact.place(spec.library),
                         "use this folder's libraries on the CPU in its name, with the TVM of manifest.json");
         }
         for (const std::string& name : spec.params) {
@@ -117,14 +119,27 @@ private:
 // One video at a time. Inputs are int64 [B, T] tokens, or float32 [B, T, H] of a headless decoder.
 class Decoder {
 public:
-    // Throws Error: a file is missing or damaged. `offload`: decode through the library whose MLPs are on the accelerator.
-    Decoder(const std::string& artifact, const DecoderSpec& spec, bool offload)
+    // `artifact`: check_files was called; it has to outlive the decoder. `offload`: decode through the library whose MLPs are
+    // on the accelerator. Throws Error: a file does not fit the decoder.
+    Decoder(const Artifact& artifact, const DecoderSpec& spec, bool offload)
         : spec_(spec), params_(load_params(artifact, spec, offload)),
           decode_(artifact, offload ? spec.offload : spec.decode, params_), replayed_(0) {
         if (spec.prefill_chunk > 0) {
             prefill_.emplace_back(artifact, spec.prefill, params_);
         }
         reset();
+    }
+
+    // Check the files of an artifact that the decoder uses, all of them before one is loaded. `more`: others, by name.
+    // Throws Error: one is missing or damaged.
+    static void check_files(Artifact& artifact, const DecoderSpec& spec, bool offload,
+                            std::vector<std::string> more = std::vector<std::string>()) {
+        more.push_back(spec.weights);
+        std::vector<std::string> libraries = {offload ? spec.offload.library : spec.decode.library};
+        if (spec.prefill_chunk > 0) {
+            libraries.push_back(spec.prefill.library);
+        }
+        artifact.check(more, libraries);
     }
 
     // Forget everything: caches, chains and position.
@@ -196,8 +211,9 @@ public:
     }
 
 private:
-    static Tensors load_params(const std::string& artifact, const DecoderSpec& spec, bool offload) {
-        Safetensors file(artifact + "/" + spec.weights);
+    static Tensors load_params(const Artifact& artifact, const DecoderSpec& spec, bool offload) {
+        const Mapping& bytes = artifact.data(spec.weights);
+        const Safetensors file(artifact.place(spec.weights), bytes.data(), bytes.bytes());
         Tensors params;
         std::vector<std::string> names = offload ? spec.offload.params : spec.decode.params;
         names.insert(names.end(), spec.prefill.params.begin(), spec.prefill.params.end());
