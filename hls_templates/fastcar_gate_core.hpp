@@ -195,26 +195,18 @@ uint32_t heads_of_row(const word_t* query, uint32_t first, uint32_t query_words,
                       const word_t key[KEY_WORDS], HeadSums sums[HEADS]) {
     FASTCAR_NO_INLINE
     HeadStep step = {{0, 0, 0}, 0};
-    uint32_t word = 0;
-    uint32_t member = 0;
-    uint32_t base = 0;
-    uint32_t head = 0;
+    tas::Place at = {0, 0, 0, 0};
     FASTCAR_BURST(QUERY)
 read_heads:
     for (uint32_t i = 0; i < query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, 65536)
         FASTCAR_BEAT(QUERY, first + i)
-        step = head_step(step, word == 0, query[first + i], key[base + word]);
-        const bool last_word = word + 1 == head_words;
-        const bool last_member = last_word && member + 1 == group;
-        if (last_word) {
-            sums[head] = step.sums;
+        step = head_step(step, at.word == 0, query[first + i], key[at.base + at.word]);
+        if (at.word + 1 == head_words) {
+            sums[at.head] = step.sums;
         }
-        word = last_word ? 0 : word + 1;
-        member = last_member ? 0 : member + (last_word ? 1u : 0u);
-        base += last_member ? head_words : 0;
-        head += last_word ? 1u : 0u;
+        at = tas::next_place(at, head_words, group);
     }
     return step.largest;
 }

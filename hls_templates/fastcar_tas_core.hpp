@@ -85,6 +85,25 @@ struct HeadShape {
     uint32_t key_words;
 };
 
+// Where a row's loop is: `word` of the head, `member` of the group, first word of the key head, query head.
+struct Place {
+    uint32_t word;
+    uint32_t member;
+    uint32_t base;
+    uint32_t head;
+};
+
+// The place of the next word of q. A loop over heads holds one product of its own, and reads its own memories: a step that
+// is passed to one loop would carry a pointer to the weights on chip, which is no argument of a function in hardware.
+inline Place next_place(const Place& at, uint32_t head_words, uint32_t group) {
+    FASTCAR_INLINE
+    const bool last_word = at.word + 1 == head_words;
+    const bool last_member = last_word && at.member + 1 == group;
+    const Place next = {last_word ? 0 : at.word + 1, last_member ? 0 : at.member + (last_word ? 1u : 0u),
+                        at.base + (last_member ? head_words : 0), at.head + (last_word ? 1u : 0u)};
+    return next;
+}
+
 // One row's cached key, in one burst; it is read once for all the query heads that share a key head.
 template <int KEY_WORDS>
 void load_key(const word_t* key, uint32_t first, uint32_t words, word_t buffer[KEY_WORDS]) {
@@ -99,29 +118,22 @@ read_key:
     }
 }
 
-// The exact sum over all query heads of one row. q comes in one burst, a word per clock, and meets the key in the buffer:
-// `word` of the head, `member` of the group, `base` of the key head.
+// The exact sum over all query heads of one row. q comes in one burst, a word per clock, and meets the key in the buffer.
 template <int QUERY_WORDS, int KEY_WORDS>
 int64_t row_sum(const word_t* query, uint32_t first, const HeadShape& shape, const word_t key[KEY_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t head_words = shape.head_words;
     const uint32_t group = shape.group;
     int64_t sum = 0;
-    uint32_t word = 0;
-    uint32_t member = 0;
-    uint32_t base = 0;
+    Place at = {0, 0, 0, 0};
     FASTCAR_BURST(QUERY)
 read_query:
     for (uint32_t i = 0; i < shape.query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, QUERY_WORDS)
         FASTCAR_BEAT(QUERY, first + i)
-        sum = product_step(sum, query[first + i], key[base + word]);
-        const bool last_word = word + 1 == head_words;
-        const bool last_member = last_word && member + 1 == group;
-        word = last_word ? 0 : word + 1;
-        member = last_member ? 0 : member + (last_word ? 1u : 0u);
-        base += last_member ? head_words : 0;
+        sum = product_step(sum, query[first + i], key[at.base + at.word]);
+        at = next_place(at, head_words, group);
     }
     return sum;
 }
@@ -142,23 +154,15 @@ int64_t weighted_row_sum(const word_t* query, uint32_t first, const HeadShape& s
     const uint32_t head_words = shape.head_words;
     const uint32_t group = shape.group;
     int64_t sum = 0;
-    uint32_t word = 0;
-    uint32_t member = 0;
-    uint32_t base = 0;
-    uint32_t head = 0;
+    Place at = {0, 0, 0, 0};
     FASTCAR_BURST(QUERY)
 read_weighted_query:
     for (uint32_t i = 0; i < shape.query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, QUERY_WORDS)
         FASTCAR_BEAT(QUERY, first + i)
-        sum = product_step(sum, weighted_word(query[first + i], weights[head]), key[base + word]);
-        const bool last_word = word + 1 == head_words;
-        const bool last_member = last_word && member + 1 == group;
-        word = last_word ? 0 : word + 1;
-        member = last_member ? 0 : member + (last_word ? 1u : 0u);
-        base += last_member ? head_words : 0;
-        head += last_word ? 1u : 0u;
+        sum = product_step(sum, weighted_word(query[first + i], weights[at.head]), key[at.base + at.word]);
+        at = next_place(at, head_words, group);
     }
     return sum;
 }

@@ -127,6 +127,14 @@ def test_config_and_shard_are_missed_together(damaged: Path) -> None:
     assert "shard model-00001-of-00003.safetensors is missing" in text
 
 
+def test_adapters_are_not_left_out_silently(damaged: Path) -> None:
+    """Beside the weights, and alone as peft saves them."""
+    (damaged / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "the folder has adapters (adapter_config.json)" in problems(damaged)
+    (damaged / "config.json").unlink()
+    assert "no config.json" not in problems(damaged)
+
+
 @pytest.mark.parametrize("index", ["{", '{"weight_map": {"a": "../b.safetensors"}}', "[]"])
 def test_a_malformed_index(damaged: Path, index: str) -> None:
     (damaged / "model.safetensors.index.json").write_text(index)

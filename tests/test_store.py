@@ -12,7 +12,7 @@ import pytest
 from manifests import sections
 
 from fastcar_compile.artifact.files import name_problem
-from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.tensor_files import load_tensors, save_tensors
@@ -34,7 +34,7 @@ def build(path: Path, text: str = "hello\n") -> Path:
 
 def edit_manifest(path: Path, **fields: Any) -> None:
     file = path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    file.write_bytes(sealed({**json.loads(file.read_text()), **fields}))
 
 
 def snapshot(path: Path) -> dict[str, bytes]:
@@ -259,7 +259,7 @@ def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
 def test_schema_version(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
     edit_manifest(path, schema_version=99)
-    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 4"):
+    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 5"):
         read_manifest(path)
 
 
@@ -274,7 +274,7 @@ def test_manifest_problems(tmp_path: Path) -> None:
         read_manifest(path)
     assert "files.a.sha256: String should match pattern" in str(caught.value)
     assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
-    (path / "manifest.json").write_text('{"schema_version": 4,')
+    (path / "manifest.json").write_text('{"schema_version": 5,')
     with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
         read_manifest(path)
 

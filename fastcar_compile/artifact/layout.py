@@ -2,8 +2,8 @@
 
 ```
 manifest.json       typed sections, sha256 and size of every other file
-graph/              before and after the rewrite, as text and as JSON; decoder.onnx
-decoder.onnx        instead, where its weights are the files under weights/
+graph/              before and after the rewrite, as text and as JSON; decoder.onnx; context.onnx with cross-attention
+decoder.onnx        instead, where its weights are the files under weights/; context.onnx too
 weights/            safetensors, packed for the kernels
 host/               one folder of libraries per instruction set; host/src: the C++ host program
 hls/                HLS C++ project
@@ -31,6 +31,9 @@ ONNX_INLINE = "graph/decoder.onnx"
 
 ONNX_EXTERNAL = "decoder.onnx"
 """The ONNX model whose weights are the artifact's weight files. External data must lie below the model's folder."""
+
+ONNX_CONTEXT_INLINE, ONNX_CONTEXT_EXTERNAL = "graph/context.onnx", "context.onnx"
+"""The same of the context's model, beside the decode step's."""
 
 WEIGHTS = "weights/model"
 """Stem of the weight files."""

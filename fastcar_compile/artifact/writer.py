@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +72,18 @@ class ArtifactWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def require_room(self, needed: int) -> None:
+        """Raise unless the file system has so many bytes left. A replaced artifact keeps its room until the end.
+
+        Raises:
+            ArtifactError: it has fewer.
+        """
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            what = f"the artifact needs at least {needed:,} bytes more, and {free:,} are free"
+            hint = "free some space, or choose an output folder on another file system"
+            raise ArtifactError(what, where=str(self.path), hint=hint)
+
     def write_bytes(self, name: str, data: bytes) -> Path:
         """Write one file; return its temporary path."""
         path = self.file(name)
@@ -84,6 +97,8 @@ class ArtifactWriter:
     def write_streamed(self, name: str, tensors: Iterable[str], source: TensorSource) -> dict[str, Placement]:
         """Write one safetensors file, holding one tensor at a time; return where each tensor is in it."""
         self.file(name)
+        tensors = list(tensors)
+        self.require_room(sum(source.spec(tensor).nbytes for tensor in tensors))
         return write_streamed(self.root, name, tensors, source)
 
     def __enter__(self) -> Self:

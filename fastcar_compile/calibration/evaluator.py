@@ -123,6 +123,9 @@ class Evaluator:
         config = program.config
         if config.takes_embeddings or config.vocab_size is None:
             raise InputError("a headless decoder has no likelihood to calibrate on", hint="calibrate it with its head")
+        if config.context is not None:
+            what = "the decoder has cross-attention, and calibration reads videos without their contexts"
+            raise InputError(what, hint="choose thresholds by hand: session.set_threshold(…)")
         if program.prefill is None or config.prefill_chunk > config.tokens_per_frame:
             frame = config.tokens_per_frame
             what = f"calibration runs the prefill graph in chunks of at most one frame ({frame} tokens)"

@@ -142,6 +142,20 @@ def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
     return ids.astype(np.int64)
 
 
+def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
+    """Return a context or its mask from a .npy, .npz or .safetensors file with one array.
+
+    Raises:
+        UserError: no such file, another kind, or not exactly one array.
+    """
+    what = "context mask file" if mask else "context file"
+    existing(path, what)
+    arrays = list(_arrays(path, what).values())
+    if len(arrays) != 1:
+        raise UserError(f"the {what} holds {len(arrays)} arrays", where=str(path), hint="keep one array in the file")
+    return arrays[0]
+
+
 def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
     import numpy as np
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_tokens, require_one
+from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_context, read_tokens, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
 from fastcar_compile.errors import UserError
@@ -70,6 +70,8 @@ def run_command(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens that were there.")] = 1.0,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance of pairs of rows; 1 is none.")] = 1.0,
     negative_prompt: Annotated[str | None, typer.Option(help="The prompt that guidance leads away from.")] = None,
+    context: Annotated[Path | None, typer.Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
+    context_mask: Annotated[Path | None, typer.Option(help="Its tokens that are seen: bool [B, L].")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
@@ -87,6 +89,8 @@ def run_command(
         raise UserError("exactly one of --prompt and --prompt-file is needed", hint="for example --prompt 16")
     require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
     _check_suffixes(output=output, trace=trace)
+    if context_mask is not None and context is None:
+        raise UserError("--context-mask is given without --context", hint="give both, or none of them")
     ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
     limits = None if threshold is None else parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
@@ -99,6 +103,9 @@ def run_command(
         session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)
         if limits is not None:
             session.set_threshold(limits)
+        if context is not None:
+            seen = None if context_mask is None else read_context(context_mask, mask=True)
+            session.set_context(read_context(context, mask=False), seen)
         clock = Clock(num_tokens, show)
         start = time.perf_counter()
         tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock)

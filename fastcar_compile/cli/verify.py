@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fastcar_compile import Artifact
     from fastcar_compile.artifact.manifest import Sections
-    from fastcar_compile.artifact.sections import DecoderConfig
+    from fastcar_compile.artifact.sections import ContextInput, DecoderConfig
     from fastcar_compile.runtime.backends.base import OpenStepper
 
 REFERENCE = "eager"
@@ -199,6 +199,13 @@ def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
     return generator.integers(min(sizes.vocab_size, sizes.token_ids or sizes.vocab_size), size=shape, dtype=np.int64)
 
 
+def random_context(batch: int, context: ContextInput) -> NDArray[Any]:
+    """Return what cross-attention reads, float32 [B, L, C], always the same."""
+    import numpy as np
+
+    return np.random.default_rng(0).standard_normal((batch, context.length, context.size), np.float32)
+
+
 Limits = float | list[float | None] | None
 
 
@@ -212,6 +219,8 @@ def _trace(
     session = loaded.session(backend=backend, record=True, threads=None)
     if limits is not None:
         session.set_threshold(limits)
+    if loaded.config.context is not None:
+        session.set_context(random_context(loaded.config.batch_size, loaded.config.context))
     logits = [np.asarray(session.prefill(inputs[:, :1]), np.float32)]
     for step in range(1, inputs.shape[1]):
         show(f"{name}, {step} of {inputs.shape[1] - 1} steps")

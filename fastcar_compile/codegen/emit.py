@@ -50,6 +50,7 @@ class Build:
 
 def emit_artifact(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram, build: Build) -> None:
     """Write everything below the root of an open writer."""
+    writer.require_room(program.params.nbytes())
     _emit_graphs(writer, program, original)
     build.say("writing the weights")
     places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")

@@ -25,7 +25,7 @@ from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.randomness import check_deterministic
 from fastcar_compile.frontend.structures import check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.program import ContextInput, DecoderConfig, DecoderProgram
 from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
 from fastcar_compile.ir.weights import LazyWeights
 
@@ -96,6 +96,10 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
             arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
         else:
             arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
+        if facts.context_length is not None and facts.context_size is not None:
+            arguments["context"] = torch.zeros(batch, facts.context_length, facts.context_size)
+            if facts.takes_context_mask:
+                arguments["context_mask"] = torch.ones(batch, facts.context_length, dtype=torch.bool)
     implicit = step if isinstance(step, StaticCacheStep) and step.can_be_explicit() else None
     try:
         exported = _exported(step, arguments)
@@ -145,7 +149,28 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
         takes_embeddings=embeddings,
         prefill_chunk=prefill_chunk if chunk is not None else 0,
         embedding_rows=_embedding_rows(tokens),
+        context=_context(graph.graph),
     )
+
+
+def _context(graph: fx.Graph) -> ContextInput | None:
+    """Return the context that the step reads; None: it reads none.
+
+    Raises:
+        CompileError: it is of another shape than a context.
+    """
+    inputs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="placeholder")}
+    found = {name: value for name, value in inputs.items() if name in ("context", "context_mask")}
+    if not found:
+        return None
+    context, mask = found.get("context"), found.get("context_mask")
+    if context is not None and context.dim() == 3 and context.dtype == torch.float32:
+        batch, length, size = (int(d) for d in context.shape)
+        if mask is None or (mask.dtype == torch.bool and tuple(mask.shape) == (batch, length)):
+            return ContextInput(length=length, size=size, masked=mask is not None)
+    given = ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for name, v in found.items())
+    hint = "take context float32 [B, L, C], and with it context_mask bool [B, L] where it has padding"
+    raise CompileError(f"the step takes {given}, which is no context for cross-attention", hint=hint)
 
 
 def _embedding_rows(tokens: fx.Node) -> int | None:

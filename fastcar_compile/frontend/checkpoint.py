@@ -21,6 +21,8 @@ from fastcar_compile.frontend.stored_names import StoredNames
 T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
+ADAPTERS = "adapter_config.json"
+"""peft's file. Transformers then loads more than the weights of the model."""
 FLOATS = ("F32", "BF16", "F16")
 _MEND_CONFIG = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
 _MEND_COPY = "copy the whole folder again, or save it again with model.save_pretrained(folder)"
@@ -176,8 +178,12 @@ def read_skeleton(folder: Path) -> Skeleton:
     """Return the model of config.json without values.
 
     Raises:
-        CompileError: config.json is missing, or cannot be compiled.
+        CompileError: config.json is missing, or cannot be compiled; or the folder has adapters.
     """
+    if (folder / ADAPTERS).exists():
+        what = f"the folder has adapters ({ADAPTERS}), which are not merged into weights that are read from disk"
+        hint = "merge them (peft's merge_and_unload) and save the model, or give the model that peft loaded"
+        raise CompileError(what, where=str(folder / ADAPTERS), hint=hint)
     architecture = _architecture(folder)
     return Skeleton(load_config(folder), architecture, str(folder))
 

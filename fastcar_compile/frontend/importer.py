@@ -21,6 +21,7 @@ from fastcar_compile.ir.rewrite import call, fake_mode_of
 _MADE_BY = "import"
 REASONS = {_MADE_BY: "The capture gives the decode step its position as an input."}
 _POSITION_NAMES = ("cache_position", "position")
+_CONTEXT_NAMES = ("context", "context_mask")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -31,9 +32,10 @@ def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphMod
         exported: one step. wrapper: attribute path of the user's model inside the exported module, "" if it is the
             module itself; it is left out of parameter names and module paths.
 
-    Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1]. Parameters,
-    buffers and constants become `get_attr` nodes, those without values on the meta device; buffer writes stay in place
-    (the normalize-state pass lifts them).
+    Placeholders: `tokens` int64 [B, T] or `inputs_embeds` float32 [B, T, H], then `position` int64 [1], then `context`
+    float32 [B, L, C] and `context_mask` bool [B, L] where the step reads them. Parameters, buffers and constants become
+    `get_attr` nodes, those without values on the meta device; buffer writes stay in place (the normalize-state pass
+    lifts them).
 
     Raises:
         CompileError: the exported program does not follow the step protocol.
@@ -61,6 +63,9 @@ class _Importer:
         position_node = self.graph.placeholder("position")
         start = torch.zeros(1, dtype=torch.int64)
         position_node.meta["val"] = fake_mode_of(self.exported.graph).from_tensor(start, static_shapes=True)
+        for node in (n for n in user if n.name in _CONTEXT_NAMES):
+            self.values[node] = self.graph.placeholder(node.name)
+            self.values[node].meta = dict(node.meta)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and not self._is_user(node) and node.users:
                 self.values[node] = self._attribute(node)
@@ -81,10 +86,11 @@ class _Importer:
         names = [n.name for n in user]
         tokens = [n for n in names if n in TOKEN_NAMES]
         positions = [n for n in names if n in _POSITION_NAMES]
-        if len(tokens) != 1 or len(positions) != 1 or len(names) != 2:
+        others = [n for n in names if n not in (*tokens, *positions, *_CONTEXT_NAMES)]
+        if len(tokens) != 1 or len(positions) != 1 or others:
             raise CompileError(
                 f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
-                f"and one of {list(_POSITION_NAMES)}",
+                f"and one of {list(_POSITION_NAMES)}, and may take {list(_CONTEXT_NAMES)}",
                 where="inputs of the exported program",
                 hint="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
                 "see docs/reference/step_protocol.md",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,12 +19,17 @@ class ModelFacts:
     Attributes:
         tokens_per_frame: tokens. max_seq_len: tokens. hidden_size: H.
         takes_embeddings: the decoder has no token embedding and no head of its own.
+        context_length, context_size: of the context that a plain module's forward takes; None: it takes none.
+        takes_context_mask: its forward takes a mask of the context too.
     """
 
     tokens_per_frame: int | None
     max_seq_len: int | None
     hidden_size: int | None
     takes_embeddings: bool
+    context_length: int | None = None
+    context_size: int | None = None
+    takes_context_mask: bool = False
 
     @classmethod
     def of(cls, model: object) -> ModelFacts:
@@ -34,11 +40,15 @@ class ModelFacts:
             found = [getattr(config, n, None) or getattr(model, n, None) for n in names]
             return next((int(v) for v in found if isinstance(v, int)), None)
 
+        taken = _arguments(model)
         return cls(
             tokens_per_frame=ask("tokens_per_frame"),
             max_seq_len=ask("max_position_embeddings", "max_seq_len"),
             hidden_size=ask("hidden_size"),
             takes_embeddings=_takes_embeddings(model),
+            context_length=ask("context_length") if "context" in taken else None,
+            context_size=ask("context_size") if "context" in taken else None,
+            takes_context_mask="context_mask" in taken,
         )
 
     def require_hidden_size(self) -> int:
@@ -49,6 +59,13 @@ class ModelFacts:
                 hint="set `hidden_size` on the module or on its config",
             )
         return self.hidden_size
+
+
+def _arguments(model: object) -> Collection[str]:
+    """Return the names that a plain module's forward takes."""
+    if not isinstance(model, nn.Module) or is_huggingface(model):
+        return ()
+    return inspect.signature(model.forward).parameters
 
 
 def _takes_embeddings(model: object) -> bool:

@@ -7,7 +7,7 @@ may help to word it; they never decide what compiles.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +16,11 @@ from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.ir.provenance import importable_path
 
 _REPLAY = "replay is defined for attention over a key/value cache and an MLP of two or three linears"
+
+_CONTEXT_HINT = (
+    "set context_length = L and context_size = C on the module, for context float32 [B, L, C], as "
+    "docs/reference/step_protocol.md has it"
+)
 
 
 @dataclass(frozen=True)
@@ -124,13 +129,13 @@ _STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
         "an encoder and a decoder",
         _config_says("is_encoder_decoder"),
         "its decoder attends to what an encoder made of another sequence (cross-attention)",
-        "compile a decoder-only model, or the decoder as a plain module without cross-attention",
+        "compile its decoder as a plain module that takes what the encoder made as `context`",
     ),
     (
         "cross-attention",
         _config_says("add_cross_attention"),
-        "its layers attend to another sequence, which a decode step does not get",
-        "build the model with add_cross_attention=False",
+        "its layers attend to another sequence, which Transformers' static caches do not give a decode step",
+        "write it as a plain module that takes the sequence as `context`, or build it with add_cross_attention=False",
     ),
     (
         "a mixture of experts",
@@ -177,6 +182,7 @@ def check_signature(model: nn.Module) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return
     if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):
+        _check_context(model, taken)
         return
     what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
     hint = (
@@ -185,3 +191,13 @@ def check_signature(model: nn.Module) -> None:
         "masked one, has no such step"
     )
     raise CompileError(what, where=_source(model), hint=hint)
+
+
+def _check_context(model: nn.Module, taken: Collection[str]) -> None:
+    """Raise CompileError where the forward takes a context whose sizes the module does not give."""
+    missing = [name for name in ("context_length", "context_size") if not isinstance(getattr(model, name, None), int)]
+    if "context_mask" in taken and "context" not in taken:
+        raise CompileError("forward takes context_mask, but no context", where=_source(model), hint=_CONTEXT_HINT)
+    if "context" in taken and missing:
+        what = f"forward takes a context, but {type(model).__name__} does not say its {' and '.join(missing)}"
+        raise CompileError(what, where=_source(model), hint=_CONTEXT_HINT)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.sections import AcceleratorSection
@@ -11,14 +12,20 @@ from fastcar_compile.artifact.tensor_files import Array, TensorSpec
 from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.footprint import HOST_RESERVE, capacity
-from fastcar_compile.inspection.models import MemoryBar, MemoryPage, MemoryPiece, TensorLine
+from fastcar_compile.inspection.models import BufferLine, MemoryBar, MemoryPage, MemoryPiece, TensorLine
+
+_CONNECTION = re.compile(r"^sp=(\w+)_1\.(\w+):(\S+)$", re.MULTILINE)
+"""A line of `link.cfg`: kernel, argument, port or banks."""
 
 
-def memory_page(manifest: Manifest, arrays: Mapping[str, Array], layer_of: Mapping[str, int | None]) -> MemoryPage:
+def memory_page(
+    manifest: Manifest, arrays: Mapping[str, Array], layer_of: Mapping[str, int | None], link: str = ""
+) -> MemoryPage:
     """Return the memory map.
 
     Args:
         arrays: every parameter of the rewritten graph. layer_of: parameter -> its layer.
+        link: text of the linker's configuration, which connects the arguments of kernels to memory.
     """
     accelerator = manifest.accelerator
     bars = [_whole(manifest)]
@@ -27,7 +34,7 @@ def memory_page(manifest: Manifest, arrays: Mapping[str, Array], layer_of: Mappi
     state = manifest.decoder.state
     return MemoryPage(
         bars=tuple(bars),
-        buffers=() if accelerator is None else tuple(_buffers(accelerator)),
+        buffers=() if accelerator is None else tuple(_buffers(accelerator, link)),
         state=tuple(
             TensorLine(name=s.name, dtype=s.dtype, shape=s.shape, bytes=s.nbytes, role=str(s.role), layer=s.layer)
             for s in state
@@ -72,13 +79,18 @@ def _banks(manifest: Manifest, accelerator: AcceleratorSection) -> list[MemoryBa
     ]
 
 
-def _buffers(accelerator: AcceleratorSection) -> list[TensorLine]:
-    return [
-        TensorLine(name=a.name, dtype="bytes", shape=(a.bytes,), bytes=a.bytes, role=f"{kernel.name}, {a.kind}")
-        for kernel in accelerator.kernels
-        for a in kernel.arguments
-        if a.kind != "scalar"
-    ]
+def _buffers(accelerator: AcceleratorSection, link: str) -> Iterator[BufferLine]:
+    ports = {(kernel, argument): tag for kernel, argument, tag in _CONNECTION.findall(link)}
+    for kernel in accelerator.kernels:
+        for argument in kernel.arguments:
+            if argument.kind != "scalar":
+                yield BufferLine(
+                    name=argument.name,
+                    kernel=kernel.name,
+                    direction=argument.kind,
+                    port=ports.get((kernel.name, argument.name), ""),
+                    bytes=argument.bytes,
+                )
 
 
 def _weight(name: str, array: Array, layer: int | None) -> TensorLine:

@@ -245,7 +245,7 @@ class MemoryBar(PagePart):
 
 
 class TensorLine(PagePart):
-    """A parameter, a state tensor or a buffer. layer: None outside of the layers."""
+    """A parameter or a state tensor. layer: None outside of the layers."""
 
     name: str
     dtype: str
@@ -255,11 +255,21 @@ class TensorLine(PagePart):
     layer: int | None = None
 
 
+class BufferLine(PagePart):
+    """A buffer that the host gives to a kernel. port: of the memory, or banks of it; "": the linker chooses."""
+
+    name: str
+    kernel: str
+    direction: Literal["in", "out"]
+    port: str
+    bytes: int
+
+
 class MemoryPage(PagePart):
     """Memories, banks, buffers of the kernels, state and parameters."""
 
     bars: tuple[MemoryBar, ...]
-    buffers: tuple[TensorLine, ...]
+    buffers: tuple[BufferLine, ...]
     state: tuple[TensorLine, ...]
     weights: tuple[TensorLine, ...]
 

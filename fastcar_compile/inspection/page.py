@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
+from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import InputError
@@ -20,6 +21,7 @@ from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGrap
 from fastcar_compile.inspection.replay import Decisions, replay_page
 from fastcar_compile.inspection.speed import speed_page
 
+LINK = f"{HLS}/link.cfg"
 STYLES = ("parts.css", "page.css", "graph.css")
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
@@ -71,22 +73,28 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
         speed=speed_page(manifest, decisions),
-        memory=memory_page(manifest, artifact.arrays(), layer_of),
+        memory=memory_page(manifest, artifact.arrays(), layer_of, _link(artifact)),
         files=tuple(FileLine(name=n, bytes=f.size, sha256=f.sha256) for n, f in sorted(manifest.files.items())),
     )
+
+
+def _link(artifact: StoredArtifact) -> str:
+    """Return the linker's configuration; "" of an artifact without kernels."""
+    return (artifact.path / LINK).read_text("utf-8") if LINK in artifact.manifest.files else ""
 
 
 def page_html(data: PageData) -> str:
     """Return the page. Its policy allows the scripts and styles inside of it, and no request.
 
-    Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block.
+    Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block. Half of a
+    surrogate pair, which no encoding has, is escaped too: a name of a file can hold one.
     """
     folder = files("fastcar_compile.inspection") / "static"
     style = "\n".join((folder / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
     text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
     return Template((folder / "page.html").read_text("utf-8")).substitute(
-        data=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
+        data=re.sub("[&<>\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text),
         style=style,
         script=script,
         style_hash=_hash(style),

@@ -164,14 +164,15 @@ def run_pipeline(
             after_each(item)
     if not verify_each:
         verify_program(program, "after the last pass")
-    for module in program.graphs():
+    for module in program.all_graphs():
         module.recompile()
     return program
 
 
 def _fingerprint(program: DecoderProgram) -> tuple[object, ...]:
-    graphs = tuple(_graph_fingerprint(module) for module in program.graphs())
-    signature = (tuple(program.outputs), tuple(program.prefill_outputs), program.config)
+    graphs = tuple(_graph_fingerprint(module) for module in program.all_graphs())
+    names = (program.outputs, program.prefill_outputs, program.context_outputs)
+    signature = (*map(tuple, names), program.config)
     return (*graphs, tuple(program.state), *signature)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.sections.decoder import CONTEXT_ROLES as CONTEXT_ROLES
+from fastcar_compile.artifact.sections.decoder import ContextInput as ContextInput
 from fastcar_compile.artifact.sections.decoder import DecoderConfig as DecoderConfig
 from fastcar_compile.artifact.sections.decoder import Ring as Ring
 from fastcar_compile.artifact.sections.decoder import StateRole as StateRole
@@ -19,13 +21,21 @@ from fastcar_compile.ir.weights import LazyWeights, Parameters
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One named state tensor: an input and an output of the graph under the same name; starts at zero."""
+    """One named state tensor: an input and an output of the graph under the same name; starts at zero.
+
+    A state of the context (`reads_only`) is an input only: the context graph makes it, once per video.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     role: StateRole
     layer: int
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether forwards read the state and never write it."""
+        return self.role in CONTEXT_ROLES
 
     @property
     def nbytes(self) -> int:
@@ -44,9 +54,10 @@ class DecoderProgram:
     Attributes:
         graph_module: torch.fx decode step; placeholders and outputs as in docs/reference/architecture.md.
         prefill: torch.fx prefill chunk over the same key and value caches, or None.
+        context: torch.fx graph from a context to the states that cross-attention reads, or None.
         state: every state tensor of the decode step.
         outputs: names of the decode step's output tuple, in order.
-        prefill_outputs: the same of the prefill chunk.
+        prefill_outputs: the same of the prefill chunk. context_outputs: of the context graph.
         config: sizes and options.
         log: what every pass did, for `explain`.
         reasons: of every pass that ran and of the capture: why it makes nodes.
@@ -62,6 +73,8 @@ class DecoderProgram:
     log: list[str] = field(default_factory=list[str])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     lazy: LazyWeights | None = None
+    context: fx.GraphModule | None = None
+    context_outputs: list[str] = field(default_factory=list[str])
 
     @property
     def sites(self) -> list[LayerSite]:
@@ -75,9 +88,9 @@ class DecoderProgram:
 
     @property
     def params(self) -> Parameters:
-        """Every parameter and constant that the two graphs read, by attribute path."""
+        """Every parameter and constant that the graphs read, by attribute path."""
         found: dict[str, Tensor] = {}
-        for module in self.graphs():
+        for module in self.all_graphs():
             found |= tensor_attributes(module)
         return Parameters(found, self.lazy)
 
@@ -86,6 +99,12 @@ class DecoderProgram:
         yield self.graph_module
         if self.prefill is not None:
             yield self.prefill
+
+    def all_graphs(self) -> Iterator[fx.GraphModule]:
+        """Yield the graphs of `graphs` and, if there is one, the context graph."""
+        yield from self.graphs()
+        if self.context is not None:
+            yield self.context
 
     def state_names(self, *roles: StateRole) -> list[str]:
         """Return the names of the states with one of these roles, of all states without an argument."""

@@ -65,8 +65,8 @@ class MlpSite:
 class LayerSite:
     """One decoder layer: entry -> attention -> residual -> MLP -> exit, where exit adds `residual` and `region_output`.
 
-    `residual` adds entry and attention. Where `parallel` holds, the MLP reads the entry as attention does, and not
-    `residual`; the three are added all the same.
+    `residual` adds entry and attention, and cross-attention where the layer has it. Where `parallel` holds, the MLP
+    reads the entry as attention does, and not `residual`; the three are added all the same.
 
     Before replay is inserted, `region_output` is the MLP's result. Afterwards it is the result of the `cond`, and the
     nodes of `mlp` are those of the compute branch, but for an input that the gate reads too. `replay` is None where the
@@ -202,11 +202,17 @@ def attention_site(node: fx.Node) -> AttentionSite:
 
 
 def entry_of(residual: fx.Node, attention: fx.Node) -> fx.Node:
-    """Return what the residual add joins to attention: the residual stream before the layer."""
+    """Return what the residual add joins to attention: the residual stream before the layer.
+
+    With cross-attention the residual is a second sum, of the first one and of what cross-attention makes of it.
+    """
     layer = layer_of(residual)
     for node in residual.all_input_nodes:
         if layer_of(node) != layer or not _depends_on(node, attention, layer):
             return node
+    for node, other in zip(residual.all_input_nodes, reversed(residual.all_input_nodes), strict=True):
+        if node is not other and is_op(node, aten.add) and _depends_on(other, node, layer):
+            return entry_of(node, attention)
     raise InternalError(f"both operands of {residual.name} depend on {attention.name}")
 
 

@@ -44,6 +44,9 @@ def program_to_text(program: DecoderProgram) -> str:
     if program.prefill is not None:
         lines += ["", "prefill:", *("    " + line for line in graph_to_text(program.prefill).splitlines())]
         lines.append(f"    outputs: {', '.join(program.prefill_outputs)}")
+    if program.context is not None:
+        lines += ["", "context:", *("    " + line for line in graph_to_text(program.context).splitlines())]
+        lines.append(f"    outputs: {', '.join(program.context_outputs)}")
     return "\n".join(lines) + "\n"
 
 

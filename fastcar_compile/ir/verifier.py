@@ -36,7 +36,8 @@ def verify_program(program: DecoderProgram, moment: str) -> None:
     """Check every invariant and report all that fail.
 
     1. Graphs are well formed: operators of ATen and `fastcar::` only, values known, attributes tensors or branches.
-    2. State is paired by name: each is a placeholder and an output of its shape, dtype, layer and role.
+    2. State is paired by name: each is a placeholder and an output of its shape, dtype, layer and role. A state of the
+       context is a placeholder, and an output of the context graph.
     3. Both branches of a `cond` take what it passes, and return what it yields.
     4. Once find-sites ran, every node has a layer, reads no later layer, and each role is there once per layer.
     5. A layer has a gate, facts of the replay and caches, or none of them. With a gate its MLP is in a compute branch.
@@ -51,6 +52,8 @@ def verify_program(program: DecoderProgram, moment: str) -> None:
     if program.prefill is not None:
         problems += _graph_problems(program.prefill, "prefill")
         problems += _layer_problems(program.prefill, program.config.num_layers, "prefill")
+    if program.context is not None:
+        problems += _graph_problems(program.context, "context")
     if problems:
         raise InternalError(f"invalid program {moment}:\n  " + "\n  ".join(problems))
 
@@ -74,11 +77,15 @@ def _signature_problems(program: DecoderProgram) -> Problems:
     nodes = {str(n.target): n for n in program.graph_module.graph.find_nodes(op="placeholder")}
     outputs = output_nodes(program.graph_module.graph)
     results = dict(zip(program.outputs, outputs, strict=False))
+    made = [] if program.context is None else output_nodes(program.context.graph)
+    contexts = dict(zip(program.context_outputs, made, strict=False))
     for spec in program.state:
-        if spec.name not in nodes or spec.name not in results:
-            yield f"state {spec.name} is not both an input and an output of the decode step"
+        made_by = contexts if spec.reads_only else results
+        if spec.name not in nodes or spec.name not in made_by:
+            graph = "decode step, made by the context graph" if spec.reads_only else "decode step"
+            yield f"state {spec.name} is not both an input and an output of the {graph}"
         else:
-            yield from _state_problems(spec, nodes[spec.name], results[spec.name])
+            yield from _state_problems(spec, nodes[spec.name], made_by[spec.name])
     if len(outputs) != len(program.outputs):
         yield f"{len(outputs)} outputs in the graph, {len(program.outputs)} named"
     if len(set(names)) != len(names):

@@ -7,6 +7,7 @@ the eager definitions here. docs/reference/operators.md lists all operators.
 from fastcar_compile.ops import (
     activations,
     attention,
+    context,
     gates,
     linear_bf16,
     offload,
@@ -20,6 +21,7 @@ from fastcar_compile.ops import (
 __all__ = [
     "activations",
     "attention",
+    "context",
     "gates",
     "linear_bf16",
     "offload",

@@ -24,7 +24,7 @@ def to_bfloat16(weight: Tensor) -> tuple[Tensor]:
 
 @dataclass(frozen=True)
 class Bfloat16Weights(Pass):
-    """Store the weights of linears as bfloat16, in both graphs.
+    """Store the weights of linears as bfloat16, in all graphs.
 
     1. Matches `linear(x, w, bias)` whose w is a parameter.
     2. Makes `fastcar.linear_bf16(x, w as bfloat16, bias)`. Weights of a bfloat16 checkpoint keep their bits.
@@ -37,7 +37,7 @@ class Bfloat16Weights(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""
         modified = False
-        for module in program.graphs():
+        for module in program.all_graphs():
             for node in plain_linears(module.graph):
                 operator = torch.ops.fastcar.linear_bf16.default
                 replace_linear(module, node, operator, (SUFFIX,), to_bfloat16, Edit(self.name, program.lazy))

@@ -22,7 +22,7 @@ _IDENTITIES = (aten.alias, aten.detach, aten.lift_fresh_copy, aten.detach_)
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Remove operators that change nothing, in both graphs.
+    """Remove operators that change nothing, in all graphs.
 
     1. Asserts go.
     2. `alias`, `detach`, dropout in inference, and casts and copies to the dtype that is there: their argument stays.
@@ -41,7 +41,7 @@ class Canonicalize(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether anything was removed."""
-        return any([_clean(module) for module in program.graphs()])
+        return any([_clean(module) for module in program.all_graphs()])
 
 
 def _clean(module: fx.GraphModule) -> bool:

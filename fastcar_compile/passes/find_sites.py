@@ -21,7 +21,8 @@ class FindSites(Pass):
 
     A layer matches where
     1. `fastcar.attention` or `fastcar.window_attention` reads a cache that is written in the same step;
-    2. an add joins its result to the residual stream: role `residual`;
+    2. an add joins its result to the residual stream: role `residual`. Where `fastcar.context_attention` follows, it is
+       the add that joins that to the stream;
     3. a later add closes the MLP: one operand is that sum, the other follows from it: role `exit`;
     4. what is between is one region with a single entry and a single exit;
     5. the region holds two or three linears, of which all but the last share their input, and one nonlinearity.

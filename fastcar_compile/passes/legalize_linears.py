@@ -22,7 +22,7 @@ _TRANSPOSES = (aten.t, aten.numpy_T, aten.transpose, aten.permute, aten.mT, aten
 
 @dataclass(frozen=True)
 class LegalizeLinears(Pass):
-    """Write every product with a parameter as a linear, in both graphs.
+    """Write every product with a parameter as a linear, in all graphs.
 
     1. Matches `addmm(bias, x, w)` without factors, `mm(x, w)` and `matmul(x, w)`, where w [K, N] is a parameter or the
        transpose of one, and `linear(x, w.T)`.
@@ -41,7 +41,7 @@ class LegalizeLinears(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a product to rewrite."""
         modified = False
-        for module in program.graphs():
+        for module in program.all_graphs():
             for node in [n for n in module.graph.nodes if _matches(n)]:
                 _replace(module, node, Edit(self.name, program.lazy))
                 modified = True

@@ -33,7 +33,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class MergeAdapters(Pass):
-    """Merge low-rank adapters into the weights of the linears that they stand beside, in both graphs.
+    """Merge low-rank adapters into the weights of the linears that they stand beside, in all graphs.
 
     1. Matches `linear(x, w, bias) + scale * linear(linear(x, a), b)`, in any order of sum and product, where a and b
        are parameters and nothing else reads the parts. That is LoRA as peft writes it, and as anybody else does.
@@ -53,7 +53,7 @@ class MergeAdapters(Pass):
             CompileError: the weights are not in memory.
         """
         modified = False
-        for module in program.graphs():
+        for module in program.all_graphs():
             for node in list(module.graph.nodes):
                 found = _adapter(module, node)
                 if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,16 +16,13 @@ from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
+from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
 from fastcar_compile.passes.patterns.eager_attention import MASKED, AttentionCall, Mask, attention_calls
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 from fastcar_compile.passes.patterns.layouts import free_views
 from fastcar_compile.passes.patterns.table_rows import limit_table_rows
 
 aten = torch.ops.aten
-_VIEWS = (
-    *(aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous),
-    *(aten.repeat, aten.repeat_interleave, aten.transpose, aten.permute, aten.slice),
-)
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,10 @@ class NormalizeState(Pass):
        sliding window in the mask, `fastcar.window_attention`. It may be PyTorch's operator, or written out as product,
        scale, soft-cap, mask, softmax and product.
     3. Each cache becomes the state `key_cache_<l>` or `value_cache_<l>`, in the order of the attentions.
-    4. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
+    4. Attention to what follows from the input `context` alone becomes `fastcar.context_attention`. Its keys, values
+       and mask become states that the graphs only read, `context_key_<l>`, `context_value_<l>` and `context_mask_<l>`.
+       What computes them leaves the graphs: it is the context graph, which runs once per video.
+    5. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
     Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
     are evaluated at several positions. Nothing is inferred from names.
     """
@@ -52,13 +53,18 @@ class NormalizeState(Pass):
         modified = False
         for module in program.graphs():
             if attention_calls(module.graph):
-                state = _Normalizer(module, program.config.max_seq_len).run()
+                normalizer = _Normalizer(module, program.config.max_seq_len)
+                state = normalizer.run()
                 modified = True
                 names = ["logits", *[s.name for s in state]]
                 if module is program.graph_module:
-                    program.state, program.outputs = state, names
+                    program.state, program.outputs = [*normalizer.context.states, *state], names
+                    program.context = normalizer.context_graph
+                    program.context_outputs = [s.name for s in normalizer.context.states]
                 else:
                     program.prefill_outputs = names
+                    if not same_graph(program.context, normalizer.context_graph):
+                        raise CompileError("the prefill chunk reads another context than the decode step")
         return modified
 
 
@@ -69,20 +75,39 @@ class _Normalizer:
         self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
         self._windows: dict[tuple[Mask, int, int], int | str] = {}
+        self.context_graph: fx.GraphModule | None = None
 
     def run(self) -> list[StateSpec]:
         self.functional.run()
         writes = {w.node: w for w in self.functional.writes}
         self._check_indices()
+        self.context = ContextStates(self.module, NormalizeState.name)
         used: list[tuple[CacheWrite, StateRole, int]] = []
-        for layer, site in enumerate(attention_calls(self.graph)):
+        layer = -1
+        for site in attention_calls(self.graph):
+            if self.context.reads(site):
+                self._attempt(lambda site=site, layer=layer: self.context.rewrite(site, layer))
+                continue
+            layer += 1
             used += self._attention(layer, site, writes)
+        if not self.problems:
+            self._attempt(self._take_out_context)
         if self.problems:
             raise CompileError.collect(self.problems)
         state = [self._lift(write, role, layer) for write, role, layer in used]
         self.graph.eliminate_dead_code()
         limit_table_rows(self.graph, self.position, self.max_seq_len + self._tokens() - 1, NormalizeState.name)
         return state
+
+    def _take_out_context(self) -> None:
+        self.context_graph = self.context.finish()
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Run a step, and keep its CompileError for the report of all."""
+        try:
+            step()
+        except CompileError as error:
+            self.problems.append(error)
 
     def _tokens(self) -> int:
         """Tokens of one call."""
@@ -149,23 +174,18 @@ class _Normalizer:
             hint = "attend over the whole written static cache"
         else:
             what = "cross-attention: its keys are a fixed context, which does not follow from the tokens of the step"
-            hint = "put the context in front of the prompt, so that self-attention reads it"
+            hint = "take the context as the input `context` [B, L, C] of forward, or put it in front of the prompt"
         self._problem(site.node, what, hint)
 
     def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: fx.Node) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""
         current = node
         while current not in writes:
-            if not is_op(current, *_VIEWS) and not _is_same(current):
+            if not is_op(current, *HEAD_VIEWS) and not _is_same(current):
                 return None
             current = node_arg(current, 0)
-        batch, heads, rows, dim = shape_of(current)
-        query_heads = shape_of(query)[1]
-        if node is not current:
-            label = torch.arange(batch * heads * rows * dim).view(batch, heads, rows, dim)
-            seen = evaluate(self.module, node, {current: label})
-            if seen is None or not torch.equal(seen, label.repeat_interleave(query_heads // heads, 1)):
-                return None
+        if node is not current and not is_shared(self.module, node, current, shape_of(query)[1]):
+            return None
         return writes[current]
 
     def _window(self, site: AttentionCall, cache: fx.Node) -> int | str:

@@ -14,6 +14,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_class
 from fastcar_compile.runtime.arrays import like, to_numpy
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
+from fastcar_compile.runtime.context import checked_context
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
 from fastcar_compile.runtime.stats import Stats
@@ -77,6 +78,7 @@ class Session:
         self._never = np.inf if gate is None else gate_class(gate).comparison.never
         self._can_replay = [t is not None for t in thresholds]
         self.thresholds = self._filled(thresholds)
+        self._has_context = False
         self._reset()
 
     def __enter__(self) -> Self:
@@ -101,7 +103,7 @@ class Session:
             del self._stepper
 
     def reset(self) -> None:
-        """Clear everything: caches, chains, position and statistics. Thresholds stay.
+        """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
 
         The session is the calling thread's from then on.
 
@@ -157,6 +159,25 @@ class Session:
                 hint = "recompile with a threshold for this layer, or give None"
                 raise InputError(f"layer {layer} was compiled without replay", hint=hint)
         self.thresholds = self._filled(threshold)
+
+    def set_context(self, context: Any, mask: Any = None) -> None:
+        """Set what cross-attention reads, from the next prompt on. Its keys and values are computed here, once.
+
+        Args:
+            context: float32 [B, L, C], such as text embeddings; each row of the batch has its own. A decoder with a
+                context mask takes fewer than L tokens too: the others are hidden.
+            mask: bool [B, L], True where a token of the context is seen; None: all of them are.
+
+        Raises:
+            InputError: the decoder has no cross-attention; wrong dtype or shape; a row without a token to see; or the
+                session already holds tokens, or is another thread's.
+        """
+        with self._guard:
+            if self._position:
+                raise InputError("the session already holds tokens", hint="call reset() before the next context")
+            given = checked_context(self._config, to_numpy(context), None if mask is None else to_numpy(mask))
+            self._stepper.set_context(given.tokens, given.mask)
+            self._has_context = True
 
     def prefill(self, inputs: Any) -> Any:
         """Read a prompt. Prefill never replays.
@@ -270,6 +291,10 @@ class Session:
     def _checked(self, inputs: Any, steps: int | None) -> Array:
         """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
         config = self._config
+        if config.context is not None and not self._has_context:
+            length, size = config.context.length, config.context.size
+            hint = f"call set_context(context) with float32 [{config.batch_size}, {length}, {size}] before the prompt"
+            raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
         if array.dtype != dtype:

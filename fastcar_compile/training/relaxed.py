@@ -130,6 +130,8 @@ class RelaxedDecoder:
         )
         if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
             raise InputError("a headless decoder has no likelihood to train on", hint="train with its head")
+        if program.config.context is not None:
+            raise InputError("the decoder has cross-attention, and training reads videos without their contexts")
         self._parameters = list(model.named_parameters())
         self.rows, self.length, self.frame, self.prompt = rows, length, tokens_per_frame, prompt
         self.program = program

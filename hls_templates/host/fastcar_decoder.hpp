@@ -124,6 +124,10 @@ public:
     Decoder(const Artifact& artifact, const DecoderSpec& spec, bool offload)
         : spec_(spec), params_(load_params(artifact, spec, offload)),
           decode_(artifact, offload ? spec.offload : spec.decode, params_), replayed_(0) {
+        if (spec.cross_attention) {
+            throw Error("the decoder has cross-attention, and this program cannot set its context", "",
+                        "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
+        }
         if (spec.prefill_chunk > 0) {
             prefill_.emplace_back(artifact, spec.prefill, params_);
         }

@@ -127,6 +127,7 @@ def test_page_has_every_part(page_file: Path) -> None:
         assert "Time line of one decode step" in texts["speed"]
         assert "mac_tile" in texts["speed"]
         assert "weight port 0" in texts["memory"]
+        assert re.search(r"weights_3\tHPC0\thost to kernel", texts["memory"])
         assert "2 layers, 5 columns" in str(page.locator("canvas.heat").get_attribute("aria-label"))
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.locator("#theme").click()
@@ -172,23 +173,8 @@ def test_page_switches_between_decode_and_prefill(page_file: Path) -> None:
 
 def test_page_runs_no_text_of_the_artifact(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Every name and text of the artifact holds markup; no part of the page runs it or takes it for elements."""
-    fixed = (
-        "kind",
-        "change",
-        "key",
-        "unit",
-        "group",
-        "inputs",
-        "weights",
-        "branches",
-        "nodes",
-        "outputs",
-        "twin",
-        "id",
-        "branch",
-        "label",
-        "states",
-    )
+    ids = ("id", "inputs", "weights", "branches", "branch", "nodes", "outputs", "twin")
+    fixed = (*ids, "kind", "change", "key", "unit", "group", "label", "states", "direction")
     data = _hostile(page_data(StoredArtifact(compiled[0])).model_dump(mode="json"), fixed)
     file = tmp_path / "page.html"
     file.write_text(page_html(PageData.model_validate(data)), "utf-8")

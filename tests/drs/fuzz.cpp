@@ -64,6 +64,15 @@ Table damaged(Table table) {
 
 typedef std::vector<fastcar::word_t> Words;
 
+// Memory of any bits, NaNs and infinities too; exactly as long as told.
+Words random_words(uint32_t count) {
+    Words words(count);
+    for (uint32_t i = 0; i < count; ++i) {
+        words[i] = fastcar::word_of_bits(random_word(), random_word(), random_word(), random_word());
+    }
+    return words;
+}
+
 struct Answer {
     uint32_t status;
     uint32_t count;
@@ -85,7 +94,7 @@ Answer load(const Table& table, uint32_t* crc) {
 }
 
 Answer decide(uint32_t crc, uint32_t query_words, uint32_t key_words, uint32_t layers, uint32_t capacity) {
-    const Words query(query_words), key(key_words);
+    const Words query = random_words(query_words), key = random_words(key_words);
     const uint32_t count = random_below(5);
     const Words chain(8, fastcar::word_of_bits(count, count, count, count));
     Words result((R_RECORDS + 2 * capacity + 3) / 4);

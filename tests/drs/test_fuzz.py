@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from drs.tables import LIMITS, table_for
 from fastcar_compile.codegen.hls.controller_project import emit_drs
-from fastcar_compile.drs.table import AttentionShape, Status
+from fastcar_compile.drs.builder import GateScore
+from fastcar_compile.drs.table import AttentionShape, GateKind, Status
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
 
 ROUNDS = 20_000
@@ -18,11 +20,19 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
 
+GATES = {
+    "tas": GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None)),
+    "bound": GateScore(GateKind.BOUND, 10, distance_weight=0.1),
+}
+"""Two sets of loops: over heads with and without weights; over the input and over heads."""
+
+
 @pytest.mark.timeout(120)
-def test_damaged_tables_end_within_their_buffers(csim_tools: None, tmp_path: Path) -> None:
-    table = table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3)
+@pytest.mark.parametrize("gate", GATES)
+def test_damaged_tables_end_within_their_buffers(gate: str, csim_tools: None, tmp_path: Path) -> None:
+    table = table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3, gate=GATES[gate])
     (tmp_path / "table.bin").write_bytes(table.to_bytes())
-    for name, text in emit_drs(table, LIMITS).texts.items():
+    for name, text in emit_drs(table, replace(LIMITS, gate=table.gate)).texts.items():
         (tmp_path / name).write_text(text)
     sources = [tmp_path / "fastcar_drs.cpp", Path(__file__).with_name("fuzz.cpp")]
     include = [f"-I{tmp_path}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BATCH, PROMPT, FRAME, LENGTH, CHUNK = 2, 3, 5, 24, 4
 """Rows, tokens of the prompt (fewer than a chunk's), tokens per frame, positions, tokens per prefill call."""
@@ -31,6 +31,7 @@ class Case:
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         warned: the beginning of the compiler's warning; None: there is none.
         refused: a part of the sentence that refuses the model; None where it compiles.
+        context: returns what cross-attention reads, and its mask where it has one.
         prompt: tokens of the prompt. frame: tokens per frame. length: positions of the sequence.
     """
 
@@ -47,6 +48,7 @@ class Case:
     classes: int = 0
     warned: str | None = None
     refused: str | None = None
+    context: Callable[[], tuple[Tensor, ...]] | None = None
     prompt: int = PROMPT
     frame: int = FRAME
     length: int = LENGTH

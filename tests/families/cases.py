@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .case import Case
 from .cosmos import COSMOS
+from .cosmos_video2world import COSMOS_VIDEO2WORLD
 from .llamagen import LLAMAGEN
 from .mineworld import MINEWORLD
 from .plain import PLAIN
@@ -11,4 +12,4 @@ from .rope_cases import ROPE
 from .structure_cases import STRUCTURES
 from .transformers_cases import TRANSFORMERS
 
-CASES: list[Case] = [*TRANSFORMERS, *ROPE, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *PLAIN]
+CASES: list[Case] = [*TRANSFORMERS, *ROPE, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *COSMOS_VIDEO2WORLD, *PLAIN]

@@ -48,7 +48,7 @@ class Run:
 def dense(case: Case, inputs: Tensor) -> Run:
     """Return the model's own logits."""
     with _attention_calls(case.kv):
-        return Run(_forward(case.build(), inputs))
+        return Run(_forward(case, case.build(), inputs))
 
 
 def replayed(case: Case, inputs: Tensor) -> Run:
@@ -58,14 +58,14 @@ def replayed(case: Case, inputs: Tensor) -> Run:
     with _attention_calls(case.kv) as calls:
         for layer, (first, last) in enumerate(_mlps(model, case.mlp)):
             _Layer(case, layer, calls, run).watch(first, last)
-        run.logits = _forward(model, inputs)
+        run.logits = _forward(case, model, inputs)
     return run
 
 
-def _forward(model: nn.Module, inputs: Tensor) -> Tensor:
+def _forward(case: Case, model: nn.Module, inputs: Tensor) -> Tensor:
     with torch.inference_mode():
         if not isinstance(model, PreTrainedModel):
-            return model(inputs, torch.arange(inputs.shape[1]))
+            return model(inputs, torch.arange(inputs.shape[1]), *(case.context() if case.context else ()))
         model.float().set_attn_implementation("eager" if _has_eager(model) else "sdpa")
         if inputs.is_floating_point():
             return model(inputs_embeds=inputs, use_cache=False).last_hidden_state

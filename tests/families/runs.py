@@ -62,9 +62,8 @@ def rewritten(case: Case) -> Session:
     program = capture(case.build(), prefill_chunk=CHUNK, **sizes)
     run_pipeline(program, analysis_pipeline())
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
-    stepper = EagerStepper(
-        program.graph_module, program.outputs, program.prefill, program.prefill_outputs, program.state, CHUNK
-    )
+    graphs = (program.graph_module, program.outputs, program.prefill, program.prefill_outputs)
+    stepper = EagerStepper(*graphs, program.state, CHUNK, context=program.context)
     thresholds = replay.thresholds(len(program.sites))
     return Session(stepper, program.config, thresholds, record=True, gate=case.gate)
 
@@ -72,6 +71,8 @@ def rewritten(case: Case) -> Session:
 def decode(session: Session, case: Case, inputs: Tensor) -> Tensor:
     """Return the logits [B, T, V] from the prompt's last token on."""
     session.reset()
+    if case.context is not None:
+        session.set_context(*case.context())
     out = [session.prefill(inputs[:, : case.prompt])]
     return torch.stack(out + [session.step(inputs[:, i]) for i in range(case.prompt, case.length)], 1)
 

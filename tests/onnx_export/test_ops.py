@@ -81,6 +81,19 @@ def test_attention_sees_the_filled_part_only(path: Path, position: int, dtype: t
     torch.testing.assert_close(actual, fastcar.attention(*tensors, 0.4))
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_attention_to_a_context(path: Path, steps: int) -> None:
+    mask = torch.where(torch.rand(2, 1, 1, 7) < 0.5, torch.finfo(torch.float32).min, 0.0)
+    tensors = (torch.randn(2, 6, steps, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8))
+    for given, softcap in ((None, None), (mask, 0.7)):
+
+        def call(*args: Tensor, given: Tensor | None = given, softcap: float | None = softcap) -> Tensor:
+            return fastcar.context_attention(*args[:3], 0.4, args[3] if given is not None else None, softcap)
+
+        inputs = tensors if given is None else (*tensors, given)
+        torch.testing.assert_close(run_onnx(call, inputs, (), path), call(*inputs))
+
+
 @pytest.mark.parametrize(("position", "heads"), [(2, 6), (7, 2), (8, 4)])
 def test_tas(path: Path, position: int, heads: int) -> None:
     tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))

@@ -10,6 +10,9 @@ from fastcar_compile.artifact.sections.accelerator import (
 from fastcar_compile.artifact.sections.base import Part, Section
 from fastcar_compile.artifact.sections.decoder import (
     ATTENTION_ROLES,
+    CONTEXT_ROLES,
+    REPLAY_ROLES,
+    ContextInput,
     DecoderConfig,
     DecoderSection,
     Ring,
@@ -23,10 +26,13 @@ from fastcar_compile.artifact.sections.pipeline import PipelineSection
 
 __all__ = [
     "ATTENTION_ROLES",
+    "CONTEXT_ROLES",
+    "REPLAY_ROLES",
     "AcceleratorSection",
     "ArgumentPart",
     "AttentionPart",
     "BoardPart",
+    "ContextInput",
     "DecoderConfig",
     "DecoderSection",
     "DesignPart",

@@ -21,10 +21,19 @@ class StateRole(StrEnum):
     MLP_CACHE = "mlp_cache"
     GATE_CACHE = "gate_cache"
     CHAIN_COUNT = "chain_count"
+    CONTEXT_KEY = "context_key"
+    CONTEXT_VALUE = "context_value"
+    CONTEXT_MASK = "context_mask"
 
 
 ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
-"""The state that prefill writes. Every other role belongs to replay."""
+"""The state that prefill writes."""
+
+CONTEXT_ROLES = (StateRole.CONTEXT_KEY, StateRole.CONTEXT_VALUE, StateRole.CONTEXT_MASK)
+"""The state that forwards only read: what cross-attention sees of the context. The context graph writes it."""
+
+REPLAY_ROLES = (StateRole.MLP_CACHE, StateRole.GATE_CACHE, StateRole.CHAIN_COUNT)
+"""The state that belongs to replay."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -53,6 +62,18 @@ class Ring:
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ContextInput:
+    """The context that cross-attention reads: float32 [B, length, size], the same for a whole video.
+
+    masked: the decoder takes a mask bool [B, length] too, True where a token of the context is seen.
+    """
+
+    length: int
+    size: int
+    masked: bool
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class DecoderConfig:
     """Sizes and options that fix the graph.
 
@@ -67,6 +88,7 @@ class DecoderConfig:
         ring: sparse attention; None: attention to all positions, over caches of S rows.
         embedding_rows: token ids that the embedding has, where their number is known: more than V where a prefix of
             classes or text has ids of its own.
+        context: what cross-attention reads; None: there is no cross-attention.
     """
 
     batch_size: int
@@ -79,6 +101,7 @@ class DecoderConfig:
     prefill_chunk: int
     ring: Ring | None = None
     embedding_rows: int | None = None
+    context: ContextInput | None = None
 
     @property
     def token_ids(self) -> int | None:
@@ -93,6 +116,8 @@ class DecoderConfig:
 
 class State(Part):
     """One state tensor: an input and an output of the graph under the same name. It starts at zero.
+
+    A state of the context is an input only.
 
     Args:
         dtype: a name of `formats.dtypes`.
@@ -127,6 +152,7 @@ class DecoderSection(Section):
 
     Args:
         outputs: names of the decode step's results, in order. prefill_outputs: the same of the prefill chunk.
+        context_outputs: the states that the context graph makes, in order.
         weight_bytes: bytes of all parameters.
     """
 
@@ -135,4 +161,5 @@ class DecoderSection(Section):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     prefill_outputs: tuple[str, ...]
+    context_outputs: tuple[str, ...] = ()
     weight_bytes: int

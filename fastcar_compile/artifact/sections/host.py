@@ -19,15 +19,17 @@ class ProgramsPart(Part):
 
     Args:
         prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
+        context: makes the states that cross-attention reads; None: there is no cross-attention.
     """
 
     decode: ProgramPart
     prefill: ProgramPart | None = None
     offload: ProgramPart | None = None
+    context: ProgramPart | None = None
 
     def named(self) -> dict[str, ProgramPart]:
         """Return the programs that exist, by name."""
-        found = {"decode": self.decode, "prefill": self.prefill, "offload": self.offload}
+        found = {"decode": self.decode, "prefill": self.prefill, "offload": self.offload, "context": self.context}
         return {name: program for name, program in found.items() if program is not None}
 
 

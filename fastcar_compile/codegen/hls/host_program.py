@@ -10,7 +10,7 @@ import torch
 from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
-from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
+from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.probe_project import probe_word_bytes
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.targets import Target
 
 ACCELERATOR_SOURCES = (
@@ -30,7 +30,6 @@ ACCELERATOR_SOURCES = (
     "fastcar_xrt.hpp",
 )
 
-_ATTENTION = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -85,7 +84,7 @@ def host_sources(
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
-            {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role not in _ATTENTION}
+            {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role in REPLAY_ROLES}
             for s in program.state
         ],
     )

@@ -40,6 +40,19 @@ def attention(
     return op.Reshape(out, ints(batch, heads, 1, dim))
 
 
+def context_attention(
+    query: Value, keys: Value, values: Value, scale: float, mask: Value | None = None, softcap: float | None = None
+) -> Value:
+    """Return softmax attention to all tokens of a context."""
+    batch, heads, steps, dim = shape(query)
+    kv_heads = shape(keys)[1]
+    grouped = op.Reshape(op.Mul(query, floats(scale)), ints(batch, kv_heads, heads // kv_heads * steps, dim))
+    logits = capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
+    if mask is not None:
+        logits = op.Add(logits, mask)
+    return op.Reshape(op.MatMul(op.Softmax(logits, axis=-1), values), ints(batch, heads, steps, shape(values)[3]))
+
+
 def earlier_key(query: Value, key_cache: Value, position: Value, stride: int) -> tuple[Value, Value]:
     """Return the key one frame earlier for every group of query heads, [B, Hkv, 1, D], and the query grouped alike."""
     batch, heads, _, dim = shape(query)

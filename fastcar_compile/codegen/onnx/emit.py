@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from fastcar_compile.artifact.layout import ONNX_EXTERNAL, ONNX_INLINE
+from fastcar_compile.artifact.layout import (
+    ONNX_CONTEXT_EXTERNAL,
+    ONNX_CONTEXT_INLINE,
+    ONNX_EXTERNAL,
+    ONNX_INLINE,
+)
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.onnx.export import export_onnx
@@ -13,12 +18,17 @@ EXTERNAL_DATA_FROM = 1 << 26
 
 
 class OnnxEmitter:
-    """Writes the decode step as one ONNX model."""
+    """Writes the decode step as one ONNX model, and with cross-attention the context graph as a second one."""
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection:
         """Write the model; see Emitter.emit."""
         context.say("exporting to ONNX")
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE
-        export_onnx(program, context.writer.file(model), context.places if external else None)
-        return OnnxSection(model=model)
+        places = context.places if external else None
+        export_onnx(program, context.writer.file(model), places)
+        if program.context is None:
+            return OnnxSection(model=model)
+        second = ONNX_CONTEXT_EXTERNAL if external else ONNX_CONTEXT_INLINE
+        export_onnx(program, context.writer.file(second), places, context=True)
+        return OnnxSection(model=model, context=second)

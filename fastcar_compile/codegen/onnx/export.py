@@ -25,6 +25,7 @@ from fastcar_compile.codegen.onnx.segments import DOMAIN, segment_functions
 from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.modules import tensor_attributes
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import output_nodes
@@ -43,29 +44,43 @@ _TYPES = {
 }
 
 
-def export_onnx(program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None) -> None:
+def export_onnx(
+    program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None, *, context: bool = False
+) -> None:
     """Write the decode step as ONNX, checked by onnx.checker. Same program, same bytes.
 
     Args:
         program: the rewritten program. path: the .onnx file.
         places: where each parameter's bytes are, relative to the folder of `path`; None: write them into the file,
             which must then stay below protobuf's 2 GiB.
+        context: write the context graph instead.
 
     Raises:
         CompileError: operators that have no ONNX translation.
     """
-    builder = _Builder(program, places)
+    module, outputs = program.graph_module, program.outputs
+    if context and program.context is not None:
+        module, outputs = program.context, program.context_outputs
+    builder = _Builder(program, module, outputs, places)
     try:
         proto = builder.model()
     except torch.onnx.errors.OnnxExporterError as error:
-        raise _export_error(program.graph_module, error) from error
+        raise _export_error(module, error) from error
     onnx.save(proto, str(path))
     onnx.checker.check_model(str(path), full_check=True)
 
 
 class _Builder:
-    def __init__(self, program: DecoderProgram, places: Mapping[str, Placement] | None) -> None:
-        self.program, self.places, self.params = program, places, program.params
+    def __init__(
+        self,
+        program: DecoderProgram,
+        module: fx.GraphModule,
+        outputs: Sequence[str],
+        places: Mapping[str, Placement] | None,
+    ) -> None:
+        self.program, self.module, self.outputs = program, module, outputs
+        self.places, self.params = places, program.params
+        self.kind = "context" if module is program.context else "decoder"
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[TensorProto] = []
         self.functions: list[onnx.FunctionProto] = []
@@ -73,16 +88,17 @@ class _Builder:
 
     def model(self) -> onnx.ModelProto:
         """The whole model."""
-        module = self.program.graph_module
-        states = set(self.program.state_names())
-        names = [OnnxSection.output_name(n) if n in states else n for n in self.program.outputs]
-        returned = list(zip(names, output_nodes(module.graph), strict=True))
+        module = self.module
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        taken = {str(n.target) for n in placeholders}
+        names = [OnnxSection.output_name(n) if n in taken else n for n in self.outputs]
+        returned = list(zip(names, output_nodes(module.graph), strict=True))
         self.values |= {n: str(n.target) for n in placeholders}
         for name, node in returned:
             if node.op == "call_function":
                 self.values.setdefault(node, name)
-        for name in self.params:
+        read = tensor_attributes(module)
+        for name in (name for name in self.params if name in read):
             self._parameter(name, self.params.spec(name))
         self._calls(segment(module))
         for name, node in returned:
@@ -91,7 +107,7 @@ class _Builder:
         notes = value_notes(self.program)
         inputs = [_info(str(n.target), n, notes) for n in placeholders]
         outputs = [_info(name, node, notes) for name, node in returned]
-        graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.initializers)
+        graph = helper.make_graph(self.nodes, self.kind, inputs, outputs, self.initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
         known = {o.domain for o in opsets}
         domains = {o.domain: o for f in self.functions for o in f.opset_import if o.domain not in known}
@@ -103,7 +119,7 @@ class _Builder:
             producer_version=producer_versions()[PRODUCER],
             ir_version=IR_VERSION,
         )
-        model_notes(model, self.program.config)
+        model_notes(model, self.kind, self.program.config)
         return model
 
     def _calls(self, segments: Sequence[Segment]) -> None:

@@ -37,6 +37,8 @@ _VALUES = {
     "tokens": "token ids of this step, one per row",
     "inputs_embeds": "embeddings of this step, one per row",
     "position": "position of the token in the sequence",
+    "context": "what cross-attention reads, such as text embeddings",
+    "context_mask": "true where a token of the context is seen",
     "step": "number of the decode forward, from 0",
     "thresholds": "replay threshold of every layer",
     "logits": "logits, or hidden states of a decoder without a head",
@@ -46,11 +48,18 @@ _VALUES = {
 """What the inputs and outputs that are no state mean."""
 
 
-def model_notes(model: onnx.ModelProto, config: DecoderConfig) -> None:
-    """Note what the model is and its sizes, which a reader of the file alone would not know."""
-    model.doc_string = (
-        "One decode step of an autoregressive video decoder. A state goes in by its name and comes out as NAME_out."
-    )
+_KINDS = {
+    "decoder": "One decode step of an autoregressive video decoder. A state goes in by its name and comes out as "
+    "NAME_out.",
+    "context": "What an autoregressive video decoder reads of a context, once per video. Its results are inputs of the "
+    "decode step.",
+}
+"""What a model is."""
+
+
+def model_notes(model: onnx.ModelProto, kind: str, config: DecoderConfig) -> None:
+    """Note what the model of that kind is and its sizes, which a reader of the file alone would not know."""
+    model.doc_string = _KINDS[kind]
     fields = dataclasses.asdict(config)
     helper.set_model_props(model, {k: str(v) for k, v in fields.items() if isinstance(v, int) and v is not None})
 

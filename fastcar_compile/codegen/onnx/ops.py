@@ -16,6 +16,7 @@ Definition = Callable[..., Value]
 _DEFINITIONS: tuple[Definition, ...] = (
     attention.cache_write,
     attention.attention,
+    attention.context_attention,
     attention.tas,
     window.ring_row,
     window.limit,

@@ -69,9 +69,13 @@ class TvmEmitter:
         programs = {"decode": (program.graph_module, program.outputs)}
         if program.prefill is not None:
             programs["prefill"] = (program.prefill, program.prefill_outputs)
+        if program.context is not None:
+            programs["context"] = (program.context, program.context_outputs)
         if context.section(AcceleratorSection) is not None:
             # Graphs are copied, weights are not.
-            host = copy.deepcopy(program, {id(t): t for g in program.graphs() for t in tensor_attributes(g).values()})
+            host = copy.deepcopy(
+                program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
+            )
             run_pipeline(host, offload_pipeline(context.options.offload))
             programs["offload"] = (host.graph_module, host.outputs)
         first = context.variants[0]

@@ -59,6 +59,11 @@ def reshape(value: relax.Expr, shape: Shape) -> relax.Expr:
     return relax.op.reshape(value, cast(Any, shape))
 
 
+def broadcast(value: relax.Expr, shape: Shape) -> relax.Expr:
+    """Return the value repeated to a shape."""
+    return relax.op.broadcast_to(value, cast(Any, shape))
+
+
 def block(bindings: Sequence[relax.Binding]) -> relax.BindingBlock:
     """Return a block of statements."""
     return relax.BindingBlock(list(bindings))

@@ -96,8 +96,33 @@
     );
   }
 
+  /* What the host gives to a kernel and takes from it, and over which port of the memory. */
+  function buffers(lines) {
+    if (!lines.length) return null;
+    const words = { in: "host to kernel", out: "kernel to host" };
+    const rows = lines.map((line) => [
+      el("code", {}, line.name),
+      line.port || "the linker chooses",
+      words[line.direction],
+      line.kernel,
+      page.bytes(line.bytes),
+    ]);
+    const columns = [
+      ["buffer", ""],
+      ["port or banks", ""],
+      ["direction", ""],
+      ["kernel", ""],
+      ["bytes of a call, at most", "number"],
+    ];
+    return page.card(
+      "Buffers of the kernels",
+      "What the host gives to a kernel and takes from it, and the port of the memory that each is connected to.",
+      page.table("Buffers of the kernels", columns, rows),
+    );
+  }
+
   page.addTab("memory", "Memory", (panel) => {
-    const { bars, buffers, state, weights } = page.data.memory;
+    const { bars, state, weights } = page.data.memory;
     const [whole, ...banks] = bars;
     panel.append(
       page.card(
@@ -116,7 +141,7 @@
       );
     for (const card of [
       tensors("State", "Kept from step to step. A star stands for the number of the layer.", state),
-      tensors("Buffers of the kernels", "What the host gives to a kernel and takes from it.", buffers),
+      buffers(page.data.memory.buffers),
       tensors("Parameters", "Of the rewritten graph. A star stands for the number of the layer.", weights),
     ])
       if (card) panel.append(card);

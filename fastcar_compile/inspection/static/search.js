@@ -4,7 +4,8 @@
   "use strict";
   const { el } = page;
   const MOST = 80;
-  const MOST_GROUPS = 4;
+  const MOST_GROUPS = 2; // of each kind
+  const KINDS = { state: "state", input: "input", weight: "parameter" };
   let texts = null;
   let parts = null;
   let active = -1;
@@ -52,10 +53,10 @@
       (entry) => (layer === null || entry.node.layer === layer) && words.every((word) => entry.text.includes(word)),
     );
     parts ??= groups();
-    const above =
-      layer === null
-        ? parts.filter((part) => words.every((word) => part.text.includes(word))).slice(0, MOST_GROUPS)
-        : [];
+    const fits = parts.filter((part) => words.every((word) => part.text.includes(word)));
+    const above = ["pass", "module", "line"].flatMap((kind) =>
+      layer === null ? fits.filter((part) => part.kind === kind).slice(0, MOST_GROUPS) : [],
+    );
     const rank = ({ node, side }) =>
       (node.id.toLowerCase() === words[0] ? 0 : words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2) +
       (side === "before" && node.change === "kept" ? 4 : 0) +
@@ -77,7 +78,7 @@
     const note = [step, side, place, node.made_by || node.module].filter(Boolean).join(" · ");
     return [
       el("span", { class: `dot ${node.change}`, "aria-hidden": "true" }),
-      el("strong", {}, page.stem(node.op)),
+      el("strong", {}, KINDS[node.kind] ?? page.stem(node.op)),
       el("code", {}, node.id),
       el("span", { class: "muted" }, note),
     ];

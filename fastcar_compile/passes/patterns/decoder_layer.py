@@ -84,6 +84,7 @@ class _Matcher:
 
     def match(self) -> LayerMatch:
         residual, entry = self._residual_add()
+        residual = self._after_context(residual)
         exit_add, output = self._closing_add(residual, entry)
         region = self._region(self._start(residual, entry, output), output)
         linears = [n for n in region if is_op(n, aten.linear)]
@@ -105,6 +106,16 @@ class _Matcher:
             if value_of(outside[0]).dim() == 3 and outside[0].op != "get_attr":
                 return node, outside[0]
         raise self._error(self.attention, "its output joins no residual add", "a residual add after attention")
+
+    def _after_context(self, residual: fx.Node) -> fx.Node:
+        """The last add that joins cross-attention to the stream; the residual where there is none."""
+        for node in self.window:
+            others = [a for a in node.all_input_nodes if a is not residual]
+            if not is_op(node, aten.add) or residual not in node.all_input_nodes or len(others) != 1:
+                continue
+            if any(is_op(n, fastcar.context_attention) for n in between(residual, others[0])):
+                residual = node
+        return residual
 
     def _closing_add(self, residual: fx.Node, entry: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The add whose one operand is the residual, and whose other is an MLP of it or of the layer's entry."""

@@ -52,7 +52,18 @@ class Stepper(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Set every state to zero."""
+        """Set every state but the context's to zero."""
+
+    def set_context(self, context: Array, mask: Array | None) -> None:
+        """Compute the states that cross-attention reads. `reset` keeps them.
+
+        Args:
+            context: float32 [B, L, C]. mask: bool [B, L]; None: the decoder takes none.
+
+        Raises:
+            BackendError: the backend has no cross-attention.
+        """
+        raise BackendError(f"{type(self).__name__} has no cross-attention", hint="use the backend cpu or onnxruntime")
 
     @abstractmethod
     def prefill(self, inputs: Array, position: int) -> Array:

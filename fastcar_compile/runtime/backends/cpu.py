@@ -12,13 +12,13 @@ import numpy as np
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import (
-    ATTENTION_ROLES,
+    CONTEXT_ROLES,
+    REPLAY_ROLES,
     DecoderConfig,
     DecoderSection,
     HostSection,
     ProgramPart,
     ProgramsPart,
-    StateRole,
 )
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
@@ -26,8 +26,6 @@ from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.threads import thread_count, use_threads
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
-
-_REPLAY_ROLES = [role for role in StateRole if role not in ATTENTION_ROLES]
 
 
 @dataclass(frozen=True)
@@ -151,6 +149,17 @@ class _Feeds:
         self.arrays["position"][0] = position
 
 
+def _context_inputs(config: DecoderConfig) -> dict[str, Array]:
+    """Return memory for what the context program takes, by name."""
+    context = config.context
+    assert context is not None
+    shape = (config.batch_size, context.length)
+    found: dict[str, Array] = {"context": aligned(np.zeros((*shape, context.size), np.float32))}
+    if context.masked:
+        found["context_mask"] = aligned(np.zeros(shape, np.bool_))
+    return found
+
+
 class CpuStepper(Stepper):
     """Decode and prefill through the artifact's TVM libraries.
 
@@ -177,9 +186,11 @@ class CpuStepper(Stepper):
     ) -> None:
         self._threads = thread_count(threads)
         use_threads(self._threads)
-        self._config, self._state = decoder.config, StateArena(decoder.state)
+        self._config = decoder.config
+        self._state = StateArena([s for s in decoder.state if s.role not in CONTEXT_ROLES])
+        self._context_state = StateArena([s for s in decoder.state if s.role in CONTEXT_ROLES])
         known = {name: adopt(value) for name, value in params.items()}
-        known |= {name: adopt(value) for name, value in self._state.arrays.items()}
+        known |= {name: adopt(value) for name, value in (self._state.arrays | self._context_state.arrays).items()}
         self._step, self._chunk = _Feeds(self._config, 1), _Feeds(self._config, self._config.prefill_chunk)
         root, programs = libraries.root, libraries.programs.named()
         step = programs[decode]
@@ -188,10 +199,27 @@ class CpuStepper(Stepper):
         if (chunk := libraries.programs.prefill) is not None:
             self._prefill = _Program(root / chunk.library, chunk, known | self._chunk.tensors)
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
+        self._context, self._given = None, dict[str, Array]()
+        if (program := libraries.programs.context) is not None:
+            self._given = _context_inputs(self._config)
+            inputs = {name: adopt(array) for name, array in self._given.items()}
+            self._context = _Program(root / program.library, program, known | inputs)
 
     def reset(self) -> None:
-        """Set every state to zero."""
+        """Set every state but the context's to zero."""
         self._state.clear()
+
+    def set_context(self, context: Array, mask: Array | None) -> None:
+        """Compute the states that cross-attention reads; see Stepper.set_context."""
+        assert self._context is not None
+        use_threads(self._threads)
+        self._given["context"][...] = context
+        if mask is not None:
+            self._given["context_mask"][...] = mask
+        arrays = self._context_state.arrays
+        for array, made in zip(arrays.values(), self._context(*arrays), strict=True):
+            assert made is not None
+            array[...] = made
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one prefill chunk; see Stepper.prefill.
@@ -199,7 +227,7 @@ class CpuStepper(Stepper):
         Without a prefill graph this is decode forward number 0, after which the replay state of slot 0 is put back.
         """
         if self._prefill is None:
-            with self._state.kept(_REPLAY_ROLES, slot=0):
+            with self._state.kept(REPLAY_ROLES, slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)
         self._chunk.set(inputs, position)

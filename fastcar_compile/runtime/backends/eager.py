@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 import fastcar_compile.ops as _ops  # registers the operators  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import ATTENTION_ROLES
+from fastcar_compile.artifact.sections import REPLAY_ROLES
 from fastcar_compile.ir.modules import placeholder_names
 from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.ir.program_json import read_program
@@ -36,6 +36,7 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> EagerStep
         program.prefill_outputs,
         program.state,
         program.config.prefill_chunk,
+        context=program.context,
     )
 
 
@@ -60,12 +61,16 @@ class EagerStepper(Stepper):
         prefill_outputs: Sequence[str],
         state: Sequence[StateSpec],
         prefill_chunk: int,
+        *,
+        context: fx.GraphModule | None = None,
     ) -> None:
         self._decode, self._outputs = decode, list(outputs)
         self._prefill, self._prefill_outputs = prefill, list(prefill_outputs)
-        self._specs = list(state)
+        self._context = context
+        self._specs = [s for s in state if not s.reads_only]
+        self._context_state = {s.name: s.zeros() for s in state if s.reads_only}
         self.prefill_chunk = prefill_chunk if prefill is not None else 1
-        self._inputs = {id(g): placeholder_names(g) for g in (decode, prefill) if g is not None}
+        self._inputs = {id(g): placeholder_names(g) for g in (decode, prefill, context) if g is not None}
         self.reset()
 
     def perturb(self, seed: int) -> None:
@@ -79,15 +84,25 @@ class EagerStepper(Stepper):
                     value.data = moved.setdefault(name, torch.nextafter(value, signs * torch.inf))
 
     def reset(self) -> None:
-        """Set every state to zero."""
+        """Set every state but the context's to zero."""
         self._state = {s.name: s.zeros() for s in self._specs}
+
+    def set_context(self, context: Array, mask: Array | None) -> None:
+        """Compute the states that cross-attention reads; see Stepper.set_context."""
+        assert self._context is not None
+        given = {"context": torch.as_tensor(context)}
+        if mask is not None:
+            given["context_mask"] = torch.as_tensor(mask)
+        with torch.inference_mode():
+            made = self._context(*[given[n] for n in self._inputs[id(self._context)]])
+        self._context_state = dict(zip(self._context_state, made, strict=True))
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one prefill chunk; without a prefill graph, one decode forward whose replay state is put back."""
         feeds = self._feeds(inputs, position)
         if self._prefill is not None:
             return self._run(self._prefill, self._prefill_outputs, feeds)["logits"].numpy()
-        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ATTENTION_ROLES}
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         layers = next((self._width(n) for n in self._decode.graph.nodes if n.target == "thresholds"), 0)
         feeds |= {"step": torch.zeros(1, dtype=torch.int64), "thresholds": torch.full((layers,), torch.inf)}
         logits = self._run(self._decode, self._outputs, feeds)["logits"].numpy()
@@ -110,7 +125,7 @@ class EagerStepper(Stepper):
         return {"tokens": value, "inputs_embeds": value, "position": torch.tensor([position])}
 
     def _run(self, graph: fx.GraphModule, outputs: Sequence[str], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-        known = self._state | feeds
+        known = self._context_state | self._state | feeds
         with torch.inference_mode():
             results = dict(zip(outputs, graph(*[known[n] for n in self._inputs[id(graph)]]), strict=True))
         self._state |= {k: v for k, v in results.items() if k in self._state}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import ATTENTION_ROLES, DecoderSection, OnnxSection
+from fastcar_compile.artifact.sections import CONTEXT_ROLES, REPLAY_ROLES, DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.threads import thread_count
@@ -24,7 +25,8 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtSteppe
     section = artifact.manifest.onnx
     if section is None:
         raise BackendError("this artifact has no ONNX model", hint="compile the model again")
-    return OrtStepper(artifact.path / section.model, artifact.manifest.decoder, options.threads)
+    context = None if section.context is None else artifact.path / section.context
+    return OrtStepper(artifact.path / section.model, artifact.manifest.decoder, options.threads, context)
 
 
 class OrtStepper(Stepper):
@@ -32,34 +34,39 @@ class OrtStepper(Stepper):
 
     Args:
         model: the .onnx file. threads: None: every core that the process may use.
+        context: the .onnx file that makes the states that cross-attention reads.
 
     Raises:
-        BackendError: onnxruntime cannot load the model.
+        BackendError: onnxruntime cannot load a model.
     """
 
     prefill_chunk = 1
 
-    def __init__(self, model: Path, decoder: DecoderSection, threads: int | None) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = thread_count(threads)
-        options.log_severity_level = 3
-        try:
-            self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's exceptions share no public base class
-            raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
-        self._config, self._specs = decoder.config, decoder.state
+    def __init__(self, model: Path, decoder: DecoderSection, threads: int | None, context: Path | None = None) -> None:
+        self._session = _loaded(model, threads)
+        self._context = None if context is None else _loaded(context, threads)
+        self._config = decoder.config
+        self._specs = [s for s in decoder.state if s.role not in CONTEXT_ROLES]
+        self._context_state = _zeros(s for s in decoder.state if s.role in CONTEXT_ROLES)
         self._inputs: set[str] = {i.name for i in self._session.get_inputs()}
         self._outputs: list[str] = [o.name for o in self._session.get_outputs()]
         self.reset()
 
     def reset(self) -> None:
-        """Set every state to zero."""
-        value = onnxruntime.OrtValue.ortvalue_from_numpy
-        self._state = {s.name: value(np.zeros(s.shape, s.format.numpy)) for s in self._specs}
+        """Set every state but the context's to zero."""
+        self._state = _zeros(self._specs)
+
+    def set_context(self, context: Array, mask: Array | None) -> None:
+        """Compute the states that cross-attention reads; see Stepper.set_context."""
+        assert self._context is not None
+        given = {"context": context, "context_mask": mask}
+        feeds = {i.name: onnxruntime.OrtValue.ortvalue_from_numpy(given[i.name]) for i in self._context.get_inputs()}
+        made = self._context.run_with_ort_values(list(self._context_state), feeds)
+        self._context_state = dict(zip(self._context_state, made, strict=True))
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one token; see Stepper.prefill. The replay state that the decode step returns is dropped."""
-        kept = {s.name: self._state[s.name] for s in self._specs if s.role not in ATTENTION_ROLES}
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         never = np.full(self._config.num_layers, np.inf, np.float32)
         logits = self._run(inputs, position, 0, never)["logits"]
         self._state |= kept
@@ -79,12 +86,27 @@ class OrtStepper(Stepper):
             "thresholds": thresholds,
         }
         feeds = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in given.items() if k in self._inputs}
-        feeds |= {k: v for k, v in self._state.items() if k in self._inputs}
+        feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}
         results: dict[str, Any] = dict(
             zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True)
         )
         self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}
+
+
+def _loaded(model: Path, threads: int | None) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = thread_count(threads)
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no public base class
+        raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
+
+
+def _zeros(specs: Iterable[State]) -> dict[str, Any]:
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    return {s.name: value(np.zeros(s.shape, s.format.numpy)) for s in specs}
 
 
 def _exit_at_once() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastcar_compile.artifact.sections import StateRole
+from fastcar_compile.artifact.sections import ATTENTION_ROLES, CONTEXT_ROLES, StateRole
 from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
@@ -42,7 +42,7 @@ class Footprint:
         sizes = dict.fromkeys(StateRole, 0)
         for tensor in state:
             sizes[tensor.role] += tensor.nbytes
-        kv, gate = sizes[StateRole.KEY_CACHE] + sizes[StateRole.VALUE_CACHE], sizes[StateRole.GATE_CACHE]
+        kv, gate = sum(sizes[role] for role in (*ATTENTION_ROLES, *CONTEXT_ROLES)), sizes[StateRole.GATE_CACHE]
         return cls(weights, kv, sum(sizes.values()) - kv - gate, gate)
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tvm import relax
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.cache.concat import MAX_ROWS, concat_rows, split_rows
+from fastcar_compile.codegen.tvm.relax_api import broadcast
 
 aten = torch.ops.aten
 
@@ -35,6 +38,25 @@ def _transpose(call: Call) -> Value:
 def _embedding(call: Call) -> Value:
     """Emit a clipping lookup: TVM's own reads out of bounds for an id outside the vocabulary."""
     return call.emit(relax.op.take(*call.values("weight", "indices"), axis=0, mode="clip"))
+
+
+@converts(aten.full.default)
+def _full(call: Call) -> Value:
+    """Emit a constant, spread over the shape, for infinities: TVM's own fails for them."""
+    value = call.number("fill_value")
+    if not math.isinf(value):
+        return call.stock()
+    return call.emit(broadcast(relax.const(value, call.dtype), call.shape))
+
+
+@converts(aten.masked_fill.Scalar)
+def _masked_fill(call: Call) -> Value:
+    """Emit a choice for infinities, for the same reason."""
+    value = call.number("value")
+    if not math.isinf(value):
+        return call.stock()
+    filling = relax.const(value, call.dtype)
+    return call.emit(relax.op.where(call.tensor("mask").value, filling, call.tensor("self").value))
 
 
 @converts(aten.select.int)

@@ -62,7 +62,7 @@ class AcceleratorStepper(CpuStepper):
         super().__init__(libraries, decoder, artifact.arrays(), options.threads, decode="offload")
 
     def reset(self) -> None:
-        """Set every state to zero and empty the prefetch buffer."""
+        """Set every state but the context's to zero and empty the prefetch buffer."""
         super().reset()
         self._gate.reset()
 

@@ -1,0 +1,190 @@
+"""Cross-attention to a context: what follows from the context alone is computed once per video, in its own graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import mark
+from fastcar_compile.ir.modules import graph_module, tensor_attribute
+from fastcar_compile.ir.program import StateRole, StateSpec
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import ancestors, descendants, evaluate, in_order, is_op, node_arg, shape_of, value_of
+from fastcar_compile.ir.rewrite import add_placeholder, call
+from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask
+from fastcar_compile.passes.patterns.layouts import free_views
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+CONTEXT_INPUTS = ("context", "context_mask")
+"""Names of the inputs that are the same for a whole video."""
+
+_HIDDEN = torch.finfo(torch.float32).min
+"""Added to a logit, it hides a token. TVM cannot fill a tensor with infinities."""
+
+HEAD_VIEWS = (
+    *(aten.unsqueeze, aten.expand, aten.reshape, aten.view, aten._unsafe_view, aten.clone, aten.contiguous),
+    *(aten.repeat, aten.repeat_interleave, aten.transpose, aten.permute, aten.slice),
+)
+"""What may stand between keys or values and attention to share their heads among query heads."""
+
+
+@dataclass(frozen=True)
+class _Lifted:
+    """A state of the context, and the node that makes it."""
+
+    spec: StateSpec
+    node: fx.Node
+
+
+class ContextStates:
+    """Lifts keys, values and masks of the context from one graph: they become states that the graph only reads.
+
+    Attributes:
+        states: of the cross-attentions so far, in order.
+    """
+
+    def __init__(self, module: fx.GraphModule, made_by: str) -> None:
+        self._module, self._graph, self._made_by = module, module.graph, made_by
+        placeholders = self._graph.find_nodes(op="placeholder")
+        self._inputs = [n for n in placeholders if n.target in CONTEXT_INPUTS]
+        varying = descendants(*(n for n in placeholders if n not in self._inputs))
+        self._fixed = descendants(*self._inputs) - varying
+        self._lifted: list[_Lifted] = []
+
+    @property
+    def states(self) -> list[StateSpec]:
+        """What the graph reads."""
+        return [lifted.spec for lifted in self._lifted]
+
+    def reads(self, site: AttentionCall) -> bool:
+        """Whether the attention is to the context."""
+        return site.key in self._fixed and site.value in self._fixed
+
+    def rewrite(self, site: AttentionCall, layer: int) -> None:
+        """Make the attention a `fastcar.context_attention` over states.
+
+        Raises:
+            CompileError: it stands before the layer's self-attention, or has a mask that is none of the context.
+        """
+        if layer < 0:
+            raise _problem(site.node, "cross-attention before the first self-attention", "put it behind self-attention")
+        if site.problem:
+            raise _problem(site.node, f"layer {layer}: {site.problem}", "leave it out of the decode step")
+        mask = None if site.mask is None else self._mask(site, site.mask, layer)
+        heads = shape_of(site.query)[1]
+        keys = self._lift(self._unshared(site.key, heads), StateRole.CONTEXT_KEY, layer)
+        values = self._lift(self._unshared(site.value, heads), StateRole.CONTEXT_VALUE, layer)
+        arguments: tuple[Any, ...] = (site.query, keys, values, site.scale)
+        if mask is not None or site.softcap is not None:
+            arguments += (None if mask is None else self._lift(mask, StateRole.CONTEXT_MASK, layer), site.softcap)
+        with self._graph.inserting_before(site.node):
+            target = fastcar.context_attention.default
+            new = call(self._graph, target, arguments, origin=site.node, made_by=self._made_by)
+        if value_of(new).stride() != value_of(site.node).stride():
+            free_views(site.node)
+        site.node.replace_all_uses_with(new)
+        self._graph.erase_node(site.node)
+
+    def finish(self) -> fx.GraphModule | None:
+        """Take the context's inputs out of the graph, and return the graph from them to the states; None: it has none.
+
+        Raises:
+            CompileError: the graph reads the context elsewhere.
+        """
+        if not self._inputs:
+            return None
+        made = self._context_graph() if self._lifted else None
+        rest = in_order(self._graph, descendants(*self._inputs))
+        needed = ancestors(self._graph.output_node())
+        if elsewhere := [n for n in rest if n in needed and n.op == "call_function"]:
+            what = "the context is read by more than the keys, values and masks of cross-attention"
+            raise _problem(elsewhere[0], what, "give what else depends on it as a part of the prompt")
+        for node in reversed(rest):
+            self._graph.erase_node(node)
+        return made
+
+    def _context_graph(self) -> fx.GraphModule:
+        graph, copies, attributes = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
+        for node in in_order(self._graph, ancestors(*(lifted.node for lifted in self._lifted))):
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.op == "get_attr":
+                attributes[str(node.target)] = tensor_attribute(self._module, str(node.target))
+        graph.output(tuple(copies[lifted.node] for lifted in self._lifted))
+        return graph_module(attributes, graph)
+
+    def _unshared(self, node: fx.Node, query_heads: int) -> fx.Node:
+        """Return keys or values before they are repeated for the query heads that share them."""
+        best = current = node
+        while is_op(current, *HEAD_VIEWS) and node_arg(current, 0) in self._fixed:
+            current = node_arg(current, 0)
+            heads = shape_of(current)[1] if value_of(current).dim() == 4 else 0
+            if heads and heads < shape_of(best)[1] and is_shared(self._module, node, current, query_heads):
+                best = current
+        return best
+
+    def _mask(self, site: AttentionCall, mask: Mask, layer: int) -> fx.Node:
+        """Return the mask as float32 [1 or B, 1, 1, L] to add to the logits."""
+        node = mask.node
+        while is_op(node, aten.expand) and node in self._fixed:
+            node = node_arg(node, 0)
+        shape = (*(1,) * (4 - value_of(node).dim()), *shape_of(node))
+        if node not in self._fixed or shape[1:3] != (1, 1):
+            what = f"layer {layer}: the mask of cross-attention is not one of the context alone, [B, 1, 1, L]"
+            raise _problem(mask.node, what, "take context_mask bool [B, L] as an input, and nothing else for it")
+        with self._graph.inserting_before(site.node):
+            made = self._added(node, hidden=mask.hidden)
+            if shape_of(made) != shape:
+                made = self._call(aten.reshape.default, (made, list(shape)), node)
+        return made
+
+    def _added(self, mask: fx.Node, *, hidden: bool) -> fx.Node:
+        """Return a mask as what is added to logits."""
+        if value_of(mask).dtype != torch.bool:
+            return mask
+        seen, unseen = (self._call(aten.full.default, ([1], value), mask) for value in (0.0, _HIDDEN))
+        chosen = (mask, unseen, seen) if hidden else (mask, seen, unseen)
+        return self._call(aten.where.self, chosen, mask)
+
+    def _call(self, target: Any, arguments: tuple[Any, ...], origin: fx.Node) -> fx.Node:
+        return call(self._graph, target, arguments, origin=origin, made_by=self._made_by)
+
+    def _lift(self, node: fx.Node, role: StateRole, layer: int) -> fx.Node:
+        number = sum(s.role is role and s.layer == layer for s in self.states)
+        name = f"{role}_{layer}" if not number else f"{role}_{layer}_{number}"
+        val = value_of(node)
+        self._lifted.append(_Lifted(StateSpec(name, shape_of(node), val.dtype, role, layer), node))
+        state = add_placeholder(self._graph, name, val.shape, val.dtype, self._made_by)
+        mark(state, layer, role)
+        return state
+
+
+def is_shared(module: fx.GraphModule, node: fx.Node, source: fx.Node, query_heads: int) -> bool:
+    """Return whether a node is `source` [B, Hkv, S, D] with every head repeated for the query heads that share it."""
+    batch, heads, rows, dim = shape_of(source)
+    if query_heads % heads:
+        return False
+    label = torch.arange(batch * heads * rows * dim).view(batch, heads, rows, dim)
+    seen = evaluate(module, node, {source: label})
+    return seen is not None and torch.equal(seen, label.repeat_interleave(query_heads // heads, 1))
+
+
+def same_graph(first: fx.GraphModule | None, second: fx.GraphModule | None) -> bool:
+    """Return whether two context graphs compute the same."""
+    if first is None or second is None:
+        return first is second
+    return _lines(first.graph) == _lines(second.graph)
+
+
+def _lines(graph: fx.Graph) -> list[tuple[object, ...]]:
+    """Return a line per node; nodes are named by position."""
+    number: dict[fx.Node, int] = {n: i for i, n in enumerate(graph.nodes)}
+    return [(n.op, n.target, str(map_arg((n.args, dict(n.kwargs)), lambda a: number[a]))) for n in graph.nodes]
+
+
+def _problem(node: fx.Node, what: str, hint: str) -> CompileError:
+    return CompileError(what, where=where(node), hint=hint)
