@@ -217,7 +217,9 @@ public:
                             " from byte " + std::to_string(first) + " on are needed",
                         path_, "use the files of one artifact together");
         }
-        std::memcpy(to, data_ + tensor.first + first, bytes);
+        if (bytes > 0) {  // of a tensor without elements, `to` may be null
+            std::memcpy(to, data_ + tensor.first + first, bytes);
+        }
     }
 
 private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
@@ -281,13 +282,18 @@ def test_missing_device_is_told(built: Built) -> None:
 
 
 def test_a_damaged_table_is_told(built: Built) -> None:
-    table = built.folder / "drs" / "table.bin"
-    good = table.read_bytes()
-    table.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    """By the hardware, where a manifest vouches for it."""
+    table, manifest = built.folder / "drs" / "table.bin", built.folder / "manifest.json"
+    good, fields = table.read_bytes(), manifest.read_bytes()
+    bad = good[:-1] + bytes([good[-1] ^ 1])
+    hashes = [hashlib.sha256(data).hexdigest().encode() for data in (good, bad)]
     try:
+        table.write_bytes(bad)
+        manifest.write_bytes(fields.replace(*hashes))
         done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
     finally:
         table.write_bytes(good)
+        manifest.write_bytes(fields)
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert f"the DRS controller stopped with status {Status.BAD_CRC.value}" in done.stderr

@@ -127,8 +127,7 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], boa
     if not linked:
         text = (
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
-            f"libraries. Install it (Debian: g++-{triple}) and compile again, or link them on "
-            "the board, docs/tutorial/board.md"
+            f"libraries. Install it (Debian: g++-{triple}) and compile again"
         )
         warnings.warn(text, UserWarning, stacklevel=2)
     isa = board_instruction_set(cpu, triple)
