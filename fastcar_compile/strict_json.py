@@ -14,6 +14,7 @@ from fastcar_compile.errors import UserError
 _ESCAPES = re.compile(rb"\\.", re.DOTALL)
 _STRINGS = re.compile(rb'"[^"]*"')
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
@@ -31,7 +32,10 @@ def parse_json(data: bytes, *, size: int = limits.JSON_BYTES, depth: int = limit
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: byte {error.start}") from error
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+    if _SURROGATES.search(data) and not _is_unicode(value):
+        raise ValueError("it has half of a surrogate pair in it")
+    return value
 
 
 def read_json(
@@ -69,6 +73,14 @@ def _is_deeper(data: bytes, depth: int) -> bool:
             return False
         rest = rest.replace(b"[]", b"")
     return bool(rest)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import (
+    ATTENTION_ROLES,
     AttentionPart,
     DecoderConfig,
     DecoderSection,
@@ -15,6 +16,7 @@ from fastcar_compile.artifact.sections import (
     MlpPart,
     PipelineSection,
     ReplayPart,
+    State,
 )
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.targets import load_target
@@ -58,15 +60,33 @@ def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> La
     )
 
 
+def decoder_section(config: DecoderConfig, **changes: Any) -> DecoderSection:
+    """A decoder without replay: keys and values of every layer, four heads of 32."""
+    shape = (config.batch_size, 4, config.max_seq_len, 32)
+    state = tuple(
+        State(name=f"{role}_{layer}", shape=shape, dtype="float32", role=role, layer=layer)
+        for layer in range(config.num_layers)
+        for role in ATTENTION_ROLES
+    )
+    names = tuple(each.name for each in state)
+    fields: dict[str, Any] = {
+        "config": config,
+        "state": state,
+        "inputs": (config.input_name, "position", *names),
+        "outputs": ("logits", *names),
+        "prefill_outputs": ("logits", *names),
+        "weight_bytes": 2_000_000,
+    }
+    return DecoderSection(**fields | changes)
+
+
 def sections(**changes: Any) -> Sections:
     """Everything but files and producers; `changes` are sections."""
     config = decoder_config()
     fields = {
         "options": CompileConfig(target="zcu102", tokens_per_frame=4, max_seq_len=32, batch_size=2),
         "target": load_target("zcu102"),
-        "decoder": DecoderSection(
-            config=config, state=(), inputs=(), outputs=(), prefill_outputs=(), weight_bytes=2_000_000
-        ),
+        "decoder": decoder_section(config),
         "layers": LayersSection(layers=tuple(layer_part(layer) for layer in range(3))),
         "pipeline": PipelineSection(passes="", log=()),
         "host": HostSection(variants=(), board=None),

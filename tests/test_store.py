@@ -12,7 +12,7 @@ import pytest
 from manifests import sections
 
 from fastcar_compile.artifact.files import name_problem
-from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.tensor_files import load_tensors, save_tensors
@@ -34,7 +34,7 @@ def build(path: Path, text: str = "hello\n") -> Path:
 
 def edit_manifest(path: Path, **fields: Any) -> None:
     file = path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    file.write_bytes(sealed({**json.loads(file.read_text()), **fields}))
 
 
 def snapshot(path: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -26,6 +27,9 @@ from fastcar_compile.targets.model import Target
 
 SCHEMA_VERSION = 5
 """Of the manifest's own fields; sections have versions of their own."""
+
+CHECKSUM = "checksum"
+"""Field of manifest.json that the typed form does not have."""
 
 _PRODUCERS = {
     "fastcar_compile": "fastcar_compile",
@@ -95,10 +99,22 @@ class Manifest(Sections):
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """Return deterministic JSON: sorted keys, two spaces, UTF-8, one newline at the end."""
-        data = self.model_dump(mode="json")
-        text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        return (text + "\n").encode("utf-8")
+        """Return deterministic JSON: sorted keys, two spaces, UTF-8, one newline at the end, and the checksum."""
+        return sealed(self.model_dump(mode="json"))
+
+
+def _canonical(data: Any) -> bytes:
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode("utf-8")
+
+
+def sealed(data: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest.json of these fields: with a checksum of all others.
+
+    It finds damage. Whoever changes a manifest on purpose can write it anew; a digest or a signature finds that.
+    """
+    fields = {name: value for name, value in data.items() if name != CHECKSUM}
+    return _canonical(fields | {CHECKSUM: hashlib.sha256(_canonical(fields)).hexdigest()})
 
 
 def producer_versions() -> dict[str, str]:

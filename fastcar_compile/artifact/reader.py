@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from pydantic import ValidationError
 
+from fastcar_compile import limits
 from fastcar_compile.artifact.claim import moved_artifact
+from fastcar_compile.artifact.consistency import inconsistencies, survives
 from fastcar_compile.artifact.digest import manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE, weight_files
-from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest
+from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.tensor_files import Array, load_tensors
 from fastcar_compile.config import describe_validation
-from fastcar_compile.errors import ArtifactError, CompileError
-from fastcar_compile.limits import JSON_BYTES
+from fastcar_compile.errors import ArtifactError, UserError
 from fastcar_compile.parallel import at_once
-from fastcar_compile.strict_json import parse_json
+from fastcar_compile.strict_json import parse_json, read_json
+
+_HINT = "compile the model again, or copy the artifact again"
+_MOST_PROBLEMS = 10
 
 
 class Trust(Protocol):
@@ -52,7 +55,7 @@ class StoredArtifact:
         self.digest = manifest_digest(data)
         if trust is not None:
             trust.check_digest(path, self.digest)
-        self.manifest: Manifest = _parse_manifest(data, path / MANIFEST)
+        self.manifest: Manifest = parse_manifest(data, str(path / MANIFEST))
         if trust is not None:
             trust.check_manifest(path, self.digest, self.manifest)
         verify_files(path, self.manifest)
@@ -70,10 +73,7 @@ class StoredArtifact:
         Raises:
             ArtifactError: it cannot be read.
         """
-        try:
-            return json.loads((self.path / name).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"{name} cannot be read: {error}", where=str(self.path)) from error
+        return read_json(self.path / name, f"artifact's {name}", ArtifactError, size=limits.GRAPH_BYTES, hint=_HINT)
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -83,7 +83,7 @@ def read_manifest(path: str | Path) -> Manifest:
         ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
     """
     root = Path(path)
-    return _parse_manifest(_manifest_bytes(root), root / MANIFEST)
+    return parse_manifest(_manifest_bytes(root), str(root / MANIFEST))
 
 
 def _manifest_bytes(root: Path) -> bytes:
@@ -98,32 +98,58 @@ def _manifest_bytes(root: Path) -> bytes:
         raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
     try:
         with file.open("rb") as stream:
-            return stream.read(JSON_BYTES + 1)
+            return stream.read(limits.JSON_BYTES + 1)
     except OSError as error:
         raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
 
 
-def _parse_manifest(content: bytes, file: Path) -> Manifest:
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Return the manifest that these bytes are: the only ones that its writer gives for its fields.
+
+    Args:
+        where: the file, for error texts.
+
+    Raises:
+        ArtifactError: no JSON, another schema version, damage, bad fields, bad file names, or contradictions.
+    """
     try:
         data = parse_json(content)
     except ValueError as error:
-        raise ArtifactError(f"the manifest is not valid JSON: {error}", where=str(file)) from error
-    version = cast("dict[str, Any]", data).get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
+        raise ArtifactError(f"the manifest is not valid JSON: {error}", where=where, hint=_HINT) from error
+    if not isinstance(data, dict):
+        raise ArtifactError("the manifest holds no JSON object", where=where, hint=_HINT)
+    data = cast("dict[str, Any]", data)
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION or type(version) is not int:
         raise ArtifactError(
-            f"the artifact has schema version {version}, this fastcar_compile reads version {SCHEMA_VERSION}",
-            where=str(file),
+            f"the artifact has schema version {version!r:.80}, this fastcar_compile reads version {SCHEMA_VERSION}",
+            where=where,
             hint="compile the model again with this version",
         )
+    if content != sealed(data):
+        what = "the manifest is damaged: its checksum is not that of its content"
+        raise ArtifactError(what, where=where, hint=_HINT)
+    return _validated({name: value for name, value in data.items() if name != CHECKSUM}, where)
+
+
+def _validated(data: dict[str, Any], where: str) -> Manifest:
     try:
         manifest = Manifest.model_validate(data)
-    except (ValidationError, CompileError) as error:
-        text = error.what if isinstance(error, CompileError) else "; ".join(describe_validation(error))
-        raise ArtifactError(f"the manifest has bad fields: {text}", where=str(file)) from error
+        rewritten = manifest.model_dump(mode="json")
+    except (ValidationError, UserError) as error:
+        text = error.what if isinstance(error, UserError) else "; ".join(describe_validation(error))
+        raise ArtifactError(f"the manifest has bad fields: {text}", where=where, hint=_HINT) from error
     bad = [f"{name!r} {problem}" for name in sorted(manifest.files) if (problem := name_problem(name))]
     bad += [f"{name!r} is reserved" for name in RESERVED if name in manifest.files]
     if bad:
-        raise ArtifactError("the manifest names files that are refused: " + "; ".join(bad), where=str(file))
+        text = "; ".join(bad)
+        raise ArtifactError(f"the manifest names files that are refused: {text}", where=where, hint=_HINT)
+    if not survives(data, rewritten):
+        what = "the manifest has bad fields: a value is of another type than its writer gives it"
+        raise ArtifactError(what, where=where, hint=_HINT)
+    if problems := inconsistencies(manifest):
+        text = "; ".join(problems[:_MOST_PROBLEMS])
+        raise ArtifactError(f"the manifest contradicts itself: {text}", where=where, hint=_HINT)
     return manifest
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
+from fastcar_compile import limits
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.comparison.fields import field_changes
@@ -14,6 +14,7 @@ from fastcar_compile.comparison.graphs import compare_graphs
 from fastcar_compile.comparison.report import Comparison, GraphComparison, TensorChange
 from fastcar_compile.comparison.weights import weight_changes
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.strict_json import read_json
 
 GRAPHS = ("decode", "prefill")
 _APART = {"options", "files", "producer", "schema_version"}
@@ -72,18 +73,14 @@ def _graphs(prefix: str, a: dict[str, Any], b: dict[str, Any]) -> tuple[GraphCom
     try:
         found = [compare_graphs(f"{prefix}{name}", a[name], b[name]) for name in GRAPHS]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"a graph file is malformed: {type(error).__name__}: {error}") from error
+        hint = "compile the model again, or write the file again with `fastcar opt`"
+        raise ArtifactError(f"a graph file is malformed: {type(error).__name__}: {error}", hint=hint) from error
     return tuple(graph for graph in found if graph is not None)
 
 
 def _graph_file(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"the graph file cannot be read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise ArtifactError(f"the graph file is no JSON: {error}", where=str(path)) from error
+    hint = "`fastcar opt -o NAME.json` and an artifact's graph/ hold graph files"
+    data: object = read_json(path, "graph file", ArtifactError, size=limits.GRAPH_BYTES, hint=hint)
     if not isinstance(data, dict) or "decode" not in data:
-        hint = "`fastcar opt -o NAME.json` and an artifact's graph/ hold graph files"
         raise ArtifactError("the file holds no graph", where=str(path), hint=hint)
     return {"prefill": None} | cast("dict[str, Any]", data)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import keyword
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch._export.serde import schema
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.names import is_identifier, is_path, operator_named
 from fastcar_compile.strict_json import parse_json
-
-_NAME = re.compile(r"[\w.\-+:/@ \[\]]{1,1000}")
-"""Of a tensor. torch.fx writes names into source code and compiles it, between double quotes at best."""
 
 _KEPT_METADATA = ("stack_trace", "nn_module_stack")
 """What is kept of a node's metadata: where it is in the model and in its source."""
@@ -48,7 +43,7 @@ def check_program(program: schema.ExportedProgram) -> None:
 
 def check_name(name: Any) -> None:
     """Raise CompileError unless torch.fx can write the name into source code."""
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+    if not is_path(name):
         raise CompileError(f"the exported program has a tensor of the name {name!r:.80}", hint=_HINT_FILE)
 
 
@@ -112,7 +107,7 @@ def _check_target(field: str, value: Any) -> None:
 
 def _check_identifiers(names: Iterable[Any]) -> None:
     for name in names:
-        if name is not None and not (isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)):
+        if name is not None and not is_identifier(name):
             raise CompileError(f"the exported program has a value of the name {name!r:.80}", hint=_HINT_FILE)
 
 
@@ -123,11 +118,8 @@ def _check_operator(target: Any) -> None:
     match target.split(".") if isinstance(target, str) else []:
         case ["torch", "ops", "higher_order", name] if name in _MODES:
             return
-        case ["torch", "ops", "aten", name, overload]:
-            found = getattr(getattr(torch.ops.aten, name, None), overload, None)
-            # An operator with a file's name as argument reads or writes that file.
-            if isinstance(found, torch._ops.OpOverload) and "filename" not in {a.name for a in found._schema.arguments}:
-                return
+        case ["torch", "ops", "aten", name, overload] if operator_named("aten", name, overload) is not None:
+            return
         case _:
             pass
     raise CompileError(f"the exported program calls {target!r:.120}, which no file may ask for", hint=_HINT_OPERATOR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -85,14 +86,15 @@ def _link(artifact: StoredArtifact) -> str:
 def page_html(data: PageData) -> str:
     """Return the page. Its policy allows the scripts and styles inside of it, and no request.
 
-    Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block.
+    Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block. Half of a
+    surrogate pair, which no encoding has, is escaped too: a name of a file can hold one.
     """
     folder = files("fastcar_compile.inspection") / "static"
     style = "\n".join((folder / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
     text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
     return Template((folder / "page.html").read_text("utf-8")).substitute(
-        data=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
+        data=re.sub("[&<>\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text),
         style=style,
         script=script,
         style_hash=_hash(style),

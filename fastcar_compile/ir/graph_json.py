@@ -7,18 +7,22 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
+from fastcar_compile import limits
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.ir.layers import LAYER, LAYER_KEYS, REPLAY, ReplayFacts, replay_of
 from fastcar_compile.ir.modules import branches_of, graph_module
+from fastcar_compile.ir.names import is_identifier, is_path, operator_named
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.text import NAMESPACES, SPECIAL_OPERATORS, target_name
 
 Json = dict[str, Any]
+_HINT = "compile the model again, or write the file again with `fastcar opt -o NAME.json`"
 _REPLAY = TypeAdapter(ReplayFacts)
+_KINDS: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple}
 
 
@@ -41,18 +45,22 @@ def graph_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_meta
     """
     try:
         return _Reader(params, missing_on_meta).graph(data)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, ValidationError) as error:
-        raise ArtifactError(f"the graph file is malformed: {type(error).__name__}: {error}") from error
+    except ArtifactError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:  # also fx's
+        text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
+        raise ArtifactError(f"the graph file is malformed: {type(error).__name__}: {text}", hint=_HINT) from error
 
 
 def _target_from(name: str) -> Any:
     if name in SPECIAL_OPERATORS:
         return SPECIAL_OPERATORS[name]
     namespace, _, rest = name.partition(".")
-    if namespace not in NAMESPACES:
-        raise ArtifactError(f"operator {name} of a graph file is not of {' or '.join(NAMESPACES)}")
     packet, _, overload = rest.rpartition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    found = operator_named(namespace, packet, overload) if namespace in NAMESPACES else None
+    if found is None:
+        raise ArtifactError(f"a graph file asks for operator {name!r:.120}, which is none of {' or '.join(NAMESPACES)}")
+    return found
 
 
 def _node_to_json(node: fx.Node) -> Json:
@@ -107,7 +115,10 @@ def _decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return float.fromhex(text)
     if kind == "device":
         return torch.device(text)
-    return getattr(torch, text.removeprefix("torch."))
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, _KINDS[kind]):
+        raise TypeError(f"{text!r} is no {kind}")
+    return found
 
 
 class _Reader:
@@ -124,6 +135,7 @@ class _Reader:
         root: Json = {name: self.graph(branch) for name, branch in data["branches"].items()}
         for entry in data["nodes"]:
             name, op, target = entry["name"], entry["op"], entry["target"]
+            self.check(entry)
             args = tuple(_decode(entry.get("args", []), nodes))
             kwargs = {k: _decode(v, nodes) for k, v in entry.get("kwargs", {}).items()}
             if op == "output":
@@ -135,6 +147,17 @@ class _Reader:
             node = nodes[name] = graph.create_node(op, function, args, kwargs, name)
             node.meta = self.meta(entry)
         return graph_module(root, graph)
+
+    def check(self, entry: Json) -> None:
+        """Raise ValueError for what fx would write into source code, where it would be more than a name."""
+        op, target = entry["op"], entry["target"]
+        if op not in ("placeholder", "get_attr", "call_function", "output"):
+            raise ValueError(f"there is no node of kind {op!r:.40}")
+        names = [entry["name"], *entry.get("kwargs", {}), *([target] if op == "placeholder" else [])]
+        if bad := [name for name in names if not is_identifier(name)]:
+            raise ValueError(f"{bad[0]!r:.80} is no name")
+        if op == "get_attr" and not is_path(target):
+            raise ValueError(f"{target!r:.80} is no path of a tensor")
 
     def parameter(self, entry: Json) -> Tensor:
         if entry["target"] in self.params:
@@ -169,4 +192,7 @@ class _Reader:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r:.80} is no element type")
+    return found

@@ -11,15 +11,19 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from fastcar_compile import limits
 from fastcar_compile.artifact.layout import GRAPH_AFTER
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, LayerPart, LayersSection, State
-from fastcar_compile.errors import ArtifactError
+from fastcar_compile.errors import ArtifactError, describe_validation
 from fastcar_compile.ir.graph_json import Json, graph_from_json, graph_to_json
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, StateRole, StateSpec
+from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, StateSpec
 from fastcar_compile.ir.tensors import dtype_name, to_torch, torch_dtype
+from fastcar_compile.strict_json import read_json
 
+_HINT = "compile the model again, or write the file again with `fastcar opt -o NAME.json`"
 _CONFIG = TypeAdapter(DecoderConfig)
+_STATE = TypeAdapter(State)
 
 
 def state_to_json(state: Iterable[StateSpec]) -> list[Json]:
@@ -37,12 +41,11 @@ def state_from_json(data: list[Json]) -> list[StateSpec]:
         ArtifactError: the data is malformed.
     """
     try:
-        return [
-            StateSpec(d["name"], tuple(d["shape"]), torch_dtype(d["dtype"]), StateRole(d["role"]), d["layer"])
-            for d in data
-        ]
-    except (KeyError, ValueError, AttributeError, TypeError) as error:
-        raise ArtifactError(f"the state section is malformed: {error}") from error
+        states = [_STATE.validate_python(each) for each in data]
+    except (ValidationError, TypeError) as error:
+        text = "; ".join(describe_validation(error)) if isinstance(error, ValidationError) else str(error)
+        raise ArtifactError(f"the state section is malformed: {text}", hint=_HINT) from error
+    return [StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in states]
 
 
 def decoder_section(program: DecoderProgram) -> DecoderSection:
@@ -80,16 +83,17 @@ def read_program(artifact: StoredArtifact) -> DecoderProgram:
     return program_from_json(artifact.json(GRAPH_AFTER), read_params(artifact))
 
 
-def config_from_json(data: Mapping[str, Any]) -> DecoderConfig:
+def config_from_json(data: object) -> DecoderConfig:
     """Return the decoder's sizes.
 
     Raises:
         ArtifactError: the data is malformed.
     """
     try:
-        return _CONFIG.validate_python(dict(data))
+        return _CONFIG.validate_python(data)
     except ValidationError as error:
-        raise ArtifactError(f"the decoder section is malformed: {error}") from error
+        text = "; ".join(describe_validation(error))
+        raise ArtifactError(f"the decoder section is malformed: {text}", hint=_HINT) from error
 
 
 def program_to_json(program: DecoderProgram) -> Json:
@@ -132,7 +136,9 @@ def program_from_json(
             context_outputs=list(data["context_outputs"]),
         )
     except KeyError as error:
-        raise ArtifactError(f"the graph file lacks {error}") from error
+        raise ArtifactError(f"the graph file lacks {error}", hint=_HINT) from error
+    except TypeError as error:
+        raise ArtifactError(f"the graph file is malformed: {error}", hint=_HINT) from error
 
 
 def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> DecoderProgram:
@@ -141,15 +147,13 @@ def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta
     Raises:
         ArtifactError: there is no such file, or it is malformed.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"the graph file cannot be read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise ArtifactError(f"the graph file is no JSON: {error}", where=str(path)) from error
+    data: object = read_json(path, "graph file", ArtifactError, size=limits.GRAPH_BYTES, hint=_HINT)
     if not isinstance(data, dict):
-        raise ArtifactError("the graph file holds no JSON object", where=str(path))
-    return program_from_json(cast("Json", data), params, missing_on_meta=missing_on_meta)
+        raise ArtifactError("the graph file holds no JSON object", where=str(path), hint=_HINT)
+    try:
+        return program_from_json(cast("Json", data), params, missing_on_meta=missing_on_meta)
+    except ArtifactError as error:
+        raise ArtifactError(error.what, where=error.where or str(path), hint=error.hint or _HINT) from error
 
 
 def graph_file_text(program: DecoderProgram) -> str:

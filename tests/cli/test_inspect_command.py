@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 from typer.testing import Result
 
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION
+
 from .conftest import FakeArtifact
 
 
@@ -36,7 +38,7 @@ def test_summary(fastcar: Callable[..., Result]) -> None:
 def test_summary_as_json(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
     data = json.loads(fastcar("inspect", "x", "--json").stdout)
     assert data["path"] == str(fake.path)
-    assert (data["num_layers"], data["bytes"], data["schema_version"]) == (3, 2_000_000, 5)
+    assert (data["num_layers"], data["bytes"], data["schema_version"]) == (3, 2_000_000, SCHEMA_VERSION)
 
 
 @pytest.mark.usefixtures("fake")

@@ -409,6 +409,9 @@ def test_the_library_is_reused(csim_tools: None, tmp_path: Path) -> None:
     second = open_library(tmp_path / "hls", tmp_path / "build")
     assert [p.stat().st_mtime_ns for p in (tmp_path / "build").iterdir()] == [stamp]
     assert first._handle != second._handle  # an accelerator each
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del first, second
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(), "a library stays loaded"
 
 
 def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ REFUSED = {
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
     "a mark of byte order": (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
     "empty": (b"", "Expecting value"),
+    "half a pair": (b'{"\\udc00": 1}', "half of a surrogate pair"),
     "too long": (b" " * 101, "at most 100 are read"),
 }
 

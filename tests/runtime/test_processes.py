@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from decoders import llama
@@ -85,7 +86,7 @@ if __name__ == "__main__":
 """
 
 
-def outcome(script: str, folder: Path, *words: object) -> dict[str, object]:
+def outcome(script: str, folder: Path, *words: object) -> Any:
     """What a script prints last, from JSON."""
     file = folder / "script.py"
     file.write_text(script)
@@ -115,3 +116,35 @@ def test_children_decode_or_say_why_not(backend: str, artifact: Path, tmp_path: 
         "exit": 0,
         "equal": found["equal"],
     }
+
+
+SESSIONS = """
+import gc, json, os, sys
+import numpy as np
+import fastcar_compile as fc
+
+path, backend = sys.argv[1:]
+artifact = fc.load(path)
+
+
+def use(count):
+    for _ in range(count):
+        with artifact.session(backend, threads=2) as session:
+            session.generate(np.array([[1, 2, 3]]), 3)
+    gc.collect()
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    anonymous = next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+    names = [os.listdir(f"/proc/self/{kind}") for kind in ("fd", "task")]
+    return [anonymous, *map(len, names), len(open("/proc/self/maps").readlines())]
+
+
+print(json.dumps([use(20), use(60)]))
+"""
+
+
+def test_closed_sessions_leave_nothing(artifact: Path, tmp_path: Path) -> None:
+    """TVM's loader keeps what it loads for ever: 58 KiB for each session, were a library loaded for each."""
+    before, after = outcome(SESSIONS, tmp_path, artifact, "cpu")
+    assert after[0] - before[0] < 60 * 12
+    assert after[1:3] == before[1:3]
+    assert after[3] - before[3] < 10

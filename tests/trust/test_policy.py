@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.manifest import sealed
 from fastcar_compile.trust import Policy
 from trust.conftest import Authority, Keys
 from trust.test_signatures import digest_of, signed_with
@@ -103,6 +105,6 @@ def test_storing_thresholds_ends_no_trust_unasked(artifact: Path, keys: Keys) ->
 
 def test_a_manifest_cannot_list_its_signature(artifact: Path) -> None:
     manifest = (artifact / "manifest.json").read_text()
-    (artifact / "manifest.json").write_text(manifest.replace("drs/table.bin", "signature.json"))
+    (artifact / "manifest.json").write_bytes(sealed(json.loads(manifest.replace("drs/table.bin", "signature.json"))))
     with pytest.raises(fc.ArtifactError, match=r"'signature\.json' is reserved"):
         fc.load(artifact)

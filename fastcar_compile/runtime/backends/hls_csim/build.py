@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ FLAGS = [
     "-Werror",
     "-Wno-unknown-pragmas",
     "-fPIC",
+    "-fno-gnu-unique",  # a library with such symbols is never unloaded
     "-shared",
 ]
 SOURCES = ("fastcar_csim.cpp", "fastcar_engine.cpp")
@@ -71,7 +73,8 @@ def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) ->
     """Compile a project (as `emit_hls` writes it) into `build_dir`, or take the library already built; load a copy.
 
     Each call is an accelerator of its own: the engine keeps its prefetch buffer from call to call, and a process loads
-    the same file only once. The copy's file is not needed any more.
+    the same file only once. The copy's file is not needed any more. The library is unloaded with the last function of
+    it.
 
     Args:
         defines: macros of the build, such as those of `counters.py`.
@@ -81,7 +84,13 @@ def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) ->
     """
     path = build_library(hls_dir, build_dir, defines=defines)
     with scratch_folder(path.parent) as folder:
-        return ctypes.CDLL(str(shutil.copy(path, folder)))
+        library = ctypes.CDLL(str(shutil.copy(path, folder)))
+    weakref.finalize(library, _unload, library._handle).atexit = False
+    return library
+
+
+def _unload(handle: int) -> None:
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
 
 
 def build_library(

@@ -18,7 +18,7 @@ class CsimUnit(ComputeUnit):
 
     def __init__(self, library: ctypes.CDLL, kernel: KernelPart) -> None:
         super().__init__(kernel)
-        self._function = getattr(library, kernel.name)
+        self._function = library[kernel.name]  # as an attribute it would keep the library from being unloaded
         self._function.restype = None
         self._values: dict[int, Bytes | int] = {}
 

@@ -1,0 +1,113 @@
+"""A graph file from anywhere: it is data, and what torch.fx would compile of it are names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from passes.tiny import after
+
+from fastcar_compile.comparison.compare import diff
+from fastcar_compile.errors import ArtifactError
+from fastcar_compile.ir.program_json import graph_file_text, read_graph_file
+from fastcar_compile.passes.pipeline import analysis_pipeline
+
+from . import evil
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, Any]:
+    return json.loads(graph_file_text(after(*analysis_pipeline())))
+
+
+def read(path: Path, data: Any) -> Any:
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return read_graph_file(path, {}, missing_on_meta=True)
+
+
+def node(data: dict[str, Any], op: str) -> dict[str, Any]:
+    """The last node of this kind that takes something, or the last one."""
+    found = [n for n in data["decode"]["nodes"] if n["op"] == op]
+    return next((n for n in reversed(found) if n.get("args")), found[-1])
+
+
+EVIL: dict[str, tuple[str, str]] = {
+    "an argument with a default": ("placeholder", "target"),
+    "the path of a tensor": ("get_attr", "target"),
+    "a keyword argument": ("call_function", "kwargs"),
+    "a method": ("call_function", "op"),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_name_is_no_code(graph: dict[str, Any], name: str, tmp_path: Path) -> None:
+    place, data = tmp_path / "ran", copy.deepcopy(graph)
+    (op, field), code = EVIL[name], evil.source(tmp_path / "ran")
+    entry = node(data, op)
+    new = {"target": f"x={code}", "kwargs": {f"x={code}, y": 1}, "op": "call_method"}
+    entry[field] = new[field] if op != "get_attr" else f'x")\n{code}\n#'
+    if field == "op":
+        entry["target"] = f"x\n{code}\n#"
+    with pytest.raises(ArtifactError, match="malformed") as caught:
+        _ = read(tmp_path / "g.json", data).graph_module.code
+    assert not place.exists()
+    assert (caught.value.where, bool(caught.value.hint)) == (str(tmp_path / "g.json"), True)
+
+
+@pytest.mark.parametrize(
+    "target", ["aten.from_file.default", "aten.save.default", "torch.os.system", "aten", "", "cond."]
+)
+def test_an_operator_that_no_file_may_ask_for(graph: dict[str, Any], target: str, tmp_path: Path) -> None:
+    data = copy.deepcopy(graph)
+    node(data, "call_function")["target"] = target
+    with pytest.raises(ArtifactError, match="asks for operator"):
+        read(tmp_path / "g.json", data)
+
+
+BROKEN: dict[str, tuple[Any, ...]] = {
+    "no decode step": ("decode", None),
+    "no nodes": ("decode", "nodes", None),
+    "a node that is a text": ("decode", "nodes", 0, "x"),
+    "a node without a kind": ("decode", "nodes", 0, {"name": "x"}),
+    "an operand that is not there": ("decode", "nodes", -1, "args", [[{"node": "x"}]]),
+    "a type that is none": ("decode", "nodes", 0, "type", ["os", [1]]),
+    "a negative size": ("decode", "nodes", 0, "type", ["torch.int64", [-1]]),
+    "a huge size": ("decode", "nodes", 0, "type", ["torch.int64", [2**70]]),
+    "a value of an unknown kind": ("decode", "nodes", -1, "args", [[{"os": "system"}]]),
+    "a module as an element type": ("decode", "nodes", -1, "args", [[{"dtype": "torch.os"}]]),
+    "two values at once": ("decode", "nodes", -1, "args", [[{"dtype": "a", "node": "b"}]]),
+    "no state": ("state", None),
+    "a state that is a text": ("state", ["x"]),
+    "a state of an unknown type": ("state", 0, "dtype", "os"),
+    "a state of an unknown role": ("state", 0, "role", "x"),
+    "a config that is a text": ("config", "x"),
+    "a config without sizes": ("config", {}),
+    "outputs that are a number": ("outputs", 7),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_graph_is_refused_by_name(graph: dict[str, Any], name: str, tmp_path: Path) -> None:
+    *path, last, value = BROKEN[name]
+    data: Any = copy.deepcopy(graph)
+    inner = data
+    for key in path:
+        inner = inner[key]
+    if last == "args":
+        inner["op"] = "output"
+    inner[last] = value
+    with pytest.raises(ArtifactError) as caught:
+        read(tmp_path / "g.json", data)
+    assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 10**5, '{"decode": 1, "decode": 2}', '{"decode": NaN}', "\0"])
+def test_no_graph_at_all(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        read(tmp_path / "g.json", text)
+    assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)
+    with pytest.raises(ArtifactError):
+        diff(tmp_path / "g.json", tmp_path / "g.json")
