@@ -21,7 +21,7 @@ int main(int count, char** words) {
         const std::string meminfo = arguments.options.count("--meminfo") == 0 ? MEMINFO : arguments.options["--meminfo"];
         Artifact artifact(arguments.artifact, trust_of(arguments), spec.manifest_schema);
         const AcceleratorSpec board = accelerator_spec();
-        Decoder::check_files(artifact, spec, true, {board.weights, board.table});
+        Decoder::check_files(artifact, spec, {board.weights, board.table});
         Accelerator accelerator(artifact, arguments.options["--xclbin"], static_cast<unsigned>(device), meminfo);
         register_accelerator(accelerator);
         Decoder decoder(artifact, spec, true);

@@ -31,7 +31,7 @@ class Built:
     """fastcar_board for this machine, linked with the real libxrt_coreutil, and what it runs on.
 
     Args:
-        folder: a copy of the artifact whose host program names this machine's libraries. fake: folder of the stand-in.
+        folder: a copy of the artifact whose host program names this machine's library. fake: folder of the stand-in.
     """
 
     program: Path
@@ -120,7 +120,7 @@ def test_every_flip_is_refused_before_a_library_is_loaded(
     fc.sign(signed.folder, keys.private)
     words = ("--xclbin", built.xclbin, "--prompt", "16", "--num-tokens", 2)
     digest, key = ("--digest", built.artifact.digest), ("--public-key", keys.public)
-    (library,) = signed.folder.glob("host/x86_64-linux-gnu/*/offload.so")
+    (library,) = signed.folder.glob("host/x86_64-linux-gnu/*/decoder.so")
     monkeypatch.setenv("LD_DEBUG", "files")
     assert "file=/proc/self/fd/" in signed.run(*words, *digest, *key).stderr
     source = random.Random(2)

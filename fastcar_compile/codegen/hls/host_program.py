@@ -9,7 +9,7 @@ import torch
 
 from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
+from fastcar_compile.artifact.offload import FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.design.design import Design
@@ -80,7 +80,9 @@ def host_sources(
         "host/fastcar_program.hpp",
         manifest_schema=SCHEMA_VERSION,
         config=program.config,
+        library=board.programs.library,
         programs=board.programs.named(),
+        functions=FUNCTIONS if board.programs.offload is not None else (),
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
@@ -92,7 +94,7 @@ def host_sources(
 
 
 def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
-    """Return the kernel, the probe, and the names that the offload library calls the kernel by."""
+    """Return the kernel, the probe, and the names that the offload program calls the kernel by."""
     (kernel,) = accelerator.kernels
     probe = probe_interface(Design.of(accelerator.design))
     return render(
