@@ -293,7 +293,10 @@ class Session:
         config = self._config
         if config.context is not None and not self._has_context:
             length, size = config.context.length, config.context.size
-            hint = f"call set_context(context) with float32 [{config.batch_size}, {length}, {size}] before the prompt"
+            hint = (
+                f"call set_context(context) with float32 [{config.batch_size}, {length}, {size}] before the prompt; "
+                "fastcar run takes it as --context FILE"
+            )
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
         dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)

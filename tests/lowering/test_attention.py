@@ -15,6 +15,7 @@ import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
 from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
+from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS, context_parts
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK
@@ -63,6 +64,20 @@ def _check(
     expected = torch.ops.fastcar.attention(q, k, v, at, 0.3, cap)
     seen = min(t, s - position)
     torch.testing.assert_close(y[:, :, :seen], expected[:, :, :seen], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "t", "d", "dv", "cap"), [((4, 2), 1, 20, 20, None), ((6, 1), 3, 32, 6, 0.7), ((8, 8), 9, 128, 128, None)]
+)
+def test_attention_to_a_context(heads: Heads, t: int, d: int, dv: int, cap: float | None) -> None:
+    """Small and large ones: the last runs in parallel. The second row sees one token only."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, heads[0], t, d), torch.randn(2, heads[1], 11, d), torch.randn(2, heads[1], 11, dv)
+    mask = torch.zeros(2, 1, 1, 11)
+    mask[1, ..., 1:] = torch.finfo(torch.float32).min
+    kernel = context_attention((2, heads[0], t, d), (2, heads[1], 11, dv), 2, 0.3, cap)
+    y = run(kernel, q, k, v, mask, torch.full((2, heads[0], t, dv), torch.nan))[-1]
+    torch.testing.assert_close(y, torch.ops.fastcar.context_attention(q, k, v, 0.3, mask, cap), atol=1e-5, rtol=1e-4)
 
 
 @few

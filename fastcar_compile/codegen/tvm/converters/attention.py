@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tvm import relax
 
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
+from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 
 fastcar = torch.ops.fastcar
 
@@ -36,24 +36,12 @@ def _window_attention(call: Call) -> Value:
 
 @converts(fastcar.context_attention.default)
 def _context_attention(call: Call) -> Value:
-    """Emit products and a softmax of TVM's own: a context is short beside the weights of a layer."""
-    query, keys = call.tensor("query"), call.tensor("keys")
-    (batch, heads, steps, dim), kv_heads = query.shape, keys.shape[1]
-    scaled = call.emit(relax.op.multiply(query.value, _float(call.number("scale"))))
-    grouped = call.reshape(scaled, (batch, kv_heads, heads // kv_heads * steps, dim))
-    turned = call.emit(relax.op.permute_dims(keys.value, [0, 1, 3, 2]))
-    logits = call.emit(relax.op.matmul(grouped, turned))
-    for limit in _softcap(call):
-        inner = call.emit(relax.op.tanh(call.emit(relax.op.divide(logits, _float(limit)))))
-        logits = call.emit(relax.op.multiply(inner, _float(limit)))
-    if (mask := call.optional("mask")) is not None:
-        logits = call.emit(relax.op.add(logits, mask.value))
-    weights = call.emit(relax.op.nn.softmax(logits, axis=-1))
-    return call.reshape(call.emit(relax.op.matmul(weights, call.tensor("values").value)), call.shape)
-
-
-def _float(value: float) -> relax.Expr:
-    return relax.const(value, "float32")
+    """Emit the kernel; without a mask one of zeros."""
+    query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
+    rows = 1 if mask is None else mask.shape[0]
+    added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
+    kernel = context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
 
 
 @converts(fastcar.tas.default)
