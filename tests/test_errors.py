@@ -191,14 +191,14 @@ def test_unknown_backend(artifact: fc.Artifact) -> None:
 
 def test_tampered_file_is_refused_before_loading(tmp_path: Path) -> None:
     made = fc.compile(llama(), "cpu", tokens_per_frame=8, output=tmp_path / "a")
-    library = next((made.path / "host").rglob("decode.so"))
+    library = next((made.path / "host").rglob("decoder.so"))
     data = bytearray(library.read_bytes())
     data[len(data) // 2] ^= 1
     library.write_bytes(data)
     (made.path / "graph" / "after.txt").unlink()
     with pytest.raises(fc.ArtifactError) as error:
         fc.load(made.path)
-    assert "decode.so" in str(error.value)
+    assert "decoder.so" in str(error.value)
     assert "after.txt" in str(error.value)
 
 

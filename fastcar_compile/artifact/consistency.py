@@ -140,18 +140,18 @@ def _names(manifest: Manifest) -> Iterator[str]:
 
 
 def _programs(manifest: Manifest) -> Iterator[str]:
-    """Check names and libraries of every program of every CPU."""
+    """Check the library of every CPU, and the names of its programs."""
     host, states = manifest.host, {state.name for state in manifest.decoder.state}
     groups = {variant.instruction_set: variant.programs for variant in host.variants}
     groups |= {} if host.board is None else {host.board.cpu: host.board.programs}
     for cpu, programs in groups.items():
+        yield from _not_a_file(manifest, f"library for {cpu}", programs.library)
         for name, program in programs.named().items():
             where = f"program {name} for {cpu}"
             if name != _CONTEXT:
                 yield from _unknown(f"{where}, inputs", program.inputs, states | _FEEDS)
             yield from _unknown(f"{where}, outputs", program.outputs, states | _RESULTS)
             yield from (f"{where} has the parameter {param!r} twice" for param in _twice(program.params))
-            yield from _not_a_file(manifest, where, program.library)
 
 
 def _files(manifest: Manifest) -> Iterator[str]:

@@ -5,7 +5,7 @@ manifest.json       typed sections, sha256 and size of every other file
 graph/              before and after the rewrite, as text and as JSON; decoder.onnx; context.onnx with cross-attention
 decoder.onnx        instead, where its weights are the files under weights/; context.onnx too
 weights/            safetensors, packed for the kernels
-host/               one folder of libraries per instruction set; host/src: the C++ host program
+host/               one library per instruction set, in a folder each; host/src: the C++ host program
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
 report.json
@@ -59,15 +59,15 @@ def weight_files(files: Iterable[str]) -> list[str]:
     return sorted(f for f in files if f == weight_file() or PurePosixPath(f).match(shard))
 
 
-def host_library(triple: str, instruction_set: str, program: str) -> str:
-    """Return the name of a library for one instruction set."""
-    return f"host/{triple}/{instruction_set}/{program}.so"
+def host_library(triple: str, instruction_set: str) -> str:
+    """Return the name of the library for one instruction set."""
+    return f"host/{triple}/{instruction_set}/decoder.so"
 
 
-def board_library(triple: str, cpu: str | None, program: str, *, linked: bool) -> str:
-    """Return the name of a program for the board's CPU: a library, or an archive of object files.
+def board_library(triple: str, cpu: str | None, *, linked: bool) -> str:
+    """Return the name of the library for the board's CPU, or of the archive of its object files.
 
     cpu: its LLVM name where the build machine has the same triple, so that the folders differ; else None.
     """
     folder = f"host/{triple}" if cpu is None else f"host/{triple}-{cpu}"
-    return f"{folder}/{program}.{'so' if linked else 'tar'}"
+    return f"{folder}/decoder.{'so' if linked else 'tar'}"

@@ -142,7 +142,7 @@ def _board_libraries(board: Target) -> Iterator[Fallback]:
         yield Fallback(
             kind="library",
             what="host programs of the board",
-            instead="they are written as object files, not as libraries",
+            instead="they are written as object files, not as a library",
             reason=f"{compiler} is not on PATH",
             hint=f"install it (Debian: g++-{board.host_triple})",
         )

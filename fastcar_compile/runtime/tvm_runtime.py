@@ -148,6 +148,11 @@ def _fresh_path(descriptor: int) -> str:
 class Machine:
     """A library's Relax virtual machine.
 
+    Every packed function that the library calls has to be registered before.
+
+    Attributes:
+        name: of the library's file.
+
     Raises:
         BackendError: the library cannot be loaded.
     """
@@ -155,15 +160,21 @@ class Machine:
     def __init__(self, library: Path) -> None:
         if not library.is_file():
             raise BackendError("the library cannot be loaded: there is no such file", where=library.name)
+        self.name = library.name
         try:
             self._module = _loaded(library.name, library.read_bytes())["vm_load_executable"]()
             self._module["vm_initialization"](_CPU, 0, _POOLED)
         except (RuntimeError, OSError, ValueError) as error:
             raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
 
-    def function(self, name: str) -> Callable[..., Sequence[Any]] | None:
-        """Return a function of the library; None: it has no such function."""
+    def function(self, name: str) -> Callable[..., Sequence[Any]]:
+        """Return a function of the library.
+
+        Raises:
+            BackendError: it has none of this name.
+        """
         try:
             return self._module[name]
         except AttributeError:
-            return None
+            hint = "compile the model again"
+            raise BackendError(f"the library has no function `{name}`", where=self.name, hint=hint) from None

@@ -1,4 +1,4 @@
-// Decode session on the artifact's TVM libraries, as fastcar_compile/runtime/session.py and backends/cpu.py do it:
+// Decode session on the artifact's TVM library, as fastcar_compile/runtime/session.py and backends/cpu.py do it:
 // prefill in chunks without replay, then one forward per token; state is updated in place.
 #ifndef FASTCAR_DECODER_HPP
 #define FASTCAR_DECODER_HPP
@@ -14,7 +14,6 @@
 #include <cstring>
 #include <map>
 #include <new>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,30 +61,47 @@ T* data_of(const tvm::ffi::Tensor& tensor) {
 
 typedef std::map<std::string, tvm::ffi::Tensor> Tensors;
 
-// One library: a TVM virtual machine and the order of its arguments.
-class Library {
-public:
-    // Throws Error: the library cannot be loaded, or needs a parameter that `params` does not have.
-    Library(const std::string& artifact, const ProgramSpec& spec, const Tensors& params) : spec_(spec) {
-        const std::string path = artifact + "/" + spec.library;
-        try {
-            const tvm::ffi::Module module = tvm::ffi::Module::LoadFromFile(path);
-            const tvm::ffi::Module machine = module->GetFunction("vm_load_executable").value()().cast<tvm::ffi::Module>();
-            const int cpu = kDLCPU, device = 0, pooled = 2;
-            machine->GetFunction("vm_initialization").value()(cpu, device, pooled);
-            run_ = machine->GetFunction("run").value();
-            check_ = machine->GetFunction("check").value();
-            machine_ = machine;
-        } catch (const std::exception& error) {
-            throw Error(std::string("the library cannot be loaded: ") + error.what(), path,
-                        "use this folder's libraries on the CPU in its name, with the TVM of manifest.json");
+// TVM looks for the functions of an accelerator when it loads the library. Without one, nothing calls them.
+inline void register_absent(const std::vector<std::string>& functions) {
+    for (const std::string& name : functions) {
+        if (!tvm::ffi::Function::GetGlobal(name).has_value()) {
+            const auto refuse = [name](const tvm::ffi::AnyView*, int32_t, tvm::ffi::Any*) {
+                throw Error(name + " is called without an accelerator", "", "decode with fastcar_board");
+            };
+            tvm::ffi::Function::SetGlobal(name, tvm::ffi::Function::FromPacked(refuse));
         }
+    }
+}
+
+// The TVM virtual machine of the library. Throws Error: it cannot be loaded.
+inline tvm::ffi::Module load_machine(const std::string& artifact, const DecoderSpec& spec) {
+    const std::string path = artifact + "/" + spec.library;
+    try {
+        register_absent(spec.functions);
+        const tvm::ffi::Module module = tvm::ffi::Module::LoadFromFile(path);
+        const tvm::ffi::Module machine = module->GetFunction("vm_load_executable").value()().cast<tvm::ffi::Module>();
+        const int cpu = kDLCPU, device = 0, pooled = 2;
+        machine->GetFunction("vm_initialization").value()(cpu, device, pooled);
+        return machine;
+    } catch (const std::exception& error) {
+        throw Error(std::string("the library cannot be loaded: ") + error.what(), path,
+                    "use this folder's library on the CPU in its name, with the TVM of manifest.json");
+    }
+}
+
+// One program of the library: its functions and the order of their arguments.
+class Program {
+public:
+    // Throws std::exception: the library has no such functions, or needs a parameter that `params` does not have.
+    Program(const tvm::ffi::Module& machine, const ProgramSpec& spec, const Tensors& params)
+        : spec_(spec), machine_(machine), run_(machine->GetFunction(spec.function).value()),
+          check_(machine->GetFunction(spec.check).value()) {
         for (const std::string& name : spec.params) {
             params_.push_back(params.at(name));
         }
     }
 
-    // Results by name; the feeds of all calls have the same shapes. Throws std::exception: they do not fit the library.
+    // Results by name; the feeds of all calls have the same shapes. Throws std::exception: they do not fit the program.
     Tensors operator()(const Tensors& feeds) {
         std::vector<tvm::ffi::AnyView> arguments;
         for (const std::string& name : spec_.inputs) {
@@ -108,7 +124,7 @@ public:
 
 private:
     ProgramSpec spec_;
-    std::optional<tvm::ffi::Module> machine_;  // what run_ runs in
+    tvm::ffi::Module machine_;  // what run_ runs in
     tvm::ffi::Function run_, check_;
     bool checked_ = false;
     std::vector<tvm::ffi::Tensor> params_;
@@ -117,16 +133,16 @@ private:
 // One video at a time. Inputs are int64 [B, T] tokens, or float32 [B, T, H] of a headless decoder.
 class Decoder {
 public:
-    // Throws Error: a file is missing or damaged. `offload`: decode through the library whose MLPs are on the accelerator.
+    // Throws Error: a file is missing or damaged. `offload`: decode through the program whose MLPs are on the accelerator.
     Decoder(const std::string& artifact, const DecoderSpec& spec, bool offload)
-        : spec_(spec), params_(load_params(artifact, spec, offload)),
-          decode_(artifact, offload ? spec.offload : spec.decode, params_), replayed_(0) {
+        : spec_(spec), params_(load_params(artifact, spec, offload)), machine_(load_machine(artifact, spec)),
+          decode_(machine_, offload ? spec.offload : spec.decode, params_), replayed_(0) {
         if (spec.cross_attention) {
             throw Error("the decoder has cross-attention, and this program cannot set its context", "",
                         "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
         }
         if (spec.prefill_chunk > 0) {
-            prefill_.emplace_back(artifact, spec.prefill, params_);
+            prefill_.emplace_back(machine_, spec.prefill, params_);
         }
         reset();
     }
@@ -278,7 +294,7 @@ private:
         feeds.insert_or_assign("thresholds", limits);
     }
 
-    // Without a prefill library: decode forward number 0, which never replays and writes slot 0 only; that is put back.
+    // Without a prefill program: decode forward number 0, which never replays and writes slot 0 only; that is put back.
     Tensors prompt_step(Tensors& feeds) {
         add_gate(feeds, 0, std::vector<float>(static_cast<size_t>(spec_.layers), INFINITY));
         std::map<std::string, std::vector<char>> kept;
@@ -316,8 +332,9 @@ private:
 
     DecoderSpec spec_;
     Tensors params_;
-    Library decode_;
-    std::vector<Library> prefill_;  // one or none
+    tvm::ffi::Module machine_;
+    Program decode_;
+    std::vector<Program> prefill_;  // one or none
     Tensors state_;
     int64_t position_ = 0;
     int64_t step_ = 0;

@@ -1,4 +1,4 @@
-// The packed functions that the offload library calls, on an accelerator.
+// The packed functions that the offload program calls, on an accelerator.
 #ifndef FASTCAR_OFFLOAD_HPP
 #define FASTCAR_OFFLOAD_HPP
 

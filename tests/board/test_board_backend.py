@@ -238,11 +238,13 @@ def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
     better = variant.model_copy(update={"flags": ("later",), "programs": board.programs})
     assert programs_for(host.model_copy(update={"variants": (better, variant)}), triple, here) == variant.programs
     arm = "aarch64-linux-gnu"
-    assert programs_for(host, arm, frozenset()).decode.library == "host/aarch64-linux-gnu/decode.so"
+    assert programs_for(host, arm, frozenset()).library == "host/aarch64-linux-gnu/decoder.so"
     name = variant.instruction_set
     text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  hint:  compile it"
     with pytest.raises(BackendError, match=re.escape(text)):
         programs_for(host, triple, frozenset())
     unlinked = host.model_copy(update={"board": board.model_copy(update={"linked": False})})
-    with pytest.raises(BackendError, match=r"the libraries for aarch64-linux-gnu are object files, not linked"):
+    with pytest.raises(
+        BackendError, match=r"the library for aarch64-linux-gnu is an archive of object files, not linked"
+    ):
         programs_for(unlinked, arm, frozenset())

@@ -28,7 +28,7 @@ class Built:
     """fastcar_board for this machine, linked with the real libxrt_coreutil, and what it runs on.
 
     Args:
-        folder: a copy of the artifact whose host program names this machine's libraries. fake: folder of the stand-in.
+        folder: a copy of the artifact whose host program names this machine's library. fake: folder of the stand-in.
     """
 
     program: Path

@@ -15,11 +15,12 @@ import tvm
 from manifests import sections
 from tvm import relax
 
-from fastcar_compile.artifact.sections import BoardPart, HostSection
+from fastcar_compile.artifact.sections import BoardPart, HostSection, ProgramPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.tvm.build import LoweredModule
 from fastcar_compile.codegen.tvm.emit import cross_compiler, emit_board
 from fastcar_compile.codegen.tvm.isa import host_instruction_set
+from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.targets import load_target
 
 
@@ -28,15 +29,16 @@ def lowered() -> LoweredModule:
     """x + x as a program."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType([tvm.tirx.IntImm("int64", 4)], "float32"))
-    with builder.function("run", [x]):
+    with builder.function("decode", [x]):
         builder.emit_func_output(relax.Tuple([builder.emit(relax.op.add(x, x))]))
     module = builder.finalize()
-    return LoweredModule(cast("Any", None), ("x",), (), ("y",), 0, module).retarget(host_instruction_set())
+    program = ProgramPart(function="decode", check=check_of("decode"), inputs=("x",), params=(), outputs=("y",))
+    return LoweredModule(cast("Any", None), {"decode": program}, 0, module).retarget(host_instruction_set())
 
 
 def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> BoardPart:
     with ArtifactWriter(folder) as writer:
-        board = emit_board(writer, {"decode": lowered}, load_target(target), machine)
+        board = emit_board(writer, lowered, load_target(target), machine)
         writer.finish(sections(host=HostSection(variants=(), board=board)))
         return board
 
@@ -58,15 +60,15 @@ def test_without_the_cross_compiler_object_files_are_written(
     without("aarch64-linux-gnu-g++", monkeypatch)
     text = (
         r"aarch64-linux-gnu-g\+\+ is not on PATH: the host programs for aarch64-linux-gnu are written as object files "
-        r"\(.tar\), not as libraries. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again, or link them"
+        r"\(.tar\), not as a library. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again, or link them"
     )
     with pytest.warns(UserWarning, match=text):
         section = emit(lowered, tmp_path / "a", "zcu102")
     assert (section.linked, section.compiler) == (False, "aarch64-linux-gnu-g++")
-    assert section.programs.decode.library == "host/aarch64-linux-gnu/decode.tar"
+    assert section.programs.library == "host/aarch64-linux-gnu/decoder.tar"
     with pytest.warns(UserWarning, match="not on PATH"):
         emit(lowered, tmp_path / "b", "zcu102")
-    name = "host/aarch64-linux-gnu/decode.tar"
+    name = "host/aarch64-linux-gnu/decoder.tar"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     monkeypatch.undo()
     compiler = require_tool("aarch64-linux-gnu-g++")
@@ -74,15 +76,15 @@ def test_without_the_cross_compiler_object_files_are_written(
         assert [m.mtime for m in archive] == [0] * len(archive.getmembers())
         archive.extractall(tmp_path / "objects", filter="data")
     objects = sorted((tmp_path / "objects").glob("*.o"))
-    subprocess.run([compiler, "-shared", "-o", tmp_path / "decode.so", *objects], check=True)  # docs/tutorial/board.md
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "decoder.so", *objects], check=True)  # docs/tutorial/board.md
 
 
 def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: LoweredModule, tmp_path: Path) -> None:
     section = emit(lowered, tmp_path / "a", "u280")
     assert (section.compiler, section.linked) == ("g++", True)
-    library = section.programs.decode.library
-    assert library == "host/x86_64-linux-gnu-x86-64-v3/decode.so"
+    library = section.programs.library
+    assert library == "host/x86_64-linux-gnu-x86-64-v3/decoder.so"
     module: Any = tvm.runtime.load_module(str(tmp_path / "a" / library))
     machine = relax.VirtualMachine(module, cast("Any", tvm.cpu()))
-    (doubled,) = machine["run"](tvm.runtime.tensor(np.array([1, 2, 3, 4], np.float32)))
+    (doubled,) = machine["decode"](tvm.runtime.tensor(np.array([1, 2, 3, 4], np.float32)))
     assert doubled.numpy().tolist() == [2, 4, 6, 8]

@@ -113,7 +113,7 @@ def full_scratch(folder: Path) -> list[str]:
     mount(folder, f"size={SIZE}")
     (folder / "ballast").write_bytes(bytes(SIZE - 3 * PAGE))
     block = relax.BlockBuilder()
-    given = relax.Var("x", relax.TensorType(relax.ShapeExpr([4]), "float32"))
+    given = relax.Var("x", relax.TensorType(relax.ShapeExpr([tvm.tirx.IntImm("int64", 4)]), "float32"))
     with block.function("main", [given]):
         block.emit_func_output(relax.op.add(given, given))
     executable = tvm.compile(block.finalize(), tvm.target.Target("llvm"))

@@ -11,9 +11,8 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.onnx.export import export_onnx
-from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES, Comparison
@@ -23,7 +22,7 @@ from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.ir.tensors import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.base import Stepper
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.ort import OrtStepper
 
@@ -66,11 +65,11 @@ def backends(name: str, folder: Path) -> dict[str, Stepper]:
     eager = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
     if name in ("always", "never"):
         return {"eager": eager}
-    lowered = lower(source.graph_module, source.outputs)
-    lowered.export(folder / "decode.so")
-    libraries = Libraries(folder, ProgramsPart(decode=lowered.program("decode.so")))
+    lowered = lower({"decode": HostGraph(source.graph_module, source.outputs)})
+    lowered.export(folder / "decoder.so")
+    library = Library(folder, lowered.part("decoder.so"))
     section = decoder_section(source)
-    cpu = CpuStepper(libraries, section, {n: to_numpy(t) for n, t in source.params.items()}, threads=1)
+    cpu = CpuStepper(library, section, {n: to_numpy(t) for n, t in source.params.items()}, threads=1)
     export_onnx(source, folder / "decoder.onnx")
     return {"eager": eager, "cpu": cpu, "ort": OrtStepper(folder / "decoder.onnx", section, 1)}
 

@@ -38,11 +38,17 @@ def whole() -> Manifest:
     """Replay, libraries of two CPUs, an ONNX model and thresholds, over a decoder that was never compiled."""
     replay = ReplayPart(gate="tas", threshold=0.5)
     names = dict(sections().decoder)
-    program = ProgramPart(library="host/a.so", inputs=names["inputs"], params=("w",), outputs=names["outputs"])
+    program = ProgramPart(
+        function="decode", check="check_decode", inputs=names["inputs"], params=("w",), outputs=names["outputs"]
+    )
+    programs = ProgramsPart(library="host/a.so", decode=program)
     host = HostSection(
         variants=(
             VariantPart(
-                instruction_set="avx2", triple="x86_64-linux-gnu", flags=(), programs=ProgramsPart(decode=program)
+                instruction_set="avx2",
+                triple="x86_64-linux-gnu",
+                flags=(),
+                programs=programs,
             ),
         ),
         board=BoardPart(
@@ -51,7 +57,7 @@ def whole() -> Manifest:
             instruction_set="neon",
             compiler="g++",
             linked=True,
-            programs=ProgramsPart(decode=program),
+            programs=programs,
         ),
     )
     changed = sections(
@@ -119,7 +125,8 @@ def drop(*path: Any) -> Callable[[Json], None]:
 
 
 CONFIG, STATE = ("decoder", "config"), ("decoder", "state", 0)
-DECODE = ("host", "variants", 0, "programs", "decode")
+PROGRAMS = ("host", "variants", 0, "programs")
+DECODE = (*PROGRAMS, "decode")
 LAYER = ("layers", "layers", 0)
 HUGE = [
     {"dtype": "float32", "layer": 0, "name": str(number), "role": "gate_cache", "shape": [4, 2, 2**30]}
@@ -160,9 +167,9 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "an input twice": (put(*DECODE, "inputs", 0, value="position"), "'position' is there twice"),
     "an output that nothing takes": (put(*DECODE, "outputs", 0, value="x"), "there is no 'x'"),
     "a parameter twice": (put(*DECODE, "params", value=["w", "w"]), "the parameter 'w' twice"),
-    "a library outside": (put(*DECODE, "library", value="../b.so"), "'../b.so' is no file of the artifact"),
-    "a library anywhere": (put(*DECODE, "library", value="/lib/x.so"), "is no file of the artifact"),
-    "a library of the board": (put("host", "board", "programs", "decode", "library", value="x"), "is no file"),
+    "a library outside": (put(*PROGRAMS, "library", value="../b.so"), "'../b.so' is no file of the artifact"),
+    "a library anywhere": (put(*PROGRAMS, "library", value="/lib/x.so"), "is no file of the artifact"),
+    "a library of the board": (put("host", "board", "programs", "library", value="x"), "is no file"),
     "a model outside": (put("onnx", "model", value="../m.onnx"), "is no file of the artifact"),
     "no tokens": (put("decoder", "inputs", value=["position"]), "decoder.inputs lacks tokens"),
     "no logits": (put("decoder", "outputs", value=[]), "decoder.outputs lacks logits"),

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastcar_compile.artifact.sections import ProgramsPart
-from fastcar_compile.codegen.tvm.build import LoweredModule, lower
+from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -19,7 +18,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.ir.tensors import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
 
 LAYERS, FRAME, LENGTH, VOCAB = 3, 8, 65, 17
@@ -74,19 +73,30 @@ def program(case: Case) -> DecoderProgram:
 def lowered(case: Case) -> LoweredModule:
     """The decode step in TVM."""
     source = program(case)
-    return lower(source.graph_module, source.outputs)
+    return lower({"decode": HostGraph(source.graph_module, source.outputs)})
 
 
-def export(case: Case, folder: Path) -> Libraries:
-    """Write decode.so and prefill.so."""
+def lowered_prefill(case: Case) -> LoweredModule:
+    """The prefill chunk in TVM."""
     source = program(case)
     assert source.prefill is not None
-    prefill = lower(source.prefill, source.prefill_outputs)
-    found = {}
-    for name, module in (("decode", lowered(case)), ("prefill", prefill)):
-        module.export(folder / f"{name}.so")
-        found[name] = module.program(f"{name}.so")
-    return Libraries(folder, ProgramsPart(**found))
+    return lower({"prefill": HostGraph(source.prefill, source.prefill_outputs)})
+
+
+@cache
+def lowered_whole(case: Case) -> LoweredModule:
+    """The decode step and the prefill chunk in TVM."""
+    source = program(case)
+    assert source.prefill is not None
+    decode, prefill = HostGraph(source.graph_module, source.outputs), HostGraph(source.prefill, source.prefill_outputs)
+    return lower({"decode": decode, "prefill": prefill})
+
+
+def export(case: Case, folder: Path) -> Library:
+    """Write decoder.so."""
+    module = lowered_whole(case)
+    module.export(folder / "decoder.so")
+    return Library(folder, module.part("decoder.so"))
 
 
 def numpy_params(source: DecoderProgram) -> dict[str, np.ndarray]:
@@ -94,10 +104,10 @@ def numpy_params(source: DecoderProgram) -> dict[str, np.ndarray]:
     return {name: to_numpy(tensor) for name, tensor in source.params.items()}
 
 
-def cpu_backend(case: Case, libraries: Libraries, params: dict[str, np.ndarray] | None = None) -> CpuStepper:
-    """A backend on exported libraries."""
+def cpu_backend(case: Case, library: Library, params: dict[str, np.ndarray] | None = None) -> CpuStepper:
+    """A backend on an exported library."""
     source = program(case)
-    return CpuStepper(libraries, decoder_section(source), params or numpy_params(source), threads=2)
+    return CpuStepper(library, decoder_section(source), params or numpy_params(source), threads=2)
 
 
 def eager_backend(case: Case) -> EagerStepper:

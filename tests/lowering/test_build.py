@@ -19,13 +19,11 @@ from torch import fx, nn
 from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
-from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.codegen.tvm import build
-from fastcar_compile.codegen.tvm.build import lower
+from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import PORTABLE
-from fastcar_compile.codegen.tvm.pipeline import ENTRY
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -34,8 +32,8 @@ from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
-from fastcar_compile.runtime.backends.accelerator.calls import register_functions, stepping
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.accelerator.calls import stepping
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.tvm_runtime import adopt
 
@@ -46,12 +44,12 @@ import json, sys
 import numpy as np
 from safetensors.numpy import load_file
 from fastcar_compile.artifact.sections import DecoderSection, ProgramsPart
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from pathlib import Path
 folder = Path(sys.argv[1])
 decoder = DecoderSection.model_validate_json((folder / "decoder.json").read_text())
 programs = ProgramsPart.model_validate_json((folder / "programs.json").read_text())
-backend = CpuStepper(Libraries(folder, programs), decoder, load_file(folder / "weights.safetensors"), threads=1)
+backend = CpuStepper(Library(folder, programs), decoder, load_file(folder / "weights.safetensors"), threads=1)
 limits = np.zeros(decoder.config.num_layers, np.float32)
 logits = [backend.decode(t, i, i, limits).logits for i, t in enumerate(np.load(folder / "tokens.npy"))]
 np.save(folder / "logits.npy", np.stack(logits))
@@ -68,14 +66,14 @@ def _python(code: str, folder: Path) -> None:
 
 def test_a_fresh_process_needs_files_only(tmp_path: Path) -> None:
     case = Case()
-    libraries = export(case, tmp_path)
+    library = export(case, tmp_path)
     source = program(case)
     save_file({n: t.contiguous().clone() for n, t in source.params.items()}, tmp_path / "weights.safetensors")
     (tmp_path / "decoder.json").write_text(decoder_section(source).model_dump_json())
-    (tmp_path / "programs.json").write_text(libraries.programs.model_dump_json())
+    (tmp_path / "programs.json").write_text(library.programs.model_dump_json())
     np.save(tmp_path / "tokens.npy", tokens(case, 2 * FRAME))
     _python(FRESH, tmp_path)
-    backend, limits = cpu_backend(case, libraries), np.zeros(LAYERS, np.float32)
+    backend, limits = cpu_backend(case, library), np.zeros(LAYERS, np.float32)
     expected = [backend.decode(t, i, i, limits).logits for i, t in enumerate(tokens(case, 2 * FRAME))]
     np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), np.stack(expected))
 
@@ -111,10 +109,9 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
     case = Case(quant="w8a8", thresholds=(0.0, None, 0.0))
     host = copy.deepcopy(program(case))
     run_pipeline(host, offload_pipeline())
-    lower_host = lower(host.graph_module, host.outputs)
-    lower_host.export(tmp_path / "offload.so")
-    library = lower_host.program("offload.so")
-    libraries = Libraries(tmp_path, ProgramsPart(decode=library, offload=library))
+    graph = HostGraph(host.graph_module, host.outputs)
+    module = lower({"decode": graph, "offload": graph})
+    module.export(tmp_path / "decoder.so")
     calls: list[int] = []
     gates: list[tuple[int, int]] = []
 
@@ -130,8 +127,8 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         assert inputs.x is None
         return GateDecision(replay, inputs.query.sum((1, 2)) * inputs.key.sum((1, 2)), chain + 1)
 
-    register_functions()
-    backend = CpuStepper(libraries, decoder_section(host), numpy_params(host), threads=1, decode="offload")
+    library = Library(tmp_path, module.part("decoder.so"))
+    backend = CpuStepper(library, decoder_section(host), numpy_params(host), threads=1, decode="offload")
     eager = EagerStepper(host.graph_module, host.outputs, None, [], host.state, 0)
     limits = np.full(LAYERS, np.inf, np.float32)  # not read: the unit has its own
     for i, token in enumerate(tokens(case, 2 * FRAME)):
@@ -158,7 +155,7 @@ def test_every_unsupported_operator_is_named() -> None:
             node = graph.call_function(op, (logits,))
             node.meta = {"val": logits.meta["val"], "source": "decoder.py:12"}
     with pytest.raises(CompileError, match=r"(?s)2 problems.*aten\.lgamma\.default.*decoder\.py:12.*aten\.cummax"):
-        lower(source.graph_module, source.outputs)
+        lower({"decode": HostGraph(source.graph_module, source.outputs)})
 
 
 @pytest.mark.parametrize(("own", "error"), [(True, AssertionError), (False, CompileError)])
@@ -185,13 +182,13 @@ def test_a_failed_assertion_is_told_as_the_model_s_only_in_tvm_s_converters(
 
 
 def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
-    libraries = export(Case(), tmp_path)
+    library = export(Case(), tmp_path)
     params = {n: a for n, a in numpy_params(program(Case())).items() if "lm_head" not in n}
     with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
-        cpu_backend(Case(), libraries, params)
-    (tmp_path / "decode.so").unlink()
+        cpu_backend(Case(), library, params)
+    (tmp_path / "decoder.so").unlink()
     with pytest.raises(BackendError, match="cannot be loaded"):
-        cpu_backend(Case(), libraries)
+        cpu_backend(Case(), library)
 
 
 def test_aligned_weights_are_not_copied() -> None:
@@ -214,8 +211,10 @@ def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.Monke
         host = copy.deepcopy(program(Case(quant="w8a8", thresholds=thresholds)))
         if offload is not None:
             run_pipeline(host, offload_pipeline(offload))
-        module = lower(host.graph_module, host.outputs).ir_module
-        whole = tvm.transform.Sequential([relax.transform.LegalizeOps(), relax.transform.DeadCodeElimination([ENTRY])])
+        module = lower({"decode": HostGraph(host.graph_module, host.outputs)}).ir_module
+        whole = tvm.transform.Sequential(
+            [relax.transform.LegalizeOps(), relax.transform.DeadCodeElimination(["decode"])]
+        )
         names: dict[str, list[str]] = {}
         for variable, function in whole(module).functions_items():
             names.setdefault(type(function).__name__, []).append(variable.name_hint)

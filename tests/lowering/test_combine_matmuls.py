@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
 
-from fastcar_compile.codegen.tvm.build import lower
 from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
@@ -21,7 +20,7 @@ from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 from .kernel_runs import few
-from .programs import Case, lowered, program
+from .programs import Case, lowered, lowered_prefill
 
 
 def _weights(kind: str, n: int, k: int, random: np.random.Generator) -> list[Any]:
@@ -124,7 +123,5 @@ def test_float_chunks_keep_their_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of 12 rows: such a kernel has two parallel loops. Quantised chunks share theirs."""
     monkeypatch.setattr("fastcar_compile.codegen.tvm.build.compile_module", lambda *_: None)
     for quant, expected in (("none", {1}), ("w8a8", {1, 2, 3})):
-        source = program(Case(quant=quant))
-        assert source.prefill is not None
-        module = lower(source.prefill, source.prefill_outputs).ir_module
+        module = lowered_prefill(Case(quant=quant)).ir_module
         assert {results for _, results in _calls(module)} == expected

@@ -87,9 +87,9 @@ def test_prefill_then_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) 
 
 def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
     case = Case()
-    libraries = export(case, tmp_path)
+    library = export(case, tmp_path)
     always = np.full(LAYERS, -INF, np.float32)
-    first, second = cpu_backend(case, libraries), cpu_backend(case, libraries)
+    first, second = cpu_backend(case, library), cpu_backend(case, library)
     alone = [first.decode(t, i, i, always).logits for i, t in enumerate(tokens(case, STEPS))]
     first.reset()
     for i, (token, other) in enumerate(zip(tokens(case, STEPS), tokens(case, STEPS, seed=4), strict=True)):
@@ -100,10 +100,10 @@ def test_two_backends_share_no_state_and_reset_clears(tmp_path: Path) -> None:
 def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
     """With poisoned MLP weights the logits stay finite exactly while every row replays."""
     case = Case()
-    libraries = export(case, tmp_path)
+    library = export(case, tmp_path)
     healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
     poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
-    source, victim = cpu_backend(case, libraries), cpu_backend(case, libraries, poisoned)
+    source, victim = cpu_backend(case, library), cpu_backend(case, library, poisoned)
     inputs = tokens(case, FRAME + 1)
     for i in range(FRAME):
         source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))

@@ -15,10 +15,13 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from fastcar_compile.codegen.tvm.flatten import flatten
-from fastcar_compile.codegen.tvm.pipeline import CHECK, ENTRY
+from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.codegen.tvm.target import host_target
 
-from .programs import Case, lowered
+from .programs import Case, lowered_whole
+
+ENTRY = "run"
+CHECK = check_of(ENTRY)
 
 
 @I.ir_module
@@ -56,7 +59,7 @@ class Layers:
 
 def _built(module: tvm.IRModule, flat: bool) -> tuple[Any, Any]:
     default = relax.backend.cpu_generic.get_default_pipeline(host_target())
-    passes = [default, *([flatten(ENTRY, CHECK)] if flat else [])]
+    passes = [default, *([flatten({ENTRY: CHECK})] if flat else [])]
     executable = tvm.compile(module, target=host_target(), relax_pipeline=tvm.transform.Sequential(passes))
     return executable, relax.VirtualMachine(executable, cast("Any", tvm.cpu()))
 
@@ -107,10 +110,11 @@ def test_the_check_refuses_what_the_step_would_not_notice() -> None:
         machine[CHECK](_tensor([0, 0, 0], "float32"), _tensor(True, "bool"))
 
 
-def test_a_decode_step_is_one_function() -> None:
+def test_every_program_is_one_function() -> None:
     """Of a real decoder, with branches for replay; its layers make only what they hand on."""
-    functions = _functions(lowered(Case()).executable)
-    assert set(functions) == {ENTRY, CHECK}
-    for check in ("check_tensor_info", "match_shape"):
-        assert check in functions[CHECK]
-        assert check not in functions[ENTRY]
+    functions = _functions(lowered_whole(Case()).executable)
+    assert set(functions) == {"decode", "check_decode", "prefill", "check_prefill"}
+    for name in ("decode", "prefill"):
+        for check in ("check_tensor_info", "match_shape"):
+            assert check in functions[check_of(name)]
+            assert check not in functions[name]

@@ -28,9 +28,7 @@ def write_library(path: Path, factor: float) -> None:
 
 
 def ones_by(path: Path) -> Any:
-    run = Machine(path).function("run")
-    assert run is not None
-    return as_array(run(adopt(aligned(np.ones(4, np.float32)))))
+    return as_array(Machine(path).function("run")(adopt(aligned(np.ones(4, np.float32)))))
 
 
 def test_a_library_in_the_place_of_another_is_the_one_that_runs(tmp_path: Path) -> None:
@@ -41,7 +39,6 @@ def test_a_library_in_the_place_of_another_is_the_one_that_runs(tmp_path: Path) 
     assert len(os.listdir("/proc/self/fd")) == descriptors
     first = Machine(path).function("run")
     path.unlink()
-    assert first is not None
     np.testing.assert_array_equal(as_array(first(adopt(aligned(np.ones(4, np.float32))))), 2.0)
 
 

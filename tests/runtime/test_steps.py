@@ -17,7 +17,7 @@ from fastcar_compile.artifact.sections import State, StateRole
 from fastcar_compile.artifact.tensor_files import Arrays, load_tensors, write_streamed
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.program_json import decoder_section
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Libraries
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.tvm_runtime import adopt, as_array, global_function
@@ -27,11 +27,11 @@ CASE = Case()
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return export(CASE, tmp_path_factory.mktemp("steps"))
 
 
-def opened(built: Libraries, threads: int | None = 2) -> CpuStepper:
+def opened(built: Library, threads: int | None = 2) -> CpuStepper:
     source = program(CASE)
     return CpuStepper(built, decoder_section(source), numpy_params(source), threads)
 
@@ -42,7 +42,7 @@ def anonymous_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
-def test_steps_allocate_nothing(built: Libraries) -> None:
+def test_steps_allocate_nothing(built: Library) -> None:
     """2000 steps, a copied state of this decoder would be 0.1 MB each; what one step makes is gone at the next."""
     session = Session(opened(built), program(CASE).config, [0.0] * LAYERS)
     token = torch.tensor([3, 5])
@@ -67,7 +67,7 @@ def test_steps_allocate_nothing(built: Libraries) -> None:
     assert anonymous_kib() - resident < 1024
 
 
-def test_state_and_weights_stay_where_they_are(built: Libraries) -> None:
+def test_state_and_weights_stay_where_they_are(built: Library) -> None:
     backend, source = opened(built), program(CASE)
     state = {name: array.ctypes.data for name, array in backend._state.arrays.items()}
     decode = backend._decode
@@ -89,7 +89,7 @@ def test_state_and_weights_stay_where_they_are(built: Libraries) -> None:
     assert any(a.any() for a in backend._state.arrays.values())
 
 
-def test_results_stay_valid_while_they_are_held(built: Libraries) -> None:
+def test_results_stay_valid_while_they_are_held(built: Library) -> None:
     backend, limits = opened(built), np.full(LAYERS, np.inf, np.float32)
     kept, copies = [], []
     for i, token in enumerate(tokens(CASE, FRAME)):
@@ -100,7 +100,7 @@ def test_results_stay_valid_while_they_are_held(built: Libraries) -> None:
             np.testing.assert_array_equal(value, expected)
 
 
-def test_sessions_with_different_threads_take_turns(built: Libraries) -> None:
+def test_sessions_with_different_threads_take_turns(built: Library) -> None:
     active = global_function("runtime.NumThreads")
     one, two = opened(built, 1), opened(built, 2)
     limits = np.zeros(LAYERS, np.float32)
@@ -152,13 +152,13 @@ def test_an_arena_is_zero_aligned_lazy_and_zero_again() -> None:
     assert arena.arrays["b"].tolist() == [[5, 5] if slot == 3 else [6, 6] for slot in range(7)]
 
 
-def test_the_default_is_every_usable_core(built: Libraries) -> None:
+def test_the_default_is_every_usable_core(built: Library) -> None:
     cores = len(os.sched_getaffinity(0))
     assert opened(built, None)._threads == cores
     assert cpu_backend(CASE, built)._threads == 2
 
 
-def test_arguments_are_checked_when_a_session_opens(built: Libraries) -> None:
+def test_arguments_are_checked_when_a_session_opens(built: Library) -> None:
     """And not in every step; the state here has one position too few."""
     section = decoder_section(program(CASE))
     state = tuple(

@@ -1,14 +1,22 @@
-"""Libraries for CPUs: one set per instruction set, and one for the board's own CPU."""
+"""Libraries for CPUs: one per instruction set, and one for the board's own CPU."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from fastcar_compile.artifact.sections.base import Part, Section
 
 
 class ProgramPart(Part):
-    """One compiled program: its library, and the names of its arguments and results, in order."""
+    """One compiled program.
 
-    library: str
+    Args:
+        function: its name in the library. check: of the function that takes the same arguments and only checks them.
+        inputs, params, outputs: names of the first arguments, of those after them, and of the results, in order.
+    """
+
+    function: str
+    check: str
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -18,10 +26,12 @@ class ProgramsPart(Part):
     """The programs of one CPU.
 
     Args:
+        library: the file that they are in: a shared library, or an archive of its object files.
         prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
         context: makes the states that cross-attention reads; None: there is no cross-attention.
     """
 
+    library: str
     decode: ProgramPart
     prefill: ProgramPart | None = None
     offload: ProgramPart | None = None
@@ -34,7 +44,7 @@ class ProgramsPart(Part):
 
 
 class VariantPart(Part):
-    """Libraries for one instruction set. `flags`: what /proc/cpuinfo must list."""
+    """The library for one instruction set. `flags`: what /proc/cpuinfo must list."""
 
     instruction_set: str
     triple: str
@@ -47,7 +57,7 @@ class BoardPart(Part):
 
     Args:
         cpu: LLVM name. compiler: the linker that was looked for.
-        linked: whether the programs are libraries; else they are archives of object files.
+        linked: whether the programs are a library; else they are an archive of object files.
     """
 
     triple: str
@@ -60,6 +70,8 @@ class BoardPart(Part):
 
 class HostSection(Section):
     """Every library. `variants`: of each architecture the best one first. `board`: None for a CPU target."""
+
+    VERSION: ClassVar[int] = 2
 
     variants: tuple[VariantPart, ...]
     board: BoardPart | None

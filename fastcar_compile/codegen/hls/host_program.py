@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
-from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
+from fastcar_compile.artifact.offload import FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.design.design import Design
@@ -78,7 +78,9 @@ def host_sources(
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         config=program.config,
+        library=board.programs.library,
         programs=board.programs.named(),
+        functions=FUNCTIONS if board.programs.offload is not None else (),
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
@@ -90,7 +92,7 @@ def host_sources(
 
 
 def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
-    """Return the kernel, the probe, and the names that the offload library calls the kernel by."""
+    """Return the kernel, the probe, and the names that the offload program calls the kernel by."""
     (kernel,) = accelerator.kernels
     probe = probe_interface(Design.of(accelerator.design))
     return render(

@@ -1,4 +1,4 @@
-"""The host part of an artifact: TVM libraries for instruction sets of choice, and for the board's own CPU."""
+"""The host part of an artifact: a TVM library for each instruction set of choice, and for the board's own CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import platform
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastcar_compile.artifact.layout import board_library, host_library
@@ -14,8 +14,6 @@ from fastcar_compile.artifact.sections import (
     AcceleratorSection,
     BoardPart,
     HostSection,
-    ProgramPart,
-    ProgramsPart,
     VariantPart,
 )
 from fastcar_compile.artifact.writer import ArtifactWriter
@@ -58,31 +56,32 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
 class TvmEmitter:
     """Lowers to CPUs: the context's instruction sets, and for an FPGA board also the board's own CPU.
 
-    With an accelerator there is also the decode step that calls it.
+    A library has the decode step, the prefill chunk, with an accelerator the decode step that calls it, and with
+    cross-attention what makes its states.
     """
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> HostSection:
         """Write the libraries; see Emitter.emit."""
         context.say("lowering with TVM")
-        from fastcar_compile.codegen.tvm.build import lower
+        from fastcar_compile.codegen.tvm.build import HostGraph, lower
 
-        programs = {"decode": (program.graph_module, program.outputs)}
+        graphs = {"decode": HostGraph(program.graph_module, program.outputs)}
         if program.prefill is not None:
-            programs["prefill"] = (program.prefill, program.prefill_outputs)
+            graphs["prefill"] = HostGraph(program.prefill, program.prefill_outputs)
         if program.context is not None:
-            programs["context"] = (program.context, program.context_outputs)
+            graphs["context"] = HostGraph(program.context, program.context_outputs)
         if context.section(AcceleratorSection) is not None:
             # Graphs are copied, weights are not.
             host = copy.deepcopy(
                 program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
             )
             run_pipeline(host, offload_pipeline(context.options.offload))
-            programs["offload"] = (host.graph_module, host.outputs)
+            graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         first = context.variants[0]
-        lowered = {name: lower(graph, outputs, first) for name, (graph, outputs) in programs.items()}
+        lowered = lower(graphs, first)
         machine = f"{platform.machine()}-linux-gnu"
         variants = [
-            _emit_variant(context.writer, lowered if isa is first else _retargeted(lowered, isa), isa, machine)
+            _emit_variant(context.writer, lowered if isa is first else lowered.retarget(isa), isa, machine)
             for isa in context.variants
         ]
         target = context.target
@@ -90,22 +89,11 @@ class TvmEmitter:
         return HostSection(variants=tuple(variants), board=board)
 
 
-def _retargeted(lowered: Mapping[str, LoweredModule], isa: InstructionSet) -> dict[str, LoweredModule]:
-    return {name: module.retarget(isa) for name, module in lowered.items()}
-
-
-def _emit_variant(
-    writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], isa: InstructionSet, machine: str
-) -> VariantPart:
-    programs: dict[str, ProgramPart] = {}
-    compiler = cross_compiler(isa.triple, machine)
-    for name, module in lowered.items():
-        library = host_library(isa.triple, isa.name, name)
-        module.export(writer.file(library), compiler, writer.scratch)
-        programs[name] = module.program(library)
-    return VariantPart(
-        instruction_set=isa.name, triple=isa.triple, flags=tuple(sorted(isa.flags)), programs=ProgramsPart(**programs)
-    )
+def _emit_variant(writer: ArtifactWriter, lowered: LoweredModule, isa: InstructionSet, machine: str) -> VariantPart:
+    library = host_library(isa.triple, isa.name)
+    lowered.export(writer.file(library), cross_compiler(isa.triple, machine), writer.scratch)
+    flags = tuple(sorted(isa.flags))
+    return VariantPart(instruction_set=isa.name, triple=isa.triple, flags=flags, programs=lowered.part(library))
 
 
 def cross_compiler(triple: str, machine: str) -> str:
@@ -113,11 +101,11 @@ def cross_compiler(triple: str, machine: str) -> str:
     return "g++" if triple == machine else f"{triple}-g++"
 
 
-def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], board: Target, machine: str) -> BoardPart:
-    """Write the programs for the board's CPU: libraries, or object files and a warning where the linker is missing.
+def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, machine: str) -> BoardPart:
+    """Write the library for the board's CPU, or object files and a warning where the linker is missing.
 
     Args:
-        lowered: by name of the program. machine: triple of the build machine.
+        machine: triple of the build machine.
     """
     from fastcar_compile.codegen.tvm.target import board_instruction_set
 
@@ -127,25 +115,22 @@ def emit_board(writer: ArtifactWriter, lowered: Mapping[str, LoweredModule], boa
     if not linked:
         text = (
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
-            f"libraries. Install it (Debian: g++-{triple}) and compile again, or link them on "
+            f"a library. Install it (Debian: g++-{triple}) and compile again, or link them on "
             "the board, docs/tutorial/board.md"
         )
         warnings.warn(text, UserWarning, stacklevel=2)
     isa = board_instruction_set(cpu, triple)
-    programs: dict[str, ProgramPart] = {}
-    for name, module in lowered.items():
-        file = board_library(triple, cpu if triple == machine else None, name, linked=linked)
-        compiled = module.retarget(isa)
-        if linked:
-            compiled.export(writer.file(file), compiler, writer.scratch)
-        else:
-            compiled.export_objects(writer.file(file), writer.scratch)
-        programs[name] = module.program(file)
+    library = board_library(triple, cpu if triple == machine else None, linked=linked)
+    compiled = lowered.retarget(isa)
+    if linked:
+        compiled.export(writer.file(library), compiler, writer.scratch)
+    else:
+        compiled.export_objects(writer.file(library), writer.scratch)
     return BoardPart(
         triple=triple,
         cpu=cpu,
         instruction_set=isa.name,
         compiler=compiler,
         linked=linked,
-        programs=ProgramsPart(**programs),
+        programs=lowered.part(library),
     )

@@ -1,6 +1,8 @@
-"""flatten: one function for a step. Layers are compiled once, and called nowhere."""
+"""flatten: one function for each entry. Layers are compiled once, and called nowhere."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import tvm
 from tvm import relax
@@ -18,27 +20,31 @@ Values = dict[relax.Var, relax.Expr]
 """Variable of an inlined function -> what stands for it in the entry."""
 
 
-def flatten(entry: str, check: str) -> tvm.transform.Pass:
-    """Return the pass that puts the statements of all called functions into the entry.
+def flatten(entries: Mapping[str, str]) -> tvm.transform.Pass:
+    """Return the pass that puts the statements of all called functions into the entries.
+
+    Args:
+        entries: name of an entry -> name of the function that is to check its arguments.
 
     TVM lowers each distinct layer once. Its virtual machine then takes as much time as all the small kernels of a
     layer: for a call it counts references to every argument, for every buffer it asks an allocator, and every function
     checks its arguments. Two things follow from the inlining:
 
     - Layers share buffers. No two calls run at a time, so a buffer that a layer cannot return is made once.
-    - The checks of the entry's arguments are a function of their own, `check`. A caller whose arguments stay the same
-      calls it once.
+    - The checks of an entry's arguments are a function of their own. A caller whose arguments stay the same calls it
+      once.
 
     The pass runs after `VMShapeLower`, on functions that do not call themselves.
     """
 
     def run(module: tvm.IRModule) -> tvm.IRModule:
         inner = {v.name_hint: f for v, f in module.functions_items() if isinstance(f, relax.Function)}
-        whole = inner.pop(entry)
+        wholes = {entry: inner.pop(entry) for entry in entries}
         kept = {v: f for v, f in module.functions_items() if v.name_hint not in inner}
-        kept[module.get_global_var(entry)] = _Flattener(inner).entry(whole)
-        kept[tvm.ir.GlobalVar(check)] = _checks(whole, check)
-        # The kills that the statements lost are placed anew, after the last use in the entry.
+        for entry, check in entries.items():
+            kept[module.get_global_var(entry)] = _Flattener(inner).entry(wholes[entry])
+            kept[tvm.ir.GlobalVar(check)] = _checks(wholes[entry], check)
+        # The kills that the statements lost are placed anew, after the last use in an entry.
         names = ("Normalize", "KillAfterLastUse", "LowerRuntimeBuiltin")
         finish = [getattr(relax.transform, name)() for name in names]
         return tvm.transform.Sequential(finish)(with_functions(module, kept))

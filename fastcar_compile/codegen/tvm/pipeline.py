@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import tvm
 from torch import fx
@@ -20,14 +21,23 @@ from fastcar_compile.codegen.tvm.fusion.rotary import fuse_rotary
 from fastcar_compile.codegen.tvm.fusion.split_linears import split_quantized_linears
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.no_alias import no_alias
 from fastcar_compile.codegen.tvm.specialise import specialise_kernels
 from fastcar_compile.codegen.tvm.target import host_target
 
-ENTRY = "run"
-"""Name of the function in the library."""
 
-CHECK = "check"
-"""Name of the function that takes the same arguments and only checks their shapes and types."""
+@dataclass(frozen=True)
+class Entry:
+    """A graph that becomes a function of the library: a decode step, or a prefill chunk.
+
+    Attributes:
+        module: the graph.
+        segments: its parts, in order.
+    """
+
+    module: fx.GraphModule
+    segments: Sequence[Segment]
+
 
 FUSIONS: tuple[GraphStep, ...] = (
     split_quantized_linears,
@@ -38,23 +48,29 @@ FUSIONS: tuple[GraphStep, ...] = (
 """fx -> fx, on the copy of a segment and on its branches. The graph that users inspect keeps the single operators."""
 
 
-def relax_passes(isa: InstructionSet) -> list[tvm.transform.Pass]:
+def check_of(entry: str) -> str:
+    """Return the name of the function that takes an entry's arguments and only checks their shapes and types."""
+    return f"check_{entry}"
+
+
+def relax_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transform.Pass]:
     """Return the passes on the imported module."""
     return [
         relax.transform.EliminateCommonSubexpr(),
         combine_parallel_matmuls(isa),
-        relax.transform.DeadCodeElimination([ENTRY]),  # the single matmuls' kernels
+        relax.transform.DeadCodeElimination([*entries]),  # the single matmuls' kernels
     ]
 
 
-def cpu_passes(isa: InstructionSet) -> list[tvm.transform.Pass]:
+def cpu_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transform.Pass]:
     """Return the passes from the module of `relax_passes` to the virtual machine's instructions."""
     return [
         specialise_kernels(isa),
         relax.transform.ConvertToDataflow(),  # TVM's passes look into dataflow blocks only
-        relax.transform.DeadCodeElimination([ENTRY]),
+        relax.transform.DeadCodeElimination([*entries]),
         *tvm_passes(host_target(isa)),
-        flatten(ENTRY, CHECK),
+        flatten({entry: check_of(entry) for entry in entries}),
+        no_alias(),
     ]
 
 
@@ -68,17 +84,21 @@ def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
     ]
 
 
-def import_graph(module: fx.GraphModule, segments: Sequence[Segment], isa: InstructionSet) -> tvm.IRModule:
-    """Return the Relax module of a graph: a function for each distinct segment, fused, and the entry."""
+def import_graphs(entries: Mapping[str, Entry], isa: InstructionSet) -> tvm.IRModule:
+    """Return the Relax module of graphs: a function for each distinct segment of them, fused, and the entries.
+
+    Most segments of a decode step that calls the accelerator are those of the other one, and of the rest most kernels.
+    """
     builder = relax.BlockBuilder()
     importer = SegmentImporter(builder, isa)
     functions: dict[str, tvm.ir.GlobalVar] = {}
-    for part in segments:
+    for part in (part for entry in entries.values() for part in entry.segments):
         if part.key not in functions:
             fused = fuse(part.copy())
             functions[part.key] = importer.add_function(fused, f"segment_{len(functions)}", len(part.literals))
-    add_entry(builder, ENTRY, module, segments, functions)
-    return tvm.transform.Sequential(relax_passes(isa))(builder.finalize())
+    for name, entry in entries.items():
+        add_entry(builder, name, entry.module, entry.segments, functions)
+    return tvm.transform.Sequential(relax_passes(isa, [*entries]))(builder.finalize())
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
@@ -90,14 +110,14 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def compile_module(module: tvm.IRModule, isa: InstructionSet) -> relax.VMExecutable:
+def compile_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> relax.VMExecutable:
     """Return the virtual machine's executable of an imported module, with the kernels of an instruction set.
 
-    Kernels do not check their arguments: that code was twice the kernels' own. The function `check` checks those of the
-    entry, and all others are buffers that the entry makes itself.
+    Kernels do not check their arguments: that code was twice the kernels' own. The functions `check_of` check those of
+    the entries, and all others are buffers that an entry makes itself.
     """
     with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
-        steps = tvm.transform.Sequential(cpu_passes(isa))
+        steps = tvm.transform.Sequential(cpu_passes(isa, entries))
         executable = tvm.compile(module, target=host_target(isa), relax_pipeline=steps)
     assert isinstance(executable, relax.VMExecutable)
     return executable

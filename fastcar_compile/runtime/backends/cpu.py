@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from fastcar_compile.artifact.sections import (
     ProgramsPart,
 )
 from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.backends.accelerator.calls import register_functions
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
@@ -29,26 +30,36 @@ from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_arra
 
 
 @dataclass(frozen=True)
-class Libraries:
-    """Compiled programs. root: folder of the artifact; programs: names in it."""
+class Library:
+    """Compiled programs. root: folder of the artifact; programs: what is in the library's file there."""
 
     root: Path
     programs: ProgramsPart
 
+    def open(self) -> Machine:
+        """Load the library.
+
+        Raises:
+            BackendError: it cannot be loaded.
+        """
+        if self.programs.offload is not None:
+            register_functions()
+        return Machine(self.root / self.programs.library)
+
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> CpuStepper:
     """Open an artifact on this CPU; see OpenStepper."""
-    return CpuStepper(libraries_of(artifact), artifact.manifest.decoder, artifact.arrays(), options.threads)
+    return CpuStepper(library_of(artifact), artifact.manifest.decoder, artifact.arrays(), options.threads)
 
 
-def libraries_of(artifact: StoredArtifact) -> Libraries:
-    """Return the best libraries of an artifact that this CPU runs.
+def library_of(artifact: StoredArtifact) -> Library:
+    """Return the best library of an artifact that this CPU runs.
 
     Raises:
         BackendError: there are none.
     """
     triple = f"{platform.machine()}-linux-gnu"
-    return Libraries(artifact.path, programs_for(artifact.manifest.host, triple, cpu_flags()))
+    return Library(artifact.path, programs_for(artifact.manifest.host, triple, cpu_flags()))
 
 
 def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:
@@ -67,8 +78,8 @@ def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> Progr
     if board is not None and board.triple == triple:
         if not board.linked:
             raise BackendError(
-                f"the libraries for {triple} are object files, not linked",
-                where=board.programs.decode.library,
+                f"the library for {triple} is an archive of object files, not linked",
+                where=board.programs.library,
                 hint=f"compile again where {board.compiler} is on PATH; docs/tutorial/board.md",
             )
         return board.programs
@@ -81,27 +92,26 @@ def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> Progr
 
 
 class _Program:
-    """One library with its arguments in place: every call hands over the same list.
+    """One program of a library with its arguments in place: every call hands over the same list.
 
     Args:
-        known: inputs and parameters by name; the library keeps those that it takes.
+        known: inputs and parameters by name; the program keeps those that it takes.
 
     Attributes:
-        names, arguments: what the library takes, in its order.
+        names, arguments: what the program takes, in its order.
     """
 
-    def __init__(self, library: Path, spec: ProgramPart, known: Mapping[str, Any]) -> None:
-        machine = Machine(library)
+    def __init__(self, machine: Machine, spec: ProgramPart, known: Mapping[str, Any]) -> None:
         if lacking := [n for n in spec.params if n not in known]:
-            raise BackendError(f"the library needs parameters that are not given: {lacking}", where=library.name)
-        run = machine.function("run")
-        if run is None:
-            raise BackendError("the library has no function `run`", where=library.name, hint="compile the model again")
-        self._run = run
+            raise BackendError(f"the library needs parameters that are not given: {lacking}", where=machine.name)
+        self._run = machine.function(spec.function)
         self._places = {name: i for i, name in enumerate(spec.outputs)}
         self.names = (*spec.inputs, *spec.params)
         self.arguments = [known[n] for n in self.names]
-        _check(machine, self.arguments, library)
+        try:
+            machine.function(spec.check)(*self.arguments)  # once is enough for arguments that stay
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BackendError(f"the library does not take these arguments: {error}", where=machine.name) from error
 
     def __call__(self, *names: str) -> list[Array | None]:
         """Run it; return the results of these names. None: it has no such result.
@@ -110,17 +120,6 @@ class _Program:
         """
         results = self._run(*self.arguments)
         return [as_array(results[self._places[n]]) if n in self._places else None for n in names]
-
-
-def _check(machine: Machine, arguments: Sequence[Any], library: Path) -> None:
-    """Raise BackendError where shapes or types do not fit. Once is enough for arguments that stay."""
-    check = machine.function("check")
-    if check is None:
-        return
-    try:
-        check(*arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BackendError(f"the library does not take these arguments: {error}", where=library.name) from error
 
 
 class _Feeds:
@@ -161,7 +160,7 @@ def _context_inputs(config: DecoderConfig) -> dict[str, Array]:
 
 
 class CpuStepper(Stepper):
-    """Decode and prefill through the artifact's TVM libraries.
+    """Decode and prefill through the artifact's TVM library.
 
     Nothing is allocated per step: inputs, state and weights stay where they are, and the VM's buffers come from a pool.
 
@@ -171,14 +170,14 @@ class CpuStepper(Stepper):
         decode: which of the programs is the decode step.
 
     Raises:
-        BackendError: a library cannot be loaded, or needs a parameter that is not given; or more threads than TVM's
+        BackendError: the library cannot be loaded, or needs a parameter that is not given; or more threads than TVM's
             pool can have.
         InputError: a number of threads that is none, is too large, or cannot be had after a fork.
     """
 
     def __init__(
         self,
-        libraries: Libraries,
+        library: Library,
         decoder: DecoderSection,
         params: Mapping[str, Array],
         threads: int | None,
@@ -192,18 +191,17 @@ class CpuStepper(Stepper):
         known = {name: adopt(value) for name, value in params.items()}
         known |= {name: adopt(value) for name, value in (self._state.arrays | self._context_state.arrays).items()}
         self._step, self._chunk = _Feeds(self._config, 1), _Feeds(self._config, self._config.prefill_chunk)
-        root, programs = libraries.root, libraries.programs.named()
-        step = programs[decode]
-        self._decode = _Program(root / step.library, step, known | self._step.tensors)
+        machine, programs = library.open(), library.programs
+        self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
         self._prefill = None
-        if (chunk := libraries.programs.prefill) is not None:
-            self._prefill = _Program(root / chunk.library, chunk, known | self._chunk.tensors)
+        if programs.prefill is not None:
+            self._prefill = _Program(machine, programs.prefill, known | self._chunk.tensors)
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         self._context, self._given = None, dict[str, Array]()
-        if (program := libraries.programs.context) is not None:
+        if programs.context is not None:
             self._given = _context_inputs(self._config)
             inputs = {name: adopt(array) for name, array in self._given.items()}
-            self._context = _Program(root / program.library, program, known | inputs)
+            self._context = _Program(machine, programs.context, known | inputs)
 
     def reset(self) -> None:
         """Set every state but the context's to zero."""

@@ -1,4 +1,4 @@
-"""The packed functions that an offload library calls, bound to the session that is stepping."""
+"""The packed functions that the offload program of a library calls, bound to the session that is stepping."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _current: ContextVar[Offloaded | None] = ContextVar("fastcar_accelerator_backend
 
 @contextmanager
 def stepping(backend: Offloaded) -> Generator[None]:
-    """Bind offload libraries to `backend` within this context."""
+    """Bind offload programs to `backend` within this context."""
     token = _current.set(backend)
     try:
         yield
@@ -55,7 +55,7 @@ def stepping(backend: Offloaded) -> Generator[None]:
 def _backend() -> Offloaded:
     backend = _current.get()
     if backend is None:
-        raise BackendError("an offload library runs outside of its session", hint="open it with session(backend=…)")
+        raise BackendError("an offload program runs outside of its session", hint="open it with session(backend=…)")
     return backend
 
 
@@ -89,7 +89,7 @@ def _offloaded_linear(x: Any, name: Any, out: Any) -> None:
 
 
 def register_functions() -> None:
-    """Register the packed functions that offload libraries call."""
+    """Register the packed functions that offload programs call. TVM looks for them when it loads the library."""
     register(MLP_FUNCTION, _offloaded_mlp)
     register(GATE_FUNCTION, _offloaded_gate)
     register(LINEAR_FUNCTION, _offloaded_linear)

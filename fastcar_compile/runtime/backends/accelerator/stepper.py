@@ -11,12 +11,12 @@ from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.accelerator.calls import register_functions, stepping
+from fastcar_compile.runtime.backends.accelerator.calls import stepping
 from fastcar_compile.runtime.backends.accelerator.controller import Controller, GateController
 from fastcar_compile.runtime.backends.accelerator.engine import Array, Engine
 from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
 from fastcar_compile.runtime.backends.base import BackendOptions, StepResult
-from fastcar_compile.runtime.backends.cpu import CpuStepper, libraries_of
+from fastcar_compile.runtime.backends.cpu import CpuStepper, library_of
 
 
 def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
@@ -47,7 +47,6 @@ class AcceleratorStepper(CpuStepper):
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
         section, config = accelerator_of(artifact), artifact.manifest.decoder.config
-        register_functions()
         self._engine = Engine(unit, config.hidden_size, config.batch_size)
         streams = load_tensors(artifact.path / section.weights)
         weights = {name: stream for name, stream in streams.items() if not name.startswith(NETWORK)}
@@ -58,8 +57,8 @@ class AcceleratorStepper(CpuStepper):
         for name in streams.keys() - weights.keys():
             controller.load_network(int(name.removeprefix(NETWORK)), np.asarray(streams[name]), words)
         self._gate, self._linears = GateController(controller, table), section.design.linears
-        libraries, decoder = libraries_of(artifact), artifact.manifest.decoder
-        super().__init__(libraries, decoder, artifact.arrays(), options.threads, decode="offload")
+        library, decoder = library_of(artifact), artifact.manifest.decoder
+        super().__init__(library, decoder, artifact.arrays(), options.threads, decode="offload")
 
     def reset(self) -> None:
         """Set every state but the context's to zero and empty the prefetch buffer."""

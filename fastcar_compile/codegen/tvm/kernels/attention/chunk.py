@@ -125,7 +125,7 @@ def chunk_attention(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
                 T.reads(

@@ -42,7 +42,7 @@ def context_attention(
         mask: T.Buffer((mask_rows, 1, 1, n), "float32"),
         y: T.Buffer((b, hq, t, dv), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("rows"):
             T.reads(
                 q[0:b, 0:hq, 0:t, 0:d],

@@ -65,7 +65,7 @@ def decode_attention(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("heads"):
             T.reads(
                 q[0:b, 0:hq, 0:1, 0:d],

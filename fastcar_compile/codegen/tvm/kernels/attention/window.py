@@ -26,7 +26,7 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
 
     @script.prim_func(private=True, s_tir=True)
     def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("row"):
             T.reads(position[0:1])
             T.writes(row[0:1])
@@ -88,7 +88,7 @@ def window_attention(
         sink_q: T.Buffer((b, hq, t, d), "float32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("heads"):
             T.reads(
                 q[0:b, 0:hq, 0:t, 0:d],

@@ -30,10 +30,6 @@ def split_rows(count: int, size: int, dtype: str) -> PrimFunc:
 
 def _opaque(tensors: list[Any], name: str) -> PrimFunc:
     # Without the mark TVM would fuse several of them into one.
-    kernel: Any = (
-        te.create_prim_func(tensors)
-        .without_attr("global_symbol")
-        .with_attr({"op_pattern": OPAQUE, "tir.noalias": True})
-    )
+    kernel: Any = te.create_prim_func(tensors).without_attr("global_symbol").with_attr({"op_pattern": OPAQUE})
     kernel.__name__ = name
     return kernel

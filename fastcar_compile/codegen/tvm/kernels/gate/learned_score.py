@@ -141,7 +141,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         b2: T.Buffer((1,), "float32"),
         y: T.Buffer((rows,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         feature = T.alloc_buffer((rows, 2 * width), "float64")
         largest = T.alloc_buffer((rows,), "int32")
         field = T.alloc_buffer((rows,), "int32")

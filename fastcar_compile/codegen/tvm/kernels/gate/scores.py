@@ -51,7 +51,7 @@ def input_delta(rows: int, width: int) -> PrimFunc:
         cached: T.Buffer((rows, width), "float32"),
         y: T.Buffer((rows,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("row"):
                 T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
@@ -154,7 +154,7 @@ def output_bound(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
                 T.reads(change[0:b], q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])

@@ -125,7 +125,7 @@ def tas(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
@@ -165,7 +165,7 @@ def tas_heads(
         weight: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], weight[0:hq])

@@ -41,7 +41,7 @@ def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(g[0:m, 0:k], up[0:m, 0:k], table[0:knots])

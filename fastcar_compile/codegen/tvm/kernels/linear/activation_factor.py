@@ -58,7 +58,6 @@ def activation_factor(size: int, activation: str) -> PrimFunc:
     def factor_table(
         x: T.Buffer((size,), "float32"), table: T.Buffer((knots,), "int32"), y: T.Buffer((size,), "float32")
     ):
-        T.func_attr({"tir.noalias": True})
         for block in range(size // TABLE_LANES):
             with T.sblock("points"):
                 T.reads(x[0:size], table[0:knots])

@@ -66,7 +66,7 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
 
     @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("product"):
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])

@@ -65,7 +65,6 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
 
     @script.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
-        T.func_attr({"tir.noalias": True})
         with T.sblock("root"):
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])

@@ -84,7 +84,6 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         ws: T.Buffer((n,), "float32"),
         y: T.Buffer((m, n), "float32"),
     ):
-        T.func_attr({"tir.noalias": True})
         with T.sblock("root"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
             T.writes(y[0:m, 0:n])

@@ -66,7 +66,6 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
 
     @script.prim_func(private=True, s_tir=True)
     def quantize_rows_i8(x: T.Buffer((m, k), "float32"), q: T.Buffer((m, k), "int8"), s: T.Buffer((m,), "float32")):
-        T.func_attr({"tir.noalias": True})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k])

@@ -107,7 +107,7 @@ def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
 
     @script.prim_func(private=True, s_tir=True)
     def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k])
@@ -129,7 +129,7 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k])
@@ -153,7 +153,7 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
         b: T.Buffer((k,), "float32"),
         y: T.Buffer((m, k), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k], b[0:k])
@@ -176,7 +176,7 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k], b[0:k])

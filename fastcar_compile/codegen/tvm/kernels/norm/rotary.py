@@ -33,7 +33,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
         sin: T.Buffer((tables, 1, t, d), "float32"),
         y: T.Buffer((b, h, t, d), "float32"),
     ):
-        T.func_attr({"tir.noalias": True, "op_pattern": OPAQUE})
+        T.func_attr({"op_pattern": OPAQUE})
         for head in loop(b * h):
             # i: query rows. c: vectors of half a head. v: one vector; both halves of a pair are computed together.
             for i, c in T.grid(t, half // lanes):
