@@ -31,12 +31,16 @@ from fastcar_compile.frontend.structures import explained
 from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.memory import require_memory
 from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
 
 DEFAULT_TOKENS_PER_FRAME = 256
+CODE_GENERATION_BYTES = 128 << 20
+"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/builds.md)."""
+
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
 
@@ -158,6 +162,8 @@ def compile(
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)
     with nullcontext() if dry_run else ArtifactWriter(output) as writer:
+        if writer is not None:
+            require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
         original = None if writer is None else copy.deepcopy(program)
         say("rewriting the graph")

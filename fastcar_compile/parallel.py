@@ -31,30 +31,33 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: folder that holds `proc` and `sys`.
     """
+    limits = (_limit(group) for group in control_groups("cpu", root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that have a controller, and of every group above them.
+
+    Args:
+        controller: for example "cpu". root: folder that holds `proc` and `sys`.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
     except OSError:
-        return None
-    limits = [limit for line in lines for limit in _limits(root / "sys/fs/cgroup", *line.split(":", 2))]
-    return min(limits, default=None)
-
-
-def _limits(mount: Path, hierarchy: str, controllers: str, group: str) -> Iterator[float]:
-    """Yield the limits of the group in one line of /proc/self/cgroup, and of every group above it."""
-    if hierarchy == "0":
-        bases = [mount, mount / "unified"]
-    elif "cpu" in controllers.split(","):
-        bases = [mount / controllers, mount / "cpu"]
-    else:
         return
+    for line in lines:
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0" or controller in controllers.split(","):
+            version2 = hierarchy == "0"
+            yield from _with_parents(root / "sys/fs/cgroup", "unified" if version2 else controllers, controller, group)
+
+
+def _with_parents(mount: Path, name: str, controller: str, group: str) -> Iterator[Path]:
+    """Yield a group's folder and those above it, up to where the hierarchy `name` is mounted."""
+    bases = [mount, mount / name] if name == "unified" else [mount / name, mount / controller]
     base = next((b for b in bases if b.is_dir()), mount)
     folder = base / group.lstrip("/")
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to(base):
-            return
-        limit = _limit(place)
-        if limit is not None:
-            yield limit
+    yield from (place for place in (folder, *folder.parents) if place.is_relative_to(base))
 
 
 def _limit(group: Path) -> float | None:

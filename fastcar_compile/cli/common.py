@@ -54,6 +54,8 @@ _MEANINGS = {
 
 def report_error(error: BaseException, as_json: bool) -> ExitCode:
     """Print an error without a traceback, on stderr or as {"error": …} on stdout, and return the exit code."""
+    if isinstance(error, MemoryError):
+        error = UserError("the memory does not suffice", hint="end other programs, or take a smaller model or batch")
     user = isinstance(error, UserError)
     code = ExitCode.USER_ERROR if user else ExitCode.INTERNAL_ERROR
     kind, text = type(error).__name__, str(error) or type(error).__name__

@@ -28,6 +28,7 @@ from fastcar_compile.ir.program_json import decoder_section, graph_file_text, la
 from fastcar_compile.ir.tensors import ParameterSource, WrittenTensors
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import LazyWeights
+from fastcar_compile.memory import require_memory
 from fastcar_compile.ops.operator import operator_reasons
 from fastcar_compile.targets import Target
 
@@ -107,6 +108,8 @@ def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: 
     """Write the weight files, or one file, as the host program of a board reads it; return where each parameter is."""
     places: dict[str, Placement] = {}
     params = ParameterSource(program.params)
+    if program.lazy is not None:
+        require_memory(max(params.spec(name).nbytes for name in params), "the largest weight")
     for file, names in plan_shards(params, one_file=one_file).items():
         places |= writer.write_streamed(file, names, params)
     return places

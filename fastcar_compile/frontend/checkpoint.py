@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fastcar_compile import limits
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.config_json import CONFIG, read_config_json
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
 from fastcar_compile.frontend.stored_names import StoredNames
+from fastcar_compile.strict_json import read_json
 
 T = TypeVar("T")
 
@@ -24,7 +26,6 @@ INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"
 """peft's file. Transformers then loads more than the weights of the model."""
 FLOATS = ("F32", "BF16", "F16")
-_MEND_CONFIG = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
 _MEND_COPY = "copy the whole folder again, or save it again with model.save_pretrained(folder)"
 
 
@@ -184,22 +185,8 @@ def read_skeleton(folder: Path) -> Skeleton:
         what = f"the folder has adapters ({ADAPTERS}), which are not merged into weights that are read from disk"
         hint = "merge them (peft's merge_and_unload) and save the model, or give the model that peft loaded"
         raise CompileError(what, where=str(folder / ADAPTERS), hint=hint)
-    architecture = _architecture(folder)
-    return Skeleton(load_config(folder), architecture, str(folder))
-
-
-def _architecture(folder: Path) -> str:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise CompileError("the model folder has no config.json", where=str(folder), hint=_MEND_CONFIG)
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
-        if not isinstance(names, list) or not isinstance(names[0], str):
-            raise TypeError("architectures is no list of names")
-        return names[0]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        what = f"config.json names no architecture ({error})"
-        raise CompileError(what, where=str(file), hint=_MEND_CONFIG) from error
+    data = read_config_json(folder)
+    return Skeleton(load_config(folder), data["architectures"][0], str(folder / CONFIG))
 
 
 def _weight_map(folder: Path) -> Mapping[str, str] | None:
@@ -208,7 +195,9 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
     if not file.is_file():
         return None
     try:
-        listed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        listed = read_json(file, "index of the shards", CompileError, size=limits.INDEX_BYTES, hint=_MEND_COPY)[
+            "weight_map"
+        ]
         if not all(isinstance(v, str) and PurePosixPath(v).name == v for v in listed.values()):
             raise ValueError("a shard is not a plain file name")
         return listed

@@ -17,23 +17,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, PreTrainedModel
 
+from fastcar_compile import limits
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.config_json import CONFIG
 from fastcar_compile.frontend.stored_names import StoredNames
 
-MOST_LAYERS = 1000
-"""Several times the layers of any published decoder: a folder with more is broken."""
-
-MOST = 1 << 30
-"""Of every other size: no tensor of a decoder is larger."""
-
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -44,38 +32,19 @@ def load_config(folder: Path) -> Any:
         CompileError: transformers does not know the model type, a field does not fit it, or the config describes
             quantised weights.
     """
+    where = str(folder / CONFIG)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         hint = "use a model type that this version of transformers knows, or give the module itself"
-        raise CompileError(f"transformers cannot read config.json: {error}", where=str(folder), hint=hint) from error
+        raise CompileError(f"transformers cannot read config.json: {error}", where=where, hint=hint) from error
     except Exception as error:  # a config that does not fit its type: each model checks its own fields in its own way
         what = f"config.json does not fit its model type: {error.__cause__ or error}"
-        raise CompileError(what, where=str(folder), hint="correct the field named") from error
+        raise CompileError(what, where=where, hint="correct the field named") from error
     if getattr(config, "quantization_config", None):
         hint = "give the unquantised checkpoint and choose quant= here"
-        raise CompileError("config.json describes quantised weights", where=str(folder), hint=hint)
-    _check_sizes(config, str(folder))
+        raise CompileError("config.json describes quantised weights", where=where, hint=hint)
     return config
-
-
-def _check_sizes(config: Any, where: str) -> None:
-    """Raise CompileError for sizes that no decoder has; transformers would build it all the same, or fail anywhere."""
-    decoder = _decoder_config(config)
-    most = dict.fromkeys(_SIZES, MOST) | {"num_hidden_layers": MOST_LAYERS}
-    given = {name: getattr(decoder, name, None) for name in _SIZES}
-    given["tokens_per_frame"] = getattr(config, "tokens_per_frame", None)
-    problems = [
-        CompileError(
-            f"config.json says {name} = {value!r}",
-            where=where,
-            hint=f"give a whole number from 1 to {most.get(name, MOST)}",
-        )
-        for name, value in given.items()
-        if value is not None and not (type(value) is int and 1 <= value <= most.get(name, MOST))
-    ]
-    if problems:
-        raise CompileError.collect(problems)
 
 
 class Skeleton:
@@ -91,7 +60,7 @@ class Skeleton:
     def __init__(self, config: Any, architecture: str, where: str) -> None:
         self.config, self.architecture, self.where = config, architecture, where
         kind = getattr(transformers, architecture, None)
-        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)) or kind is PreTrainedModel:
             hint = "use an architecture that this version of transformers has, or give the module itself"
             raise CompileError(f"transformers has no architecture {architecture}", where=where, hint=hint)
         self._class: type[PreTrainedModel] = kind
@@ -202,8 +171,8 @@ class Skeleton:
                 # `_from_config` honours the dtype without touching the caller's default.
                 return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)
         except Exception as error:  # model code raises what it likes on a config that does not fit it
-            what = f"transformers cannot build {self.architecture}: {type(error).__name__}: {error}"
-            raise CompileError(what, where=self.where, hint="correct config.json") from error
+            what = f"transformers cannot build architecture {self.architecture}: {type(error).__name__}: {error}"
+            raise CompileError(what[: limits.TEXT_ERROR], where=self.where, hint="correct config.json") from error
 
 
 def _decoder_config(config: Any) -> Any:

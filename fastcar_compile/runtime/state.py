@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.sections import State, StateRole
 from fastcar_compile.artifact.tensor_files import ALIGNMENT
+from fastcar_compile.errors import BackendError
+from fastcar_compile.memory import available_memory
 
 
 class StateArena:
@@ -30,7 +33,7 @@ class StateArena:
         for spec in specs:
             places.append(at)
             at += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-        self._memory = mmap.mmap(-1, max(at, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = _reserved(max(at, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Attention reads keys and values of all heads once per step. With 4 KiB pages it waits for translations.
             with suppress(OSError):  # a kernel without huge pages refuses, and nothing else changes
@@ -58,3 +61,21 @@ class StateArena:
         finally:
             for array, value in zip(slots, saved, strict=True):
                 array[...] = value
+
+
+def _reserved(size: int) -> mmap.mmap:
+    """Return so much memory, which is taken page by page as it is written.
+
+    Raises:
+        BackendError: the system does not give it.
+    """
+    hint = "compile with a smaller max_seq_len, with a window, or with a narrower KV cache"
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise BackendError(f"the state of a session takes {size:,} bytes: {error}", hint=hint) from error
+    free = available_memory()
+    if free is not None and free < size:
+        text = f"the state of this session takes {size:,} bytes when its caches are full, and {free:,} are available"
+        warnings.warn(f"{text}; {hint}", UserWarning, stacklevel=2)
+    return memory

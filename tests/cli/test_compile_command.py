@@ -135,7 +135,7 @@ def test_a_dry_run_that_is_refused(fastcar: Callable[..., Result], tmp_path: Pat
     ("files", "words", "text"),
     [
         ({}, [], "the model folder has no config.json"),
-        ({"config.json": "{"}, [], "config.json names no architecture"),
+        ({"config.json": "{"}, [], "the model's config.json cannot be read"),
         ({"config.json": '{"architectures": []}'}, [], "config.json names no architecture"),
         ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, [], "the model folder has no *.safetensors file"),
         (

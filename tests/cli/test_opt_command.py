@@ -76,7 +76,7 @@ def test_the_passes_with_their_options(fastcar: Fastcar) -> None:
     assert listed["insert-replay"]["options"]["max_chain"] == "int | None"
     text = fastcar("opt", "--list-passes").stdout
     assert "sinks: int, window: int, positions: Literal" in text
-    assert "Remove operators that change nothing, in both graphs." in text
+    assert "Remove operators that change nothing, in all graphs." in text
 
 
 @pytest.mark.parametrize(
