@@ -42,13 +42,13 @@ PLACING = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
 def compile_decoder(output: Path, name: str = "cpu", progress: Callable[[str], None] | None = None) -> None:
-    """Compile a two-layer Llama of random weights."""
+    """Compile a one-layer Llama of random weights."""
     from decoders import llama
 
     import fastcar_compile as fc
 
     target, quant = BUILDS[name]
-    fc.compile(llama(), target, quant=quant, tokens_per_frame=8, output=output, progress=progress)
+    fc.compile(llama(num_hidden_layers=1), target, quant=quant, tokens_per_frame=8, output=output, progress=progress)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -112,7 +112,9 @@ def kill_one(path: Path, delay: float | None, event: int | None) -> Kill:
     os.waitpid(child, 0)
     found, leftovers = state(path), len(os.listdir(path.parent)) - path.exists()
     build(path, "next")
-    return Kill(log.read_text(), found, leftovers, state(path), tuple(sorted(os.listdir(path.parent))))
+    kill = Kill(log.read_text(), found, leftovers, state(path), tuple(sorted(os.listdir(path.parent))))
+    print(kill, file=sys.stderr, flush=True)
+    return kill
 
 
 def write(log: Path, text: str) -> None:
@@ -200,6 +202,7 @@ def disks(count: int) -> None:
             tempfile.tempdir = None
             (place / "ballast").unlink()
             stage, _, error = log.read_text().partition("|")
+            print(left, stage, error, file=sys.stderr, flush=True)
             rows.append((f"{left / MIB:.2f}", stage, error, state(path), ", ".join(os.listdir(place))))
             subprocess.run(["rm", "-rf", str(path)], check=True)
     print(f"an artifact of {size / MIB:.2f} MiB; TMPDIR is full in all builds\n")
