@@ -305,18 +305,21 @@ def identical(names: Sequence[str]) -> None:
     """Build each artifact twice, in surroundings that differ in everything that a build should not depend on."""
     first = {"PYTHONHASHSEED": "1", "LC_ALL": "C", "TZ": "UTC", "OMP_NUM_THREADS": "1", "umask": "022"}
     second = {"PYTHONHASHSEED": "4242", "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "2", "umask": "077"}
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as base:
-            outputs = [Path(base) / "one" / "out", Path(base) / "a longer path" / "with more folders" / "result"]
-            for output, surroundings in zip(outputs, (first, second), strict=True):
-                build_in(output, name, surroundings)
-            files = [sorted(f.relative_to(o) for f in o.rglob("*") if f.is_file()) for o in outputs]
-            different = [str(f) for f in files[0] if (outputs[0] / f).read_bytes() != (outputs[1] / f).read_bytes()]
-            size = sum(f.stat().st_size for f in outputs[0].rglob("*") if f.is_file())
-            names_of = "equal" if files[0] == files[1] else "different"
-            rows.append((name, *BUILDS[name], len(files[0]), f"{size:,}", names_of, ", ".join(different) or "none"))
-    print_table(("build", "target", "quant", "files", "bytes", "names of files", "files that differ"), rows)
+    columns = ("build", "target", "quant", "files", "bytes", "names of files", "files that differ")
+    print_table(columns, (identical_row(name, (first, second)) for name in names))
+
+
+def identical_row(name: str, surroundings: Sequence[dict[str, str]]) -> tuple[object, ...]:
+    """Build one artifact in each of two surroundings and compare them."""
+    with tempfile.TemporaryDirectory() as base:
+        outputs = [Path(base) / "one" / "out", Path(base) / "a longer path" / "with more folders" / "result"]
+        for output, each in zip(outputs, surroundings, strict=True):
+            build_in(output, name, each)
+        files = [sorted(f.relative_to(o) for f in o.rglob("*") if f.is_file()) for o in outputs]
+        different = [str(f) for f in files[0] if (outputs[0] / f).read_bytes() != (outputs[1] / f).read_bytes()]
+        size = sum((outputs[0] / f).stat().st_size for f in files[0])
+    names_of = "equal" if files[0] == files[1] else "different"
+    return (name, *BUILDS[name], len(files[0]), f"{size:,}", names_of, ", ".join(different) or "none")
 
 
 def build_in(output: Path, name: str, surroundings: dict[str, str]) -> None:
