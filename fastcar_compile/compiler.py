@@ -39,7 +39,7 @@ from fastcar_compile.targets import Target, load_target, require_buildable
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
-"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/builds.md)."""
+"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/faults.md)."""
 
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
@@ -137,7 +137,8 @@ def compile(
         CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
             fallback with its reason.
         TargetError: unknown or malformed target, or one that is there for estimates only.
-        ArtifactError: `output` exists and is no artifact, cannot be written, or another build is writing it.
+        ArtifactError: `output` exists and is no artifact, cannot be written, has no room, or is another build's.
+        UserError: the memory does not suffice.
     """
     say = progress or (lambda _stage: None)
     board = load_target(target)

@@ -42,6 +42,8 @@ BUILDS = {
 
 MIB = 1 << 20
 T = TypeVar("T")
+EVENTS = 14
+"""More than the renames and removals of putting one artifact in place, half of them without an exchange."""
 PLACING = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -121,8 +123,11 @@ class Kill:
     left: tuple[str, ...]
 
 
-def kill_one(path: Path, delay: float | None, event: int | None) -> Kill:
-    """Kill a build after a delay, or at the n-th rename or removal below its folder; then build again."""
+def kill_one(path: Path, delay: float | None, event: int | None) -> Kill | None:
+    """Kill a build after a delay, or at the n-th rename or removal below its folder; then build again.
+
+    None: the build had ended before.
+    """
     from fastcar_compile.artifact import atomic
     from faults.crash_points import build
 
@@ -140,12 +145,12 @@ def kill_one(path: Path, delay: float | None, event: int | None) -> Kill:
     if delay is not None:
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
     found, leftovers = state(path), len(os.listdir(path.parent)) - path.exists()
     build(path, "next")
     kill = Kill(log.read_text(), found, leftovers, state(path), tuple(sorted(os.listdir(path.parent))))
-    print(kill, file=sys.stderr, flush=True)
-    return kill
+    print(kill if killed else "not killed", file=sys.stderr, flush=True)
+    return kill if killed else None
 
 
 def write(log: Path, text: str) -> None:
@@ -183,9 +188,9 @@ def kills(count: int, seed: int) -> None:
         seconds = build_once(path)
         assert state(path) == "decoder"
         build(path, "next")
-        events = min(12, count // 4)
-        found = [kill_one(path, None, number) for number in range(events)]
-        found += [kill_one(path, numbers.uniform(0, seconds), None) for _ in range(count - events)]
+        found = [kill for number in range(EVENTS) if (kill := kill_one(path, None, number))]
+        while len(found) < count:
+            found += [kill for kill in [kill_one(path, numbers.uniform(0, seconds), None)] if kill]
     print(f"{len(found)} kills, one build takes {seconds:.1f} s\n")
     rows = collections.Counter((each.when, each.found, each.after, ", ".join(each.left)) for each in found)
     print_table(
