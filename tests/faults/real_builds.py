@@ -239,6 +239,8 @@ def disks(count: int) -> None:
             print(left, stage, error, file=sys.stderr, flush=True)
             rows.append((f"{left / MIB:.2f}", stage, error, state(path), ", ".join(os.listdir(place))))
             subprocess.run(["rm", "-rf", str(path)], check=True)
+        for mounted in (place, full):
+            subprocess.run(["umount", str(mounted)], check=True)
     print(f"an artifact of {size / MIB:.2f} MiB; TMPDIR is full in all builds\n")
     print_table(("MiB free", "stage", "error", "artifact then", "in the folder"), rows)
 
