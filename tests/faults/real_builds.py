@@ -247,6 +247,7 @@ def disks(count: int) -> None:
 
 def signals() -> None:
     """Send SIGINT or SIGTERM to `fastcar compile` at many moments, to it alone or to its process group."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the builds
     rows: collections.Counter[tuple[str, ...]] = collections.Counter()
     slowest = 0.0
     with tempfile.TemporaryDirectory() as base:
