@@ -180,7 +180,7 @@ class Artifact(StoredArtifact):
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
                 package registers, or what opens its stepper.
             record: keep every replay decision for `session.stats.decisions`.
-            threads: CPU threads; default: every core that the process may use.
+            threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
 
         Raises:
