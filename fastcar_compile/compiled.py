@@ -18,6 +18,7 @@ from fastcar_compile.extras import needs
 from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
 from fastcar_compile.trust import Policy, Requirements, Signer
+from fastcar_compile.values import check_kind, path_of
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
@@ -56,11 +57,12 @@ def load(
         InputError: a digest, key or policy that cannot be read.
         UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
     """
+    place = path_of("the artifact", path)
     trust = Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
     if reread:
-        return Artifact(Path(path), trust=trust)
+        return Artifact(place, trust=trust)
     digests = UserDigests()
-    artifact = Artifact(Path(path), trust=trust, digests=digests)
+    artifact = Artifact(place, trust=trust, digests=digests)
     digests.save()
     return artifact
 
@@ -82,7 +84,7 @@ class Artifact(StoredArtifact):
         trust: Requirements | None = None,
         digests: Digests | None = None,
     ) -> None:
-        super().__init__(Path(path), trust, digests)
+        super().__init__(path_of("the artifact", path), trust, digests)
         self._original = original
         self._trusted = bool(trust)
 
@@ -167,6 +169,7 @@ class Artifact(StoredArtifact):
             SignatureError: it is signed or pinned, and `drop_signature` is not given.
             ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
         """
+        check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
         if not drop_signature:
@@ -195,13 +198,14 @@ class Artifact(StoredArtifact):
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
                 package registers, or what opens its stepper.
             record: keep every replay decision for `session.stats.decisions`.
-            threads: CPU threads; default: every core that the process may use.
+            threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
 
         Raises:
             ArtifactError: thresholds of another gate or number of layers.
             BackendError: unknown backend, or one that cannot run here.
         """
+        check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
         session = open_session(self, backend, record=record, threads=threads)
         if (values := given or self.thresholds) is not None:

@@ -148,7 +148,8 @@ def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             what = f"the folder has no {MANIFEST}, so it is not a fastcar artifact"
-            raise ArtifactError(what, where=str(root)) from error
+            hint = "give the folder that `fastcar compile -o` wrote"
+            raise ArtifactError(what, where=str(root), hint=hint) from error
         raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(root / MANIFEST)) from error
 
 
