@@ -41,6 +41,9 @@ EXTRAS: dict[str, Severity] = {
 }
 """The extras whose packages are looked for, and how bad it is to lack them; "" are what every installation needs."""
 
+HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlohmann-json3-dev"}
+"""What the C++ host programs include, and Debian's packages of it."""
+
 FEW_BYTES, LITTLE_BYTES = 2 * 10**9, 2 * 10**8
 """Free bytes of the temporary folder: below the first a warning, below the second an error. Design choice: a library of
 the shipped example takes 10 MB while it is built, and a test run a few GB."""
@@ -72,6 +75,7 @@ def doctor() -> tuple[Check, ...]:
         _linker(),
         *_cross_compilers(),
         _headers(),
+        *_host_headers(),
         _vitis(),
         _xrt(),
         _cpu(),
@@ -172,6 +176,28 @@ def _headers() -> Check:
         return Check(name="ap_types headers", severity="ok", message=str(ap_types_folder()))
     except BackendError as error:
         return Check(name="ap_types headers", severity="warning", message=error.what, hint=error.hint)
+
+
+def _host_headers() -> Iterator[Check]:
+    """Yield whether the boards' compilers find the headers of the host programs."""
+    compilers = {f"{load_target(name).host_triple}-g++" for name in available_targets()}
+    compilers = {name.removeprefix(f"{platform.machine()}-linux-gnu-") for name in compilers}
+    for compiler in sorted(filter(shutil.which, compilers)):
+        for header, package in HOST_HEADERS.items():
+            text = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
+            command = [compiler, "-E", "-x", "c++", "-"]
+            try:
+                found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
+            except (OSError, subprocess.SubprocessError):
+                continue  # the compiler's own check says so
+            name, hint = (
+                f"{header} ({compiler})",
+                f"install it for that CPU (Debian: {package}), or see docs/tutorial/board.md",
+            )
+            if found.returncode == 0:
+                yield Check(name=name, severity="ok", message="is there")
+            else:
+                yield Check(name=name, severity="info", message="is missing: host programs cannot be built", hint=hint)
 
 
 def _vitis() -> Check:

@@ -6,12 +6,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "fastcar_artifact.hpp"
 #include "fastcar_memory.hpp"
 #include "fastcar_safetensors.hpp"
 #include "fastcar_xrt.hpp"
@@ -41,11 +40,13 @@ struct GateInputs {
 class Accelerator {
 public:
     // `meminfo`: says how much contiguous memory is free, on a board whose memory is also Linux's.
+    // `artifact`: the design's weights and table were checked.
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
-    Accelerator(const std::string& artifact, const std::string& xclbin, unsigned device, const std::string& meminfo)
+    Accelerator(const Artifact& artifact, const std::string& xclbin, unsigned device, const std::string& meminfo)
         : spec_(accelerator_spec()), device_(device, xclbin, {engine_spec()}), engine_(device_, engine_spec()),
           computing_(static_cast<size_t>(spec_.layers), 0) {
-        Safetensors weights(artifact + "/" + spec_.weights);
+        const Mapping& bytes = artifact.data(spec_.weights);
+        const Safetensors weights(artifact.place(spec_.weights), bytes.data(), bytes.bytes());
         if (spec_.shared_memory) {
             require_contiguous(buffer_bytes(weights), meminfo);
         }
@@ -64,7 +65,7 @@ public:
                 engine_.set(argument.name, 0u);
             }
         }
-        load_table(artifact + "/" + spec_.table);
+        load_table(artifact.data(spec_.table), artifact.place(spec_.table));
     }
 
     Accelerator(const Accelerator&) = delete;  // the compute units refer to the device
@@ -164,7 +165,7 @@ private:
     }
 
     // One buffer per weight port, holding that port's section of the stream.
-    void load_stream(Safetensors& file, const std::string& name) {
+    void load_stream(const Safetensors& file, const std::string& name) {
         const std::vector<std::string> ports = engine_.weights();
         const uint64_t bytes = file.info(name).bytes, section = bytes / ports.size();
         if (section * ports.size() != bytes || section > engine_.bytes_of(ports.front()) || section % WORD != 0) {
@@ -182,7 +183,7 @@ private:
     }
 
     // A layer's network lies behind the words of the cached rows, in a buffer of its own.
-    void load_network(Safetensors& file, int64_t layer) {
+    void load_network(const Safetensors& file, int64_t layer) {
         const std::string name = "gate_" + std::to_string(layer);
         const uint64_t bytes = file.info(name).bytes, room = rows() * padded(spec_.hidden);
         xrt::bo buffer = engine_.make_buffer("key", room + bytes);
@@ -200,18 +201,16 @@ private:
     }
 
     // Once: the controller checks the table and keeps it on chip.
-    void load_table(const std::string& path) {
-        std::ifstream file(path, std::ios::binary);
-        const std::vector<char> table((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-        if (!file || table.size() < (TABLE_CRC + 1) * sizeof(uint32_t)) {
-            throw Error("the DRS table cannot be read", path, "give the folder of the artifact");
+    void load_table(const Mapping& table, const std::string& path) {
+        if (table.bytes() < (TABLE_CRC + 1) * sizeof(uint32_t)) {
+            throw Error("the DRS table is too short", path, "compile the model again");
         }
-        std::memcpy(&table_crc_, &table[TABLE_CRC * sizeof(uint32_t)], sizeof(table_crc_));
-        engine_.write("table", table.data(), table.size());
+        std::memcpy(&table_crc_, table.data() + TABLE_CRC * sizeof(uint32_t), sizeof(table_crc_));
+        engine_.write("table", table.data(), table.bytes());
         bind_weights("layer_0");
         engine_.set("op", OP_TABLE);
         engine_.set("held", held_);
-        engine_.set("table_bytes", static_cast<uint32_t>(table.size()));
+        engine_.set("table_bytes", static_cast<uint32_t>(table.bytes()));
         const uint64_t words = engine_.bytes_of("result") / sizeof(uint32_t);
         engine_.set("capacity", static_cast<uint32_t>((words - RECORDS) / 2));
         engine_.run();

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "fastcar_artifact.hpp"
 #include "fastcar_error.hpp"
 #include "fastcar_program.hpp"
 #include "fastcar_safetensors.hpp"
@@ -74,17 +75,18 @@ inline void register_absent(const std::vector<std::string>& functions) {
 }
 
 // The TVM virtual machine of the library. Throws Error: it cannot be loaded.
-inline tvm::ffi::Module load_machine(const std::string& artifact, const DecoderSpec& spec) {
-    const std::string path = artifact + "/" + spec.library;
+inline tvm::ffi::Module load_machine(const Artifact& artifact, const DecoderSpec& spec) {
     try {
         register_absent(spec.functions);
-        const tvm::ffi::Module module = tvm::ffi::Module::LoadFromFile(path);
+        // Module::LoadFromFile picks this loader by the ending of a file's name, and the sealed copy has no name.
+        const tvm::ffi::Function load = tvm::ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
+        const tvm::ffi::Module module = load(artifact.library(spec.library).path(), "so").cast<tvm::ffi::Module>();
         const tvm::ffi::Module machine = module->GetFunction("vm_load_executable").value()().cast<tvm::ffi::Module>();
         const int cpu = kDLCPU, device = 0, pooled = 2;
         machine->GetFunction("vm_initialization").value()(cpu, device, pooled);
         return machine;
     } catch (const std::exception& error) {
-        throw Error(std::string("the library cannot be loaded: ") + error.what(), path,
+        throw Error(std::string("the library cannot be loaded: ") + error.what(), artifact.place(spec.library),
                     "use this folder's library on the CPU in its name, with the TVM of manifest.json");
     }
 }
@@ -133,8 +135,9 @@ private:
 // One video at a time. Inputs are int64 [B, T] tokens, or float32 [B, T, H] of a headless decoder.
 class Decoder {
 public:
-    // Throws Error: a file is missing or damaged. `offload`: decode through the program whose MLPs are on the accelerator.
-    Decoder(const std::string& artifact, const DecoderSpec& spec, bool offload)
+    // `artifact`: check_files was called; it has to outlive the decoder. `offload`: decode through the program whose MLPs are
+    // on the accelerator. Throws Error: a file does not fit the decoder.
+    Decoder(const Artifact& artifact, const DecoderSpec& spec, bool offload)
         : spec_(spec), params_(load_params(artifact, spec, offload)), machine_(load_machine(artifact, spec)),
           decode_(machine_, offload ? spec.offload : spec.decode, params_), replayed_(0) {
         if (spec.cross_attention) {
@@ -145,6 +148,13 @@ public:
             prefill_.emplace_back(machine_, spec.prefill, params_);
         }
         reset();
+    }
+
+    // Check the files of an artifact that the decoder uses, all of them before one is loaded. `more`: others, by name.
+    // Throws Error: one is missing or damaged.
+    static void check_files(Artifact& artifact, const DecoderSpec& spec, std::vector<std::string> more = {}) {
+        more.push_back(spec.weights);
+        artifact.check(more, {spec.library});
     }
 
     // Forget everything: caches, chains and position.
@@ -216,8 +226,9 @@ public:
     }
 
 private:
-    static Tensors load_params(const std::string& artifact, const DecoderSpec& spec, bool offload) {
-        Safetensors file(artifact + "/" + spec.weights);
+    static Tensors load_params(const Artifact& artifact, const DecoderSpec& spec, bool offload) {
+        const Mapping& bytes = artifact.data(spec.weights);
+        const Safetensors file(artifact.place(spec.weights), bytes.data(), bytes.bytes());
         Tensors params;
         std::vector<std::string> names = offload ? spec.offload.params : spec.decode.params;
         names.insert(names.end(), spec.prefill.params.begin(), spec.prefill.params.end());

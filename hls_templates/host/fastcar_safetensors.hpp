@@ -1,11 +1,11 @@
-// Reader of safetensors files (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header
+// Reader of safetensors files in memory (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header
 // length, a JSON header, the data. Everything in the header is checked against the file before a byte of data is read.
 #ifndef FASTCAR_SAFETENSORS_HPP
 #define FASTCAR_SAFETENSORS_HPP
 
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -176,17 +176,14 @@ private:
 
 class Safetensors {
 public:
-    // Throws Error: the file cannot be opened, is damaged, or names bytes that it does not have.
-    explicit Safetensors(const std::string& path) : path_(path), file_(path, std::ios::binary | std::ios::ate) {
-        if (!file_) {
-            throw Error("the weights cannot be opened", path_, "give the folder of the artifact");
-        }
-        const uint64_t size = static_cast<uint64_t>(file_.tellg());
+    // `data`: the file's bytes, which outlive this object; `path`: the file in errors.
+    // Throws Error: the file is damaged, or names bytes that it does not have.
+    Safetensors(const std::string& path, const char* data, uint64_t size) : path_(path), data_(data) {
         unsigned char prefix[8] = {};
         if (size < sizeof(prefix)) {
             damaged("it has no header");
         }
-        read_at(0, prefix, sizeof(prefix));
+        std::memcpy(prefix, data, sizeof(prefix));
         uint64_t length = 0;
         for (int i = 7; i >= 0; --i) {
             length = length << 8 | prefix[i];
@@ -194,8 +191,7 @@ public:
         if (length > size - sizeof(prefix) || length > MAX_HEADER) {
             damaged("its header is longer than the file");
         }
-        std::string header(length, '\0');
-        read_at(sizeof(prefix), &header[0], length);
+        const std::string header(data + sizeof(prefix), length);
         try {
             tensors_ = HeaderParser(header).parse();
         } catch (const Error& error) {
@@ -213,15 +209,17 @@ public:
         return found->second;
     }
 
-    // Bytes `first` .. `first + bytes` of a tensor. Throws Error: they are not all in it, or the file cannot be read.
-    void read(const std::string& name, uint64_t first, void* to, uint64_t bytes) {
+    // Bytes `first` .. `first + bytes` of a tensor. Throws Error: they are not all in it.
+    void read(const std::string& name, uint64_t first, void* to, uint64_t bytes) const {
         const TensorInfo& tensor = info(name);
         if (first > tensor.bytes || bytes > tensor.bytes - first) {
             throw Error("`" + name + "` has " + std::to_string(tensor.bytes) + " bytes, but " + std::to_string(bytes) +
                             " from byte " + std::to_string(first) + " on are needed",
                         path_, "use the files of one artifact together");
         }
-        read_at(tensor.first + first, to, bytes);
+        if (bytes > 0) {  // of a tensor without elements, `to` may be null
+            std::memcpy(to, data_ + tensor.first + first, bytes);
+        }
     }
 
 private:
@@ -229,14 +227,6 @@ private:
 
     [[noreturn]] void damaged(const std::string& why) const {
         throw Error("the file is no valid safetensors file: " + why, path_, "copy the artifact again");
-    }
-
-    void read_at(uint64_t first, void* to, uint64_t bytes) {
-        file_.seekg(static_cast<std::streamoff>(first));
-        file_.read(static_cast<char*>(to), static_cast<std::streamsize>(bytes));
-        if (!file_) {
-            throw Error("the weights cannot be read", path_, "check the storage");
-        }
     }
 
     void check(uint64_t data, uint64_t size) {
@@ -260,7 +250,7 @@ private:
     }
 
     std::string path_;
-    std::ifstream file_;
+    const char* data_;
     std::map<std::string, TensorInfo> tensors_;
 };
 

@@ -22,6 +22,7 @@ from decoders import llama
 from filelock import FileLock
 from gates import foreign
 from gates.networks import networks
+from trust.conftest import keys as keys
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.design import Design

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trust.conftest import Keys
 
 import fastcar_compile as fc
 from board.conftest import Machine
@@ -102,6 +105,46 @@ def assert_same_tokens(built: Built) -> None:
 
 def test_tokens_equal_those_of_the_session_here(built: Built) -> None:
     assert_same_tokens(built)
+
+
+FLIPS = int(os.environ.get("FLIPS", "12"))
+"""Of each file."""
+
+
+def test_every_flip_is_refused_before_a_library_is_loaded(
+    built: Built, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the manifest with a digest and with a key, of the signature, of every file that the program uses."""
+    signed = replace(built, folder=tmp_path / "signed")
+    shutil.copytree(built.artifact.path, signed.folder)
+    fc.sign(signed.folder, keys.private)
+    words = ("--xclbin", built.xclbin, "--prompt", "16", "--num-tokens", 2)
+    digest, key = ("--digest", built.artifact.digest), ("--public-key", keys.public)
+    (library,) = signed.folder.glob("host/x86_64-linux-gnu/*/decoder.so")
+    monkeypatch.setenv("LD_DEBUG", "files")
+    assert "file=/proc/self/fd/" in signed.run(*words, *digest, *key).stderr
+    source = random.Random(2)
+    cases: list[tuple[Path, tuple[object, ...]]] = [
+        *((signed.folder / name, ()) for name in ("weights/model.safetensors", "weights/accelerator.safetensors")),
+        *((path, ()) for path in (signed.folder / "drs" / "table.bin", library)),
+        *((signed.folder / "manifest.json", trust) for trust in (digest, key)),
+        (signed.folder / "signature.json", key),
+    ]
+    for path, trust in cases:
+        data = path.read_bytes()
+        for number in range(FLIPS):
+            changed = bytearray(data)
+            if number % 6 == 5:
+                del changed[source.randrange(len(data)) :]
+            else:
+                changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
+            path.write_bytes(changed)
+            done = signed.run(*words, *trust)
+            assert (done.returncode, done.stdout) == (2, ""), (path, done.stderr)
+            assert "file=/proc/self/fd/" not in done.stderr
+            assert re.search("^error: the (file|artifact|signature|manifest)", done.stderr, re.MULTILINE), done.stderr
+        path.write_bytes(data)
+    assert signed.run(*words, *digest, *key).returncode == 0
 
 
 def test_tokens_are_equal_with_linears_offloaded(
@@ -239,13 +282,18 @@ def test_missing_device_is_told(built: Built) -> None:
 
 
 def test_a_damaged_table_is_told(built: Built) -> None:
-    table = built.folder / "drs" / "table.bin"
-    good = table.read_bytes()
-    table.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    """By the hardware, where a manifest vouches for it."""
+    table, manifest = built.folder / "drs" / "table.bin", built.folder / "manifest.json"
+    good, fields = table.read_bytes(), manifest.read_bytes()
+    bad = good[:-1] + bytes([good[-1] ^ 1])
+    hashes = [hashlib.sha256(data).hexdigest().encode() for data in (good, bad)]
     try:
+        table.write_bytes(bad)
+        manifest.write_bytes(fields.replace(*hashes))
         done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
     finally:
         table.write_bytes(good)
+        manifest.write_bytes(fields)
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert f"the DRS controller stopped with status {Status.BAD_CRC.value}" in done.stderr

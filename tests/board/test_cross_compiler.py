@@ -60,7 +60,7 @@ def test_without_the_cross_compiler_object_files_are_written(
     without("aarch64-linux-gnu-g++", monkeypatch)
     text = (
         r"aarch64-linux-gnu-g\+\+ is not on PATH: the host programs for aarch64-linux-gnu are written as object files "
-        r"\(.tar\), not as a library. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again, or link them"
+        r"\(.tar\), not as a library. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again"
     )
     with pytest.warns(UserWarning, match=text):
         section = emit(lowered, tmp_path / "a", "zcu102")
@@ -76,7 +76,7 @@ def test_without_the_cross_compiler_object_files_are_written(
         assert [m.mtime for m in archive] == [0] * len(archive.getmembers())
         archive.extractall(tmp_path / "objects", filter="data")
     objects = sorted((tmp_path / "objects").glob("*.o"))
-    subprocess.run([compiler, "-shared", "-o", tmp_path / "decoder.so", *objects], check=True)  # docs/tutorial/board.md
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "decoder.so", *objects], check=True)
 
 
 def test_a_card_in_a_server_of_this_kind_has_a_folder_of_its_own(lowered: LoweredModule, tmp_path: Path) -> None:

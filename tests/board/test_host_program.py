@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from trust.conftest import Keys
 
 import fastcar_compile as fc
 from board.conftest import CHUNK, LENGTH, Machine
@@ -80,14 +82,51 @@ def test_bad_input_is_told(
 
 
 def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, program: Path, tmp_path: Path) -> None:
-    done = aarch64.run(program, tmp_path, "--prompt", "1")
-    assert done.returncode == 2
-    assert f"the weights cannot be opened\n  where: {tmp_path}/weights/model.safetensors\n  hint:  give" in done.stderr
-    (tmp_path / "weights").symlink_to(artifact.path / "weights")
-    done = aarch64.run(program, tmp_path, "--prompt", "1")
-    assert done.returncode == 2
-    assert "error: the library cannot be loaded: " in done.stderr
-    assert f"where: {tmp_path}/host/aarch64-linux-gnu/decoder.so" in done.stderr
+    def refused(text: str, file: str) -> None:
+        done = aarch64.run(program, tmp_path / "a", "--prompt", "1")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {text}"), done.stderr
+        assert f"\n  where: {tmp_path}/a{file}\n  hint:  " in done.stderr
+
+    refused("the artifact cannot be opened: No such file or directory", "")
+    (tmp_path / "a").mkdir()
+    refused("the file cannot be opened: No such file or directory", "/manifest.json")
+    shutil.copy(artifact.path / "manifest.json", tmp_path / "a")
+    refused("the file cannot be opened: No such file or directory", "/weights/model.safetensors")
+    (tmp_path / "a" / "weights").symlink_to(artifact.path / "weights")
+    refused("the file is a symbolic link", "/weights/model.safetensors")
+    (tmp_path / "a" / "weights").unlink()
+    shutil.copytree(artifact.path / "weights", tmp_path / "a" / "weights")
+    refused("the file cannot be opened: No such file or directory", "/host/aarch64-linux-gnu/decoder.so")
+    (tmp_path / "a" / "manifest.json").write_text('{"schema_version": 3, "files": {}}')
+    refused("the artifact has schema version 3, this program reads version", "/manifest.json")
+
+
+def test_a_pinned_digest_and_a_key_hold_on_the_board(
+    artifact: fc.Artifact, aarch64: Machine, program: Path, keys: Keys, tmp_path: Path
+) -> None:
+    shutil.copytree(artifact.path, tmp_path / "a")
+    words = (program, tmp_path / "a", "--prompt", "1", "--num-tokens", 2)
+    assert aarch64.run(*words, "--digest", artifact.digest).returncode == 0
+    fc.sign(tmp_path / "a", keys.private)
+    assert aarch64.run(*words, "--public-key", keys.public, "--digest", artifact.digest).returncode == 0
+    done = aarch64.run(*words, "--public-key", keys.other_public)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the artifact is signed with another key than the one required, sha256:")
+
+
+@pytest.mark.parametrize(
+    ("header", "package"), [("openssl/opensslconf.h", "libssl-dev"), ("nlohmann/json.hpp", "nlohmann-json3-dev")]
+)
+def test_a_missing_header_is_named(
+    artifact: fc.Artifact, native: Machine, tmp_path: Path, header: str, package: str
+) -> None:
+    source = artifact.path / "host" / "src" / "fastcar_digest.hpp"
+    command = [native.compiler, "-std=c++17", "-nostdinc", f"-I{tmp_path}", "-E", "-x", "c++", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    message = next(line for line in done.stderr.splitlines() if f"{header} is missing" in line)
+    assert f"(Debian: {package})" in message
 
 
 def test_make_asks_for_tvm(artifact: fc.Artifact, tmp_path: Path, native: Machine) -> None:

@@ -97,10 +97,6 @@ def test_refused(reader: Path, tmp_path: Path, case: str) -> None:
     assert line.startswith(text), line
 
 
-def test_a_missing_file_is_told(reader: Path, tmp_path: Path) -> None:
-    assert read(reader, tmp_path / "nothing") == ["refused the weights cannot be opened"]
-
-
 def test_no_damage_is_read_beyond_the_file(reader: Path, tmp_path: Path) -> None:
     """Bytes changed, removed and inserted anywhere: each file is read or refused, and no sanitizer speaks."""
     whole, source = good(tmp_path), random.Random(5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastcar_compile
-from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.manifest import CHECKSUM, Manifest
 from fastcar_compile.cli.commands import COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
@@ -81,4 +81,4 @@ def test_commands_and_exit_codes_are_those_of_the_program() -> None:
 
 def test_the_manifest_has_the_documented_sections() -> None:
     text = (ROOT / "docs" / "reference" / "artifact.md").read_text("utf-8").split("\n## ")[1]
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(Manifest.model_fields)
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {CHECKSUM, *Manifest.model_fields}

@@ -21,7 +21,7 @@ from tvm import relax
 
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.tvm.link import link_library
-from fastcar_compile.errors import ArtifactError
+from fastcar_compile.errors import ArtifactError, CompileError
 from faults.crash_points import build, content
 
 SIZE = 1 << 20
@@ -108,10 +108,13 @@ def mount_point(folder: Path) -> list[Found]:
     return [attempt(lambda: large_build(folder), folder)]
 
 
-def full_scratch(folder: Path) -> list[str]:
-    """Link a library with its scratch folder, then its own, on a full file system."""
+def linkers(folder: Path) -> list[str]:
+    """Link a library with its scratch folder full, then its own; then with compilers that fail or are not there."""
     mount(folder, f"size={SIZE}")
     (folder / "ballast").write_bytes(bytes(SIZE - 3 * PAGE))
+    broken = folder.parent / "broken-g++"
+    broken.write_text("#!/bin/sh\necho no such option\nexit 3\n")
+    broken.chmod(0o755)
     block = relax.BlockBuilder()
     given = relax.Var("x", relax.TensorType(relax.ShapeExpr([tvm.tirx.IntImm("int64", 4)]), "float32"))
     with block.function("main", [given]):
@@ -119,22 +122,27 @@ def full_scratch(folder: Path) -> list[str]:
     executable = tvm.compile(block.finalize(), tvm.target.Target("llvm"))
     assert isinstance(executable, relax.VMExecutable)
     texts: list[str] = []
-    for library, scratch in ((folder.parent / "a.so", folder), (folder / "a.so", folder.parent)):
+    for library, compiler, scratch in (
+        (folder.parent / "a.so", "g++", folder),
+        (folder / "a.so", "g++", folder.parent),
+        (folder.parent / "a.so", str(broken), folder.parent),
+        (folder.parent / "a.so", "no-such-g++", folder.parent),
+    ):
         try:
-            link_library(executable, library, "g++", scratch)
-        except OSError as error:
-            texts.append(str(error.strerror))
+            link_library(executable, library, compiler, scratch)
+        except (OSError, CompileError) as error:
+            texts.append(str(error).replace(str(folder.parent), ""))
     return texts
 
 
 def main(base: Path) -> None:
     """Print what was found, by scenario."""
-    places = [base / name for name in ("disk", "inodes", "read-only", "mount", "scratch")]
+    places = [base / name for name in ("disk", "inodes", "read-only", "mount", "linkers")]
     for place in places:
         place.mkdir(parents=True)
     builds = (full_disk, full_inodes, read_only, mount_point)
     found = {place.name: [asdict(f) for f in make(place)] for make, place in zip(builds, places, strict=False)}
-    print(json.dumps({**found, "scratch": full_scratch(places[-1])}))
+    print(json.dumps({**found, "linkers": linkers(places[-1])}))
 
 
 if __name__ == "__main__":

@@ -63,8 +63,12 @@ def test_a_mount_point_is_refused(found: dict[str, Any]) -> None:
     assert "the output folder is a mount point, which no rename can replace" in each["error"]
 
 
-def test_a_linker_without_room(found: dict[str, Any]) -> None:
-    assert found["scratch"] == ["No space left on device"] * 2
+def test_linkers_that_fail(found: dict[str, Any]) -> None:
+    scratch, library, broken, missing_one = found["linkers"]
+    assert scratch.startswith("[Errno 28] No space left on device")
+    assert library == "[Errno 28] No space left on device: '/linkers/a.so'"
+    assert broken.startswith("/broken-g++ could not link a.so (exit code 3):\nno such option")
+    assert missing_one.startswith("no-such-g++ cannot be run: No such file or directory\n  hint:")
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.offload import FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
@@ -77,6 +78,7 @@ def host_sources(
         texts["fastcar_kernels.hpp"] = _kernels(program, target, accelerator)
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
+        manifest_schema=SCHEMA_VERSION,
         config=program.config,
         library=board.programs.library,
         programs=board.programs.named(),

@@ -115,8 +115,7 @@ def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, ma
     if not linked:
         text = (
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
-            f"a library. Install it (Debian: g++-{triple}) and compile again, or link them on "
-            "the board, docs/tutorial/board.md"
+            f"a library. Install it (Debian: g++-{triple}) and compile again"
         )
         warnings.warn(text, UserWarning, stacklevel=2)
     isa = board_instruction_set(cpu, triple)

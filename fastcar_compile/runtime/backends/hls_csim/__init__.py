@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.outputs import os_errors
 from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import BackendOptions
 from fastcar_compile.runtime.backends.hls_csim.build import open_library
@@ -18,11 +19,14 @@ class HlsCsimStepper(AcceleratorStepper):
 
     Raises:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
+        UserError: the library cannot be written.
     """
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions) -> None:
         (kernel,) = accelerator_of(artifact).kernels
-        library = open_library(artifact.path / HLS, cache_folder())
+        hint = "free some space there, or set FASTCAR_CACHE to another folder"
+        with os_errors("the C simulation cannot be built", cache_folder(), hint):
+            library = open_library(artifact.path / HLS, cache_folder())
         super().__init__(artifact, options, CsimUnit(library, kernel))
 
 

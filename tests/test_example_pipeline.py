@@ -1,0 +1,109 @@
+"""The release pipeline: the script on the shipped decoder, where it stops, and the files beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trust.conftest import write_key
+
+FOLDER = Path(__file__).parents[1] / "examples" / "pipeline"
+MODEL = FOLDER.parent / "moving_shapes" / "model"
+STEPS = ("dry_run", "build", "verify", "sign", "verify_signature", "run")
+PASSPHRASE = "open sesame"
+
+
+def release(
+    folder: Path, *options: str, passphrase: str = PASSPHRASE, model: Path = MODEL
+) -> subprocess.CompletedProcess[str]:
+    """`release.sh` with the key of `folder`, into `folder`/out."""
+    fastcar = folder / "fastcar"
+    fastcar.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m fastcar_compile "$@"\n')
+    fastcar.chmod(0o755)
+    environment = os.environ | {"FASTCAR": str(fastcar), "FASTCAR_KEY_PASSPHRASE": passphrase, "VERIFY_TOKENS": "4"}
+    words = [model, folder / "out", folder / "key.pem", folder / "key.pub", "--target", "cpu", *options]
+    command = [str(FOLDER / "release.sh"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_the_script_releases_the_shipped_decoder(tmp_path: Path) -> None:
+    write_key(tmp_path / "key.pem", PASSPHRASE.encode())
+    done = release(tmp_path, "--max-seq-len", "288")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.endswith(": done")] == [f"{name}: done" for name in STEPS]
+    reports: dict[str, Any] = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in STEPS}
+    digest = reports["build"]["digest"]
+    assert done.stdout == f"{digest}\n"
+    assert reports["sign"] == reports["verify_signature"]
+    assert (reports["sign"]["digest"], reports["sign"]["by"]) == (digest, "key")
+    assert reports["verify"]["ok"]
+    assert len(reports["run"]["tokens"][0]) == 16
+    assert PASSPHRASE not in done.stdout + done.stderr + json.dumps(reports)
+
+
+def test_the_script_stops_where_a_step_fails(tmp_path: Path) -> None:
+    write_key(tmp_path / "key.pem", PASSPHRASE.encode())
+    done = release(tmp_path, model=tmp_path / "nothing")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"dry_run failed with exit code 2; {tmp_path}/out/dry_run.json says why" in done.stderr
+    assert "the model does not exist" in json.loads((tmp_path / "out" / "dry_run.json").read_text())["error"]["message"]
+    assert not (tmp_path / "out" / "build.json").exists()
+    done = subprocess.run([FOLDER / "release.sh"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[:6]) == (2, "usage:")
+
+
+def scripts(document: Any) -> list[str]:
+    """Every shell line of a CI file."""
+    if isinstance(document, dict):
+        job: dict[str, Any] = document
+        return [line for value in job.values() for line in scripts(value)]
+    if isinstance(document, list):
+        return [line for value in document for line in scripts(value)]
+    return [line.strip() for line in str(document).splitlines()]
+
+
+@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml"])
+def test_the_ci_files_run_the_script(name: str) -> None:
+    document = yaml.safe_load((FOLDER / name).read_text())
+    (call,) = (line for line in scripts(document) if line.startswith("examples/pipeline/release.sh"))
+    words = shlex.split(call)
+    assert len(words) > 5
+    help_text = subprocess.run(
+        [sys.executable, "-m", "fastcar_compile", "compile", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert [word for word in words if word.startswith("--") and word not in help_text] == []
+    extras = re.findall(r"\.\[([\w,]+)\]", (FOLDER / name).read_text())
+    assert extras == ["compile,sign"]
+
+
+def test_the_jobs_have_the_form_of_their_services() -> None:
+    workflow = yaml.safe_load((FOLDER / "github-actions.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert {"runs-on", "steps"} <= set(job)
+    assert all(("uses" in step) != ("run" in step) for step in job["steps"])
+    (job,) = yaml.safe_load((FOLDER / "gitlab-ci.yml").read_text()).values()
+    assert {"image", "script"} <= set(job)
+
+
+def test_the_container_file_names_what_the_script_writes() -> None:
+    lines = re.sub(r"\\\n", " ", (FOLDER / "Containerfile").read_text()).splitlines()
+    found = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert {name for name, _ in found} <= {"FROM", "ARG", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
+    assert found[0][0] == "FROM"
+    copied = {source for name, text in found if name == "COPY" for source in text.split()[:-1]}
+    assert copied == {"${WHEEL}", "artifact", "policy.toml", "signing.pub"}
+    script = (FOLDER / "release.sh").read_text()
+    assert all(f"$output/{name}" in script for name in copied - {"${WHEEL}"})
+    for name, text in found:
+        if text.startswith("["):
+            words = json.loads(text)
+            assert name in ("ENTRYPOINT", "CMD", "RUN")
+            assert all(isinstance(word, str) for word in words)
