@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import (
@@ -124,11 +125,17 @@ def host_lines(host: HostSection) -> list[str]:
     return lines
 
 
+def is_signed(path: Path) -> bool:
+    """Return whether an artifact has a signature, which need not hold."""
+    return (path / SIGNATURE).exists()
+
+
 def _show_summary(loaded: Artifact, as_json: bool) -> None:
     manifest = loaded.manifest
     size = sum(entry.size for entry in manifest.files.values())
     if as_json:
         fields = {"path": loaded.path, "bytes": size, "num_layers": len(manifest.layers.layers)}
+        fields |= {"digest": loaded.digest, "signed": is_signed(loaded.path)}
         print_json(fields | manifest.model_dump(mode="json"))
         return
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
@@ -137,6 +144,9 @@ def _show_summary(loaded: Artifact, as_json: bool) -> None:
     libraries = host_lines(manifest.host)
     if libraries:
         fields["libraries"] = "; ".join(libraries)
+    fields["digest"] = loaded.digest
+    if is_signed(loaded.path):
+        fields["signed"] = "by whom, `fastcar verify-signature` checks"
     fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
     print_fields(fields)
     print_text("")
