@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fastcar_compile.config import Threshold, describe_validation
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.strict_json import read_json
 
 
 class Thresholds(BaseModel):
@@ -52,10 +53,7 @@ class Thresholds(BaseModel):
         Raises:
             ArtifactError: missing or malformed.
         """
-        try:
-            data = json.loads(Path(path).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"the thresholds cannot be read: {error}", where=str(path)) from error
+        data = read_json(Path(path), "thresholds", ArtifactError)
         try:
             return cls.model_validate(data)
         except ValidationError as error:

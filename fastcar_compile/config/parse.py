@@ -27,9 +27,17 @@ def parse_threshold(value: object) -> float:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"a threshold is a number, 'inf' or '-inf', not {value!r}")
-    if math.isnan(value):
+    found = _float(value)
+    if math.isnan(found):
         raise ValueError("a threshold cannot be NaN")
-    return float(value)
+    return found
+
+
+def _float(value: Real | float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("the number is larger than a float can be") from error
 
 
 def _dump_threshold(value: float) -> float | str:
@@ -62,8 +70,8 @@ def _head_items(value: object) -> list[object]:
 
 def _pair(item: object) -> tuple[int, float]:
     match item:
-        case (int() as head, Real() as weight) if not isinstance(head, bool) and math.isfinite(weight):
-            return head, float(weight)
+        case (int() as head, Real() as weight) if not isinstance(head, bool) and math.isfinite(_float(weight)):
+            return head, _float(weight)
         case _:
             raise ValueError(f"{item!r} is not a query head with a finite weight")
 

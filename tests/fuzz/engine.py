@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import atheris
+from atheris.import_hook import instrument_imports
 
 from fuzz import mutate
 
@@ -22,7 +23,7 @@ def main() -> None:
     """Fuzz until the engine ends the process."""
     name = sys.argv[1]
     # Only what the target imports of this package: instrumenting torch or transformers takes minutes.
-    with atheris.instrument_imports(include=["fastcar_compile"]):
+    with instrument_imports(include=["fastcar_compile"]):
         run = importlib.import_module(f"fuzz.targets.{name}").run
 
     def one(data: bytes) -> None:

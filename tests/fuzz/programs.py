@@ -20,7 +20,7 @@ CPP = tuple(sorted(path.stem for path in SOURCES.glob("*.cpp")))
 # float-cast-overflow is no part of `undefined`.
 SANITIZE = ("-fsanitize=fuzzer,address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 FLAGS = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-LIBRARIES: dict[str, tuple[str, ...]] = {}
+LIBRARIES = {"host_files": ("-lcrypto",)}
 
 
 def missing(names: Sequence[str]) -> list[str]:

@@ -22,14 +22,14 @@ from fuzz.seeds import PYTHON, seeds
 
 HERE = Path(__file__).parent
 OUT = Path("build/fuzz")
-BEGIN = {"drs_table": ("table",)}
+BEGIN = {"drs_table": ("table",), "host_files": ("manifest", "signature", "tensors")}
 """Fuzzer of C++ code -> whose first inputs are also its own."""
 
 INPUT_SECONDS = 20
 """Of one input. The slowest takes milliseconds, but other processes may have the core."""
 
 MEMORY_MB = 2500
-LONGEST = {"manifest": 65536, "signature": 16384}
+LONGEST = {"manifest": 65536, "signature": 16384, "host_files": 32768}
 """Bytes of an input, where 4096 are too few."""
 
 SHOWN = 6000

@@ -17,7 +17,7 @@ _MANIFEST = signers.manifest()
 _DIGEST = f"sha256:{sha256(_MANIFEST.to_bytes()).hexdigest()}"
 _SIGNERS: tuple[Signer, ...] = (
     KeySigner(public_key=as_file("key.pub", signers.public_key())),
-    CertificateSigner(roots=(as_file("root.crt", signers.root()),), accept_expired=True),
+    CertificateSigner(roots=(as_file("root.crt", signers.root()),), identity="signer", accept_expired=True),
 )
 
 
