@@ -17,6 +17,7 @@ from fastcar_compile.extras import needs
 from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
 from fastcar_compile.trust import Policy, Requirements, Signer
+from fastcar_compile.values import check_kind, path_of
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
@@ -48,7 +49,8 @@ def load(
         InputError: a digest, key or policy that cannot be read.
     """
     return Artifact(
-        Path(path), trust=Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
+        path_of("the artifact", path),
+        trust=Requirements.of(digest=digest, require_signature=require_signature, policy=policy),
     )
 
 
@@ -64,7 +66,7 @@ class Artifact(StoredArtifact):
     def __init__(
         self, path: Path, original: fx.GraphModule | None = None, *, trust: Requirements | None = None
     ) -> None:
-        super().__init__(Path(path), trust)
+        super().__init__(path_of("the artifact", path), trust)
         self._original = original
         self._trusted = bool(trust)
 
@@ -149,6 +151,7 @@ class Artifact(StoredArtifact):
             SignatureError: it is signed or pinned, and `drop_signature` is not given.
             ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
         """
+        check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
         if not drop_signature:
@@ -177,13 +180,14 @@ class Artifact(StoredArtifact):
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
                 package registers, or what opens its stepper.
             record: keep every replay decision for `session.stats.decisions`.
-            threads: CPU threads; default: every core that the process may use.
+            threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
 
         Raises:
             ArtifactError: thresholds of another gate or number of layers.
             BackendError: unknown backend, or one that cannot run here.
         """
+        check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
         session = open_session(self, backend, record=record, threads=threads)
         if (values := given or self.thresholds) is not None:

@@ -95,7 +95,8 @@ def _manifest_bytes(root: Path) -> bytes:
             raise ArtifactError("a build was killed while it replaced this artifact", where=str(root), hint=hint)
         raise ArtifactError("there is no artifact folder here", where=str(root), hint="run `fastcar compile` first")
     if file.is_symlink() or not file.is_file():
-        raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
+        what = f"the folder has no {MANIFEST}, so it is not a fastcar artifact"
+        raise ArtifactError(what, where=str(root), hint="give the folder that `fastcar compile -o` wrote")
     try:
         with file.open("rb") as stream:
             return stream.read(limits.JSON_BYTES + 1)

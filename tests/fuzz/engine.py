@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import traceback
 
 import atheris
 from atheris.import_hook import instrument_imports
@@ -27,7 +29,12 @@ def main() -> None:
         run = importlib.import_module(f"fuzz.targets.{name}").run
 
     def one(data: bytes) -> None:
-        run(data)
+        try:
+            run(data)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os.abort()  # the engine keeps the input now; at Python's own end its alarm may come first
 
     arguments = [sys.argv[0], *sys.argv[2:]]
     if name in STRUCTURED:
