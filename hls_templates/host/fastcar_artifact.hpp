@@ -3,7 +3,6 @@
 #ifndef FASTCAR_ARTIFACT_HPP
 #define FASTCAR_ARTIFACT_HPP
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,12 +30,6 @@ struct FileEntry {
 };
 
 typedef std::map<std::string, std::string> Digests;  // name -> SHA-256
-
-// A name from a file, for a terminal: nothing of it is a control character.
-inline std::string printable(std::string name) {
-    std::replace_if(name.begin(), name.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
-    return name;
-}
 
 // The JSON of a file. Throws Error: it is none. The library's own message would repeat bytes of the file.
 inline nlohmann::json parse_json(const std::string& text, const std::string& where) {
@@ -229,7 +222,7 @@ private:
     void require_signed(const std::string& name, const std::string& digest) const {
         const auto found = signed_.find(name);
         if (found == signed_.end() || found->second != digest) {
-            throw Error("the signature is not of this artifact as it is: `" + printable(name) +
+            throw Error("the signature is not of this artifact as it is: `" + name +
                             (found == signed_.end() ? "` is not signed" : "` was signed with another content"),
                         folder_.place("signature.json"), "do not use the artifact; get it from its signer again");
         }
