@@ -267,7 +267,7 @@ def tensors_of(data: Array, where: str) -> dict[str, Array]:
         return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
     except ValidationError as error:
         raise ArtifactError("the tensor file cannot be read: its header is malformed", where=where) from error
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
         raise ArtifactError(f"the tensor file cannot be read: {error}", where=where) from error
 
 
