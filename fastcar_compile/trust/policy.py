@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from fastcar_compile.artifact.digest import DIGEST_PATTERN
 from fastcar_compile.errors import InputError
@@ -18,13 +18,11 @@ class Policy(Named):
     """What an artifact needs to be trusted: one of the digests, or a signature of one of the signers.
 
     Args:
-        digests: of manifests, `sha256:` and 64 hex digits. signers: see `fastcar_compile.trust`.
+        digests: of manifests, `sha256:` and 64 hex digits. signers: see `fastcar_compile.trust`; a file writes [[signer]].
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
     digests: tuple[Annotated[str, Field(pattern=DIGEST_PATTERN)], ...] = ()
-    signers: tuple[Signer, ...] = Field(default=(), alias="signer")
+    signers: tuple[Signer, ...] = Field(default=(), validation_alias=AliasChoices("signers", "signer"))
 
     @model_validator(mode="after")
     def _names_somebody(self) -> Self:
