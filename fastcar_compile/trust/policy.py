@@ -18,7 +18,8 @@ class Policy(Named):
     """What an artifact needs to be trusted: one of the digests, or a signature of one of the signers.
 
     Args:
-        digests: of manifests, `sha256:` and 64 hex digits. signers: see `fastcar_compile.trust`; a file writes [[signer]].
+        digests: of manifests, `sha256:` and 64 hex digits.
+        signers: any of `fastcar_compile.trust`; a file writes [[signer]].
     """
 
     digests: tuple[Annotated[str, Field(pattern=DIGEST_PATTERN)], ...] = ()
