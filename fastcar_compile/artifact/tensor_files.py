@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from fastcar_compile.artifact.layout import weight_file
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.formats.dtypes import BY_SAFETENSORS, DTYPES, DType, dtype_of
+from fastcar_compile.strict_json import parse_json
 
 Array = NDArray[Any]
 
@@ -246,12 +247,12 @@ def load_tensors(path: str | Path) -> dict[str, Array]:
     try:
         data = np.memmap(file, np.uint8, "c")
         end = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8:end].tobytes())
+        header = parse_json(data[8:end].tobytes())
         header.pop("__metadata__", None)
         return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
     except ValidationError as error:
         raise ArtifactError("the tensor file cannot be read: its header is malformed", where=str(file)) from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
         raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(file)) from error
 
 

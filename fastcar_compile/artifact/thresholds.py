@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from fastcar_compile.config import Threshold, describe_validation
 from fastcar_compile.errors import ArtifactError
@@ -35,10 +35,10 @@ class Thresholds(BaseModel):
 
     gate: str
     values: tuple[Threshold | None, ...]
-    replay: float
-    per_layer: tuple[float, ...]
-    nll: float
-    nll_dense: float
+    replay: FiniteFloat
+    per_layer: tuple[FiniteFloat, ...]
+    nll: FiniteFloat
+    nll_dense: FiniteFloat
     goal: str
     inputs: str
 

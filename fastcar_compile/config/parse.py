@@ -64,10 +64,17 @@ def _head_items(value: object) -> list[object]:
 
 def _pair(item: object) -> tuple[int, float]:
     match item:
-        case (int() as head, Real() as weight) if not isinstance(head, bool) and math.isfinite(weight):
+        case (int() as head, Real() as weight) if not isinstance(head, bool) and _is_finite(weight):
             return head, float(weight)
         case _:
             raise ValueError(f"{item!r} is not a query head with a finite weight")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can be
+        return False
 
 
 def parse_layers_of_heads(value: object) -> tuple[Heads | None, ...] | None:

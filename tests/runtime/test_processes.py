@@ -80,7 +80,7 @@ if __name__ == "__main__":
     with session:
         ended = os.fork()
         if not ended:
-            sys.exit(0)
+            sys.exit(0) if backend == "onnxruntime" else os._exit(0)  # docs/reference/threads.md
         found["exit"] = os.waitpid(ended, 0)[1]
     print(json.dumps(found))
 """
