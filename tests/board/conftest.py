@@ -25,10 +25,10 @@ from gates.networks import networks
 from trust.conftest import keys as keys
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.runtime.backends.hls_csim import cache_folder
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 
 FRAME, LENGTH, CHUNK = 8, 65, 16
@@ -215,7 +215,7 @@ def aarch64_runtime() -> Path:
     """Folder with TVM's runtime libraries for aarch64, of the versions installed here; fetched by pip once."""
     check_module("pip")
     wanted = {name: importlib.metadata.version(name) for name in PACKAGES}
-    folder = cache_folder().parent / "aarch64" / "-".join(wanted.values())
+    folder = cache_folder() / "aarch64" / "-".join(wanted.values())
     if all((folder / name).is_file() for name in LIBRARIES):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
