@@ -180,7 +180,7 @@ def test_generation_that_does_not_fit(artifact: fc.Artifact, count: int, text: s
 
 @pytest.mark.parametrize(
     ("thresholds", "text"),
-    [([1.0], "1 thresholds for 2 layers"), (float("nan"), "the threshold of layer 0 is NaN")],
+    [([1.0], "1 thresholds for 2 layers"), (float("nan"), "is NaN")],
 )
 def test_bad_thresholds(artifact: fc.Artifact, thresholds: Any, text: str) -> None:
     with pytest.raises(fc.InputError, match=text):
