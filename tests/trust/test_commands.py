@@ -82,6 +82,7 @@ def test_certificates(fastcar: Fastcar, artifact: Path, authority: Authority) ->
         (("run", "A", "--prompt", "1", "--digest", "d"), "'d' is no digest of an artifact"),
         (("run", "A", "--prompt", "1", "--public-key", "k"), "the artifact has no signature"),
         (("run", "A", "--prompt", "1", "--policy", "p"), "the policy cannot be read"),
+        (("verify", "A", "--digest", f"sha256:{'0' * 64}"), "the artifact's digest is sha256:"),
     ],
 )
 def test_calls_that_are_refused(
