@@ -181,7 +181,7 @@ def compile(
             say("choosing the hardware design")
             return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
         emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
-    return Artifact(writer.path, original=None if program.lazy else original.graph_module)
+    return Artifact(writer.path, None if program.lazy else original.graph_module, digests=writer.digests)
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
