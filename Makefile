@@ -1,11 +1,11 @@
-# make demo | test | families | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | families | fuzz | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test families lint docs bench clean
+.PHONY: demo test families fuzz lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -16,6 +16,11 @@ test: lint
 
 families: $(STAMP)
 	FAMILIES=all $(BIN)/python -m pytest -n auto tests/families
+
+# Seconds of each fuzzer; two run at a time.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -105,6 +105,7 @@ __all__ = [
     "calibrate",
     "compile",
     "diff",
+    "doctor",
     "load",
     "load_target",
     "sign",

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastcar_compile.artifact.digest import Digests, UserDigests
 from fastcar_compile.artifact.explain import explain
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, SIGNATURE
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -17,6 +18,7 @@ from fastcar_compile.extras import needs
 from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
 from fastcar_compile.trust import Policy, Requirements, Signer
+from fastcar_compile.values import check_kind, path_of
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
@@ -31,8 +33,12 @@ def load(
     digest: str | None = None,
     require_signature: str | Path | Signer | None = None,
     policy: str | Path | Policy | None = None,
+    reread: bool = True,
 ) -> Artifact:
     """Open an artifact. Every file's sha256 is checked before anything is loaded.
+
+    What is loaded later is what was checked, whatever is in the folder by then: an artifact keeps its files open until
+    it is closed or collected. It is a context manager that closes itself, and its sessions outlive it.
 
     An artifact holds native code, and its manifest has the hashes of its files. So the hashes show damage, and not who
     made the artifact: give one or more of the arguments for that. All that are given must hold.
@@ -41,15 +47,24 @@ def load(
         digest: the only one to accept, as `compile` printed it: `sha256:` and 64 hex digits.
         require_signature: who must have signed: a public key's file, or a Signer of `fastcar_compile.trust`.
         policy: a Policy of `fastcar_compile.trust`, or its TOML file.
+        reread: False: a large file that was read before with `reread=False`, and whose device, inode, size and times
+            are the same by now, is not read again. The digests are in $FASTCAR_CACHE. It is for big models on a file
+            system that only you and root can write.
 
     Raises:
         ArtifactError: missing, damaged, tampered with, or of another schema version.
         SignatureError: an ArtifactError: another digest, no signature, or one of somebody or something else.
         InputError: a digest, key or policy that cannot be read.
+        UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
     """
-    return Artifact(
-        Path(path), trust=Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
-    )
+    place = path_of("the artifact", path)
+    trust = Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
+    if reread:
+        return Artifact(place, trust=trust)
+    digests = UserDigests()
+    artifact = Artifact(place, trust=trust, digests=digests)
+    digests.save()
+    return artifact
 
 
 class Artifact(StoredArtifact):
@@ -62,9 +77,14 @@ class Artifact(StoredArtifact):
     """
 
     def __init__(
-        self, path: Path, original: fx.GraphModule | None = None, *, trust: Requirements | None = None
+        self,
+        path: Path,
+        original: fx.GraphModule | None = None,
+        *,
+        trust: Requirements | None = None,
+        digests: Digests | None = None,
     ) -> None:
-        super().__init__(Path(path), trust)
+        super().__init__(path_of("the artifact", path), trust, digests)
         self._original = original
         self._trusted = bool(trust)
 
@@ -149,6 +169,7 @@ class Artifact(StoredArtifact):
             SignatureError: it is signed or pinned, and `drop_signature` is not given.
             ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
         """
+        check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
         if not drop_signature:
@@ -177,13 +198,14 @@ class Artifact(StoredArtifact):
             backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
                 package registers, or what opens its stepper.
             record: keep every replay decision for `session.stats.decisions`.
-            threads: CPU threads; default: every core that the process may use.
+            threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
             thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
 
         Raises:
             ArtifactError: thresholds of another gate or number of layers.
             BackendError: unknown backend, or one that cannot run here.
         """
+        check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
         session = open_session(self, backend, record=record, threads=threads)
         if (values := given or self.thresholds) is not None:

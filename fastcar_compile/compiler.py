@@ -36,10 +36,11 @@ from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
+from fastcar_compile.values import check_function, path_of, plain, shown
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
-"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/builds.md)."""
+"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/faults.md)."""
 
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
@@ -137,18 +138,22 @@ def compile(
         CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
             fallback with its reason.
         TargetError: unknown or malformed target, or one that is there for estimates only.
-        ArtifactError: `output` exists and is no artifact, cannot be written, or another build is writing it.
+        ArtifactError: `output` exists and is no artifact, cannot be written, has no room, or is another build's.
+        UserError: the memory does not suffice.
     """
+    check_function("progress", progress)
     say = progress or (lambda _stage: None)
     board = load_target(target)
     require_buildable(board)
+    if not isinstance(host_cpus, list | tuple) or not all(isinstance(name, str) for name in host_cpus):
+        raise CompileError(f"host_cpus is {shown(host_cpus)}", hint='give a list of names, such as ["native"]')
     variants = host_variants(host_cpus)
     if isinstance(model, str | Path):
         say("checking the model folder")
-        model = open_folder(Path(model), weights=not dry_run)
+        model = open_folder(path_of("the model", model), weights=not dry_run)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-    sizes, assumed = _sizes(model, tokens_per_frame, max_seq_len)
+    sizes, assumed = _sizes(model, plain(tokens_per_frame), plain(max_seq_len))
     options: dict[str, Any] = {
         **sizes,
         "batch_size": batch_size,
@@ -161,7 +166,7 @@ def compile(
     }
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)
-    with nullcontext() if dry_run else ArtifactWriter(output) as writer:
+    with nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
@@ -177,7 +182,7 @@ def compile(
             say("choosing the hardware design")
             return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
         emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
-    return Artifact(writer.path, original=None if program.lazy else original.graph_module)
+    return Artifact(writer.path, None if program.lazy else original.graph_module, digests=writer.digests)
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.values import check_kind
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -62,6 +63,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
     _is_stateful = True
 
     def __init__(self, session: Session, generation_config: GenerationConfig | None = None) -> None:
+        check_kind("session", session, Session, "a session of an artifact")
         sizes = session.config
         if sizes.takes_embeddings:
             hint = "use session.prefill() and session.step() with embeddings"

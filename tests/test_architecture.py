@@ -21,7 +21,19 @@ HEAVY = ("torch", "transformers", "onnx")
 TORCH_SIDE = tuple(f"{PACKAGE}.{m}" for m in ("gates.gate_file", "gates.weight_tensors", "runtime.backends.eager"))
 """The modules of light folders that are torch's side of a gate and of a backend."""
 LIGHT = (
-    *("errors", "limits", "strict_json", "outputs", "undo", "processes", "parallel", "memory", "registry"),
+    *(
+        "errors",
+        "limits",
+        "strict_json",
+        "outputs",
+        "values",
+        "array_files",
+        "undo",
+        "processes",
+        "parallel",
+        "memory",
+        "registry",
+    ),
     *("formats", "drs", "gates", "config", "targets", "artifact", "trust", "runtime"),
 )
 MODULES = {
@@ -101,3 +113,31 @@ def test_light_folders_import_nothing_heavy(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def joined_paths(source: str) -> Iterator[ast.expr]:
+    """Return what is joined with the folder of an artifact, `<something>.path / <name>`, or by a call."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.BinOp(left=ast.Attribute(attr="path"), op=ast.Div()):
+                yield node.right
+            case ast.Call(func=ast.Attribute(attr="joinpath", value=ast.Attribute(attr="path"))):
+                yield node
+            case ast.Call(func=ast.Name("Path") | ast.Attribute(attr="join"), args=[ast.Attribute(attr="path"), _, *_]):
+                yield node
+            case _:
+                pass
+
+
+def test_files_of_an_artifact_are_taken_from_its_opened_files() -> None:
+    """`artifact.files` gives what was checked; a path may be another file by the time that it is opened."""
+    free = {"MANIFEST", "SIGNATURE"}  # no section names them, and no backend reads them
+    found = [
+        f"{module}:{name.lineno}"
+        for module, path in MODULES.items()
+        for name in joined_paths(path.read_text("utf-8"))
+        if not (isinstance(name, ast.Name) and name.id in free)
+    ]
+    assert not found, "\n".join(found)
+    hostile = ["a.path / name", "a.b.path / n", "a.path.joinpath(n)", "Path(a.path, n)", "os.path.join(a.path, n)"]
+    assert [len(list(joined_paths(text))) for text in hostile] == [1] * 5

@@ -199,8 +199,9 @@ def test_a_tensor_that_transformers_computes_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden_size": "64"}, "config.json does not fit its model type: Field 'hidden_size' expected int, got str"),
-        ({"num_attention_heads": 0}, "config.json does not fit its model type"),
+        ({"hidden_size": "64"}, "config.json says hidden_size = '64'"),
+        ({"num_attention_heads": 0}, "config.json says num_attention_heads = 0"),
+        ({"initializer_range": "x"}, "config.json does not fit its model type: Field 'initializer_range'"),
         ({"hidden_size": 33}, "The hidden size (33) is not a multiple of the number of attention heads (4)."),
         ({"num_hidden_layers": 10**6}, "config.json says num_hidden_layers = 1000000"),
         ({"num_hidden_layers": 0, "intermediate_size": 0}, "2 problems were found"),
@@ -209,11 +210,11 @@ def test_a_tensor_that_transformers_computes_is_named(tmp_path: Path, monkeypatc
         ({"tokens_per_frame": "x"}, "config.json says tokens_per_frame = 'x'"),
         (
             {"architectures": "LlamaForCausalLM"},
-            "config.json names no architecture (architectures is no list of names)",
+            "config.json names no architecture (architectures = 'LlamaForCausalLM')",
         ),
-        ({"hidden_act": "nonsense"}, "transformers cannot build LlamaForCausalLM: KeyError: 'nonsense'"),
+        ({"hidden_act": "nonsense"}, "config.json says hidden_act = 'nonsense'"),
         ({"model_type": None}, "transformers cannot read config.json"),
-        ({"dtype": "floaty"}, "config.json does not fit its model type"),
+        ({"dtype": "floaty"}, "config.json says dtype = 'floaty'"),
     ],
 )
 def test_a_broken_config_is_the_users_error(changes: dict[str, object], text: str, tmp_path: Path) -> None:

@@ -36,10 +36,9 @@ field() {
 
 step dry_run compile "$model" --dry-run "$@"
 step build compile "$model" -o "$artifact" "$@"
-step verify verify "$artifact" --tokens "${VERIFY_TOKENS:-64}"
-step sign sign "$artifact" --key "$private_key"
-
 digest=$(field build digest)
+step verify verify "$artifact" --digest "$digest" --tokens "${VERIFY_TOKENS:-64}"
+step sign sign "$artifact" --key "$private_key"
 if [ "$(field sign digest)" != "$digest" ]; then
     echo "the artifact that was signed is not the one that was built: see build.json and sign.json" >&2
     exit 2

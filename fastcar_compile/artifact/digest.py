@@ -1,13 +1,21 @@
-"""SHA-256 of files, each state of a file read once per process; and the digest that names an artifact."""
+"""SHA-256 of files, and the digest that names an artifact. A file is read again unless a caller says otherwise."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, Self
 
-_Identity = tuple[int, int, int, int, int]
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import os_errors
+from fastcar_compile.strict_json import parse_json
 
 SETTLED_NS = 1_000_000_000
 """A digest is remembered only of a file whose last change is this long past: file systems' clocks tick, and a change
@@ -16,34 +24,120 @@ within the same tick would leave no trace."""
 DIGEST_PREFIX = "sha256:"
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 
-_known: dict[_Identity, str] = {}
+CACHE = "FASTCAR_CACHE"
+"""Environment variable: the folder of what is kept from process to process; default ~/.cache/fastcar_compile."""
+
+MOST_KNOWN = 20_000
+"""Digests that a user's file of them keeps: the newest."""
+
+
+class Identity(NamedTuple):
+    """A state of a file: a change of its contents changes one of these, and nobody can put `changed` back."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Return the state of an open file; `modified` and `changed`, of contents and of the inode, in nanoseconds."""
+        found = os.fstat(descriptor)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class Digests:
+    """Digests of files by their state. Whoever has one of these does not read an unchanged file again.
+
+    Args:
+        known: those of earlier on.
+    """
+
+    def __init__(self, known: Mapping[Identity, str] | None = None) -> None:
+        self.known = dict(known or {})
+
+    def of(self, descriptor: int) -> str:
+        """Return the SHA-256 of an open file in 64 hex digits.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        before = Identity.of(descriptor)
+        if before in self.known:
+            return self.known[before]
+        settled = time.time_ns() - before.changed > SETTLED_NS
+        with open(descriptor, "rb", buffering=0, closefd=False) as stream:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            stream.seek(0)
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if settled and Identity.of(descriptor) == before:
+            self.known[before] = digest
+        return digest
+
+    def of_path(self, path: Path) -> str:
+        """Return the same of a file that is not open.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with path.open("rb") as stream:
+            return self.of(stream.fileno())
+
+
+class _KnownFile(BaseModel):
+    """The file of a user's digests: states of files, the oldest first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = 1
+    files: tuple[tuple[Identity, str], ...]
+
+
+class UserDigests(Digests):
+    """The digests that a user keeps from process to process, in a file that nobody else may write.
+
+    Raises:
+        UserError: another user may write the file, or its folder.
+    """
+
+    def __init__(self) -> None:
+        self._path = cache_folder() / "digests.json"
+        super().__init__(self._read())
+
+    def _read(self) -> dict[Identity, str]:
+        for place in (self._path, self._path.parent):
+            with suppress(FileNotFoundError):
+                found = place.stat()
+                if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+                    what = "other users may write the digests of files that are not read again"
+                    raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
+        try:
+            read = _KnownFile.model_validate(parse_json(self._path.read_bytes()))
+        except (FileNotFoundError, ValueError, ValidationError):
+            return {}  # every file is read
+        return dict(read.files)
+
+    def save(self) -> None:
+        """Write the file, in one step.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        text = _KnownFile(files=tuple(self.known.items())[-MOST_KNOWN:]).model_dump_json()
+        with os_errors("the digests of checked files cannot be kept", self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")
+            with open(descriptor, "w", encoding="ascii") as stream:
+                stream.write(text)
+            os.replace(name, self._path)
+
+
+def cache_folder() -> Path:
+    """Return where this package keeps what it need not make again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile."""
+    return Path(os.environ.get(CACHE, Path.home() / ".cache" / "fastcar_compile"))
 
 
 def manifest_digest(data: bytes) -> str:
     """Return the digest of an artifact whose manifest.json has these bytes, `sha256:` and 64 hex digits."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in 64 hex digits.
-
-    A file that has not changed since this process read it (device, inode, size, time of the last change of contents and
-    of the inode) is not read again. The inode's time cannot be set back, so that a changed file is always read.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as stream:
-        before = _identity(stream.fileno())
-        if before in _known:
-            return _known[before]
-        settled = time.time_ns() - before[-1] > SETTLED_NS
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if settled and _identity(stream.fileno()) == before:
-            _known[before] = digest
-        return digest
-
-
-def _identity(handle: int) -> _Identity:
-    found = os.fstat(handle)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

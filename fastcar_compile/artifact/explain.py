@@ -16,6 +16,7 @@ from fastcar_compile.artifact.sections import (
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
+from fastcar_compile.values import whole
 
 MIB = 2**20
 
@@ -27,8 +28,10 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         InputError: there is no such layer.
     """
     config, layers = sections.decoder.config, sections.layers.layers
-    if layer is not None and not 0 <= layer < len(layers):
-        raise InputError(f"there is no layer {layer}", hint=f"layers are 0 .. {len(layers) - 1}")
+    if layer is not None:
+        layer = whole("the layer", layer, 0)
+        if layer >= len(layers):
+            raise InputError(f"there is no layer {layer}", hint=f"layers are 0 .. {len(layers) - 1}")
     head = (
         f"decoder of {config.num_layers} layers, hidden {config.hidden_size}, batch {config.batch_size}, "
         f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\n"

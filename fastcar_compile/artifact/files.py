@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastcar_compile.artifact.digest import file_sha256
+from fastcar_compile.artifact.digest import Digests
 
 
 class FileEntry(BaseModel):
@@ -20,9 +20,9 @@ class FileEntry(BaseModel):
     size: int = Field(ge=0, strict=True)
 
 
-def file_entry(path: Path) -> FileEntry:
+def file_entry(path: Path, digests: Digests) -> FileEntry:
     """Return checksum and size of a file."""
-    return FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
+    return FileEntry(sha256=digests.of_path(path), size=path.stat().st_size)
 
 
 def walk(root: Path) -> Iterator[tuple[str, Path]]:

@@ -8,7 +8,7 @@ import json
 import platform
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from fastcar_compile.artifact.files import FileEntry
 from fastcar_compile.artifact.sections import (
@@ -23,6 +23,7 @@ from fastcar_compile.artifact.sections import (
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, describe_validation
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.targets.model import Target
 
 SCHEMA_VERSION = 5
@@ -65,6 +66,16 @@ class Sections(BaseModel):
     accelerator: AcceleratorSection | None = None
     thresholds: Thresholds | None = None
     extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _weights_by_digest(cls, options: Any) -> Any:
+        """A caller may give weights as a file; a manifest may not, for that file would be read."""
+        match options:
+            case {"replay": {"gate_weights": str(weights)}} if not DIGEST.fullmatch(weights):
+                raise ValueError("replay.gate_weights is no digest")
+            case _:
+                return options
 
     @field_serializer("options")
     def _options(self, options: CompileConfig) -> dict[str, Any]:

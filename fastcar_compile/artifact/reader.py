@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from pydantic import ValidationError
 
 from fastcar_compile import limits
 from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.consistency import inconsistencies, survives
-from fastcar_compile.artifact.digest import manifest_digest
-from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
-from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE, weight_files
+from fastcar_compile.artifact.digest import Digests, manifest_digest
+from fastcar_compile.artifact.files import name_problem
+from fastcar_compile.artifact.layout import MANIFEST, RESERVED, weight_files
 from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, sealed
-from fastcar_compile.artifact.tensor_files import Array, load_tensors
+from fastcar_compile.artifact.opened import OpenedFiles
+from fastcar_compile.artifact.tensor_files import Array, tensors_of
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, UserError
-from fastcar_compile.parallel import at_once
-from fastcar_compile.strict_json import parse_json, read_json
+from fastcar_compile.strict_json import parse_json
 
 _HINT = "compile the model again, or copy the artifact again"
 _MOST_PROBLEMS = 10
@@ -40,32 +41,61 @@ class Trust(Protocol):
 class StoredArtifact:
     """An artifact on disk whose files are verified. This class needs no torch.
 
+    It is a context manager that closes itself. Sessions and arrays of a closed one stay usable.
+
+    Args:
+        digests: of files that need not be read again; None: every file is read.
+
     Attributes:
         path: its folder.
         digest: of manifest.json as it was read, `sha256:` and 64 hex digits. It names the artifact with all its files.
         manifest: its typed sections, and sha256 and size of every file.
+        files: the checked files, open.
 
     Raises:
         ArtifactError: missing, damaged, tampered with, not what `trust` requires, or of another schema version.
     """
 
-    def __init__(self, path: Path, trust: Trust | None = None) -> None:
+    def __init__(self, path: Path, trust: Trust | None = None, digests: Digests | None = None) -> None:
         self.path = path
-        data = _manifest_bytes(path)
-        self.digest = manifest_digest(data)
-        if trust is not None:
-            trust.check_digest(path, self.digest)
-        self.manifest: Manifest = parse_manifest(data, str(path / MANIFEST))
-        if trust is not None:
-            trust.check_manifest(path, self.digest, self.manifest)
-        verify_files(path, self.manifest)
+        self.files = _opened(path)
+        try:
+            data = _manifest_bytes(self.files, path)
+            self.digest = manifest_digest(data)
+            if trust is not None:
+                trust.check_digest(path, self.digest)
+            self.manifest: Manifest = parse_manifest(data, str(path / MANIFEST))
+            if trust is not None:
+                trust.check_manifest(path, self.digest, self.manifest)
+            self.files.check(self.manifest.files, Digests() if digests is None else digests)
+        except BaseException:
+            self.files.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files now; again does nothing. No session can be opened afterwards."""
+        self.files.close()
 
     def arrays(self) -> dict[str, Array]:
         """Return every parameter of the rewritten graph by name, over memory maps of the weight files."""
         found: dict[str, Array] = {}
         for name in weight_files(self.manifest.files):
-            found |= load_tensors(self.path / name)
+            found |= self.tensors(name)
         return found
+
+    def tensors(self, name: str) -> dict[str, Array]:
+        """Return the tensors of a safetensors file of the artifact, over a memory map of it.
+
+        Raises:
+            ArtifactError: it was written since it was checked.
+        """
+        return tensors_of(self.files.mapped(name), name)
 
     def json(self, name: str) -> Any:
         """Return the content of a JSON file of the artifact.
@@ -73,7 +103,11 @@ class StoredArtifact:
         Raises:
             ArtifactError: it cannot be read.
         """
-        return read_json(self.path / name, f"artifact's {name}", ArtifactError, size=limits.GRAPH_BYTES, hint=_HINT)
+        try:
+            return parse_json(self.files.data(name, limits.GRAPH_BYTES), size=limits.GRAPH_BYTES)
+        except ValueError as error:
+            what = f"the artifact's {name} cannot be read: {error}"
+            raise ArtifactError(what, where=str(self.path), hint=_HINT) from error
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -83,24 +117,40 @@ def read_manifest(path: str | Path) -> Manifest:
         ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
     """
     root = Path(path)
-    return parse_manifest(_manifest_bytes(root), str(root / MANIFEST))
+    with _opened(root) as files:
+        data = _manifest_bytes(files, root)
+    return parse_manifest(data, str(root / MANIFEST))
 
 
-def _manifest_bytes(root: Path) -> bytes:
-    file = root / MANIFEST
-    if not root.is_dir():
+def _opened(root: Path) -> OpenedFiles:
+    """Return the folder, opened.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    try:
+        return OpenedFiles(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
         moved = moved_artifact(root.absolute())
         if moved is not None:
             hint = f"the next build into it puts it back, and so does `mv {moved} {root.absolute()}`"
-            raise ArtifactError("a build was killed while it replaced this artifact", where=str(root), hint=hint)
-        raise ArtifactError("there is no artifact folder here", where=str(root), hint="run `fastcar compile` first")
-    if file.is_symlink() or not file.is_file():
-        raise ArtifactError(f"the folder has no {MANIFEST}, so it is not a fastcar artifact", where=str(root))
+            what = "a build was killed while it replaced this artifact"
+            raise ArtifactError(what, where=str(root), hint=hint) from error
+        hint = "run `fastcar compile` first"
+        raise ArtifactError("there is no artifact folder here", where=str(root), hint=hint) from error
+    except (OSError, ValueError) as error:  # also a path with a NUL
+        raise ArtifactError(f"the artifact cannot be opened: {error}", where=repr(str(root))) from error
+
+
+def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
     try:
-        with file.open("rb") as stream:
-            return stream.read(limits.JSON_BYTES + 1)
+        return files.unchecked(MANIFEST, limits.JSON_BYTES + 1)
     except OSError as error:
-        raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            what = f"the folder has no {MANIFEST}, so it is not a fastcar artifact"
+            hint = "give the folder that `fastcar compile -o` wrote"
+            raise ArtifactError(what, where=str(root), hint=hint) from error
+        raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(root / MANIFEST)) from error
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -162,40 +212,5 @@ def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str],
     Raises:
         ArtifactError: lists everything missing, changed, unexpected or refused, at once.
     """
-    root = Path(path)
-    present = dict(walk(root))
-    present.pop(MANIFEST, None)
-    if (signature := present.get(SIGNATURE)) and signature.is_file() and not signature.is_symlink():
-        del present[SIGNATURE]  # it cannot be in what it signs
-
-    def check(name: str) -> str | None:
-        if progress is not None:
-            progress(name)
-        problem = name_problem(name) or _file_problem(present.get(name), manifest.files[name])
-        return f"{name}: {problem}" if problem else None
-
-    problems = [text for text in at_once(check, sorted(manifest.files)) if text]
-    for name in sorted(present.keys() - manifest.files.keys()):
-        what = "is a symbolic link" if present[name].is_symlink() else "is not in the manifest"
-        problems.append(f"{name}: unexpected, {what}")
-    if problems:
-        count = f"{len(problems)} file{'s' if len(problems) > 1 else ''}"
-        raise ArtifactError(
-            f"the artifact is damaged, {count} of it:\n" + "\n".join(f"    {problem}" for problem in problems),
-            where=str(root),
-            hint="compile the model again, or copy the artifact again; nothing of it was loaded",
-        )
-
-
-def _file_problem(path: Path | None, entry: FileEntry) -> str | None:
-    if path is None:
-        return "missing"
-    if path.is_symlink() or not path.is_file():
-        return "is a symbolic link or not a plain file"
-    try:
-        size = path.stat().st_size
-        if size != entry.size:
-            return f"has {size} bytes, not {entry.size}"
-        return None if file_entry(path).sha256 == entry.sha256 else "changed: its SHA-256 is not the manifest's"
-    except OSError as error:
-        return f"cannot be read: {error}"
+    with _opened(Path(path)) as files:
+        files.check(manifest.files, Digests(), progress)

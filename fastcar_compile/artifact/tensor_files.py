@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from fastcar_compile import limits
 from fastcar_compile.artifact.layout import weight_file
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.formats.dtypes import BY_SAFETENSORS, DTYPES, DType, dtype_of
+from fastcar_compile.strict_json import parse_json
 
 Array = NDArray[Any]
 
@@ -25,6 +27,8 @@ SHARD_BYTES = 1 << 30
 
 CHUNK = 2 << 20
 """Bytes of a huge page, of x86-64 and of AArch64 with 4 KiB pages."""
+
+_HINT = "compile the model again, or copy the artifact again"
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what TVM wants of a tensor that it uses in place."""
@@ -242,17 +246,32 @@ def load_tensors(path: str | Path) -> dict[str, Array]:
     Raises:
         ArtifactError: missing, or not a valid safetensors file.
     """
-    file = Path(path)
     try:
-        data = np.memmap(file, np.uint8, "c")
+        data = np.memmap(path, np.uint8, "c")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path), hint=_HINT) from error
+    return tensors_of(data, str(path))
+
+
+def tensors_of(data: Array, where: str) -> dict[str, Array]:
+    """Return all tensors of a safetensors file as views of its bytes.
+
+    Args:
+        data: uint8 [N]. where: the file, for error texts.
+
+    Raises:
+        ArtifactError: they are not a valid safetensors file.
+    """
+    try:
         end = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8:end].tobytes())
+        header: Any = parse_json(data[8 : min(end, limits.JSON_BYTES + 9)].tobytes())
         header.pop("__metadata__", None)
         return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
     except ValidationError as error:
-        raise ArtifactError("the tensor file cannot be read: its header is malformed", where=str(file)) from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(file)) from error
+        what = "the tensor file cannot be read: its header is malformed"
+        raise ArtifactError(what, where=where, hint=_HINT) from error
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=where, hint=_HINT) from error
 
 
 def _view(data: Array, entry: _Entry) -> Array:

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from fastcar_compile.config import Threshold, describe_validation
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.outputs import os_errors
+from fastcar_compile.strict_json import read_json
+from fastcar_compile.values import path_of
+
+_HINT = "give a file that `fastcar calibrate` wrote"
 
 
 class Thresholds(BaseModel):
@@ -30,10 +35,10 @@ class Thresholds(BaseModel):
 
     gate: str
     values: tuple[Threshold | None, ...]
-    replay: float
-    per_layer: tuple[float, ...]
-    nll: float
-    nll_dense: float
+    replay: FiniteFloat
+    per_layer: tuple[FiniteFloat, ...]
+    nll: FiniteFloat
+    nll_dense: FiniteFloat
     goal: str
     inputs: str
 
@@ -43,7 +48,9 @@ class Thresholds(BaseModel):
 
     def save(self, path: str | Path) -> None:
         """Write the file; same thresholds, same bytes."""
-        Path(path).write_text(json.dumps(self.to_json(), sort_keys=True, indent=1) + "\n", "utf-8")
+        file = path_of("the file", path)
+        with os_errors("the thresholds cannot be written", file):
+            file.write_text(json.dumps(self.to_json(), sort_keys=True, indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -52,15 +59,12 @@ class Thresholds(BaseModel):
         Raises:
             ArtifactError: missing or malformed.
         """
-        try:
-            data = json.loads(Path(path).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"the thresholds cannot be read: {error}", where=str(path)) from error
+        data = read_json(path_of("the file", path), "thresholds", ArtifactError, hint=_HINT)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             text = "; ".join(describe_validation(error))
-            raise ArtifactError(f"the thresholds are malformed: {text}", where=str(path)) from error
+            raise ArtifactError(f"the thresholds are malformed: {text}", where=str(path), hint=_HINT) from error
 
     def check(self, gates: Sequence[str | None], where: str) -> None:
         """Raise ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""

@@ -16,7 +16,7 @@ from typing import Self
 
 from fastcar_compile.artifact.atomic import replace_folder, sync
 from fastcar_compile.artifact.claim import Claim
-from fastcar_compile.artifact.digest import manifest_digest
+from fastcar_compile.artifact.digest import Digests, manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
@@ -40,6 +40,7 @@ class ArtifactWriter:
 
     Attributes:
         scratch: folder on the destination's file system for what is not part of the artifact.
+        digests: of the files that were written, once the block is left.
 
     Raises:
         ArtifactError: the destination is something else, cannot be written, or is another writer's.
@@ -50,6 +51,7 @@ class ArtifactWriter:
         self._claim = Claim(self.path)
         self._root: Path | None = None
         self._sections: Sections | None = None
+        self.digests = Digests()
         self.scratch = self._claim.building / "scratch"
 
     @property
@@ -102,7 +104,10 @@ class ArtifactWriter:
         return write_streamed(self.root, name, tensors, source)
 
     def __enter__(self) -> Self:
-        _check_destination(self.path)
+        try:
+            _check_destination(self.path)
+        except OSError as error:
+            raise write_error(error, self.path) from error
         self._claim.__enter__()
         try:
             _check_destination(self.path)  # again: the claim may have put an artifact back
@@ -172,7 +177,8 @@ class ArtifactWriter:
         for name, path in found.items():
             if path.is_symlink() or not path.is_file() or name in RESERVED:
                 raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
-        return dict(zip(found, at_once(file_entry, found.values()), strict=True))
+        entries = at_once(lambda path: file_entry(path, self.digests), found.values())
+        return dict(zip(found, entries, strict=True))
 
 
 def _check_destination(path: Path) -> None:

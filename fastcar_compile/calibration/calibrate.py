@@ -28,6 +28,7 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_table, whole
 
 MODEL_ROWS = 8
 """Videos per batch when a model is calibrated. An artifact uses its own batch size."""
@@ -73,8 +74,18 @@ def calibrate(
     Raises:
         InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
     """
+    target_replay = None if target_replay is None else number("target_replay", target_replay)
+    max_nll_increase = None if max_nll_increase is None else number("max_nll_increase", max_nll_increase)
     _check_goal(target_replay, max_nll_increase)
-    tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, torch.Tensor) else np.asarray(videos))
+    check_kind("source", source, (Artifact, nn.Module), "an artifact, or a decoder as `compile` takes it")
+    check_kind("replay", replay, (ReplayConfig, type(None)), "a ReplayConfig")
+    if not isinstance(quant, str) or quant not in ("none", "w8a8"):
+        raise InputError(f"quant is {shown(quant)}", hint='give "none" or "w8a8"')
+    check_function("progress", progress)
+    journal = None if journal is None else path_of("journal", journal)
+    prompt = whole("prompt", prompt, 1)
+    tokens_per_frame = None if tokens_per_frame is None else whole("tokens_per_frame", tokens_per_frame, 1)
+    tokens = token_table("the videos", videos)
     if isinstance(source, Artifact):
         given = _of_artifact(source)
     else:
@@ -90,7 +101,8 @@ def calibrate(
 
 def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:
     if (target_replay is None) == (max_nll_increase is None):
-        raise InputError("exactly one of target_replay and max_nll_increase is needed")
+        hint = "give one of them, for example target_replay=0.5"
+        raise InputError("exactly one of target_replay and max_nll_increase is needed", hint=hint)
     if target_replay is not None and not 0 <= target_replay <= 1:
         raise InputError(f"target_replay is {target_replay}", hint="give a share from 0 to 1")
     if max_nll_increase is not None and not 0 <= max_nll_increase < math.inf:

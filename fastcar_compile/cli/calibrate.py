@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Thresholds
@@ -38,11 +40,13 @@ def calibrate_command(
 
     if output is None and not store and not as_json:
         raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
-    if store and not drop_signature and (artifact / "signature.json").exists():
+    if store and not drop_signature and (artifact / SIGNATURE).exists():
         what = "the artifact is signed, and thresholds stored in it would end that"
         raise UserError(
             what, where=str(artifact), hint="give --output FILE instead, or --drop-signature and sign again"
         )
+    check_writable(output, "thresholds")
+    check_writable(journal, "journal")
     tokens = read_tokens(videos, "video file", dims=(2,))
     with stages(as_json, "calibrate") as show:
         show("checking the files")
@@ -63,14 +67,16 @@ def calibrate_command(
     if as_json:
         print_json(found.to_json())
     else:
-        _show(found)
+        _show(found, loaded.digest if store else "")
     return ExitCode.OK
 
 
-def _show(found: Thresholds) -> None:
+def _show(found: Thresholds, digest: str) -> None:
+    """Print what was found. `digest`: of the artifact that keeps it; empty: none does."""
     increase = found.nll / found.nll_dense - 1
     print_fields(
-        {
+        ({"digest": digest} if digest else {})
+        | {
             "replay": f"{found.replay:.1%} of the forwards t >= F",
             "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
             "gate": found.gate,

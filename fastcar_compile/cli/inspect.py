@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import (
@@ -21,6 +22,7 @@ from fastcar_compile.cli.output import (
     size_text,
 )
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
@@ -57,6 +59,7 @@ def inspect_command(
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     if trace is not None and html is None:
         raise UserError("--trace is for the page of --html", hint="add --html FILE")
+    check_writable(html, "page")
     with stages(as_json, "inspect") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))
@@ -124,11 +127,17 @@ def host_lines(host: HostSection) -> list[str]:
     return lines
 
 
+def is_signed(path: Path) -> bool:
+    """Return whether an artifact has a signature, which need not hold."""
+    return (path / SIGNATURE).exists()
+
+
 def _show_summary(loaded: Artifact, as_json: bool) -> None:
     manifest = loaded.manifest
     size = sum(entry.size for entry in manifest.files.values())
     if as_json:
         fields = {"path": loaded.path, "bytes": size, "num_layers": len(manifest.layers.layers)}
+        fields |= {"digest": loaded.digest, "signed": is_signed(loaded.path)}
         print_json(fields | manifest.model_dump(mode="json"))
         return
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
@@ -137,6 +146,9 @@ def _show_summary(loaded: Artifact, as_json: bool) -> None:
     libraries = host_lines(manifest.host)
     if libraries:
         fields["libraries"] = "; ".join(libraries)
+    fields["digest"] = loaded.digest
+    if is_signed(loaded.path):
+        fields["signed"] = "by whom, `fastcar verify-signature` checks"
     fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
     print_fields(fields)
     print_text("")

@@ -44,7 +44,8 @@ def sign_command(
     key: Annotated[Path | None, typer.Option(help="Private key, PEM (openssl ecparam -name prime256v1 ...).")] = None,
     certificate: Annotated[Path | None, typer.Option(help="The key's certificate, PEM.")] = None,
     chain: Annotated[
-        list[Path] | None, typer.Option(help="Certificates between that one and the root, PEM; repeat.")
+        list[Path] | None,
+        typer.Option(metavar="<path>", help="Certificates between that one and the root, PEM; repeat."),
     ] = None,
     keyless: Annotated[
         bool, typer.Option("--keyless", help="Sign with an identity instead (Sigstore); needs a network.")
@@ -97,7 +98,8 @@ def verify_signature_command(
     artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
     key: Annotated[Path | None, typer.Option(help="Public key of who must have signed, PEM.")] = None,
     root: Annotated[
-        list[Path] | None, typer.Option(help="Certificates of who vouches for the signer's, PEM; repeat.")
+        list[Path] | None,
+        typer.Option(metavar="<path>", help="Certificates of who vouches for the signer's, PEM; repeat."),
     ] = None,
     identity: Annotated[
         str | None, typer.Option(help="With --root or --issuer: e-mail address, DNS name or URI of the signer.")

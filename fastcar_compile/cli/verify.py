@@ -14,6 +14,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,19 +89,20 @@ def verify_command(
     ] = None,
     threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    digest: DigestOption = None,
+    public_key: KeyOption = None,
+    policy: PolicyOption = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compare every backend with eager PyTorch.
 
     Every backend decodes the same random inputs. The exit code is 1 if one is out of tolerance or decides differently.
     """
-    import fastcar_compile as fc
-
     names = None if backends is None else _names(backends)
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "verify") as show:
         show("checking the files")
-        loaded = fc.load(str(artifact))
+        loaded = open_artifact(artifact, digest, public_key, policy)
         names = names or default_backends(loaded.manifest)
         sizes = loaded.config
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)

@@ -15,6 +15,7 @@ from fastcar_compile.comparison.report import Comparison, GraphComparison, Tenso
 from fastcar_compile.comparison.weights import weight_changes
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.strict_json import read_json
+from fastcar_compile.values import path_of
 
 GRAPHS = ("decode", "prefill")
 _APART = {"options", "files", "producer", "schema_version"}
@@ -29,7 +30,7 @@ def diff(a: str | Path, b: str | Path) -> Comparison:
     Raises:
         ArtifactError: one is damaged or malformed, or one is an artifact and the other a graph file.
     """
-    left, right = Path(a), Path(b)
+    left, right = path_of("a", a), path_of("b", b)
     if left.is_dir() != right.is_dir():
         what = f"{left} and {right} are an artifact and a graph file"
         raise ArtifactError(what, hint="compare two artifacts, or two graph files")

@@ -6,7 +6,8 @@ from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fastcar_compile.errors import CompileError, describe_validation
+from fastcar_compile.errors import CompileError, InputError, describe_validation
+from fastcar_compile.values import plain
 
 
 def _raise_compile_error(name: str, error: ValidationError) -> NoReturn:
@@ -22,7 +23,9 @@ class Config(BaseModel):
 
     def __init__(self, **data: Any) -> None:
         try:
-            super().__init__(**data)
+            super().__init__(**{name: plain(value) for name, value in data.items()})
+        except InputError as error:
+            raise CompileError(f"{type(self).__name__} is not valid: {error.what}", hint=error.hint) from error
         except ValidationError as error:
             _raise_compile_error(type(self).__name__, error)
 

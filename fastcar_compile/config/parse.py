@@ -10,8 +10,10 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.gates.weights import DIGEST
+from fastcar_compile.values import number, shown
 
 Heads = tuple[tuple[int, float], ...]
 """(query head, weight) pairs."""
@@ -25,11 +27,11 @@ def parse_threshold(value: object) -> float:
     """
     if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "-inf"):
         return float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"a threshold is a number, 'inf' or '-inf', not {value!r}")
-    if math.isnan(value):
-        raise ValueError("a threshold cannot be NaN")
-    return float(value)
+    try:
+        return number("a threshold", value)
+    except InputError as error:
+        what = "a threshold cannot be NaN" if error.what.endswith("NaN") else None
+        raise ValueError(what or f"a threshold is a number, 'inf' or '-inf', not {shown(value)}") from error
 
 
 def _dump_threshold(value: float) -> float | str:
@@ -62,10 +64,17 @@ def _head_items(value: object) -> list[object]:
 
 def _pair(item: object) -> tuple[int, float]:
     match item:
-        case (int() as head, Real() as weight) if not isinstance(head, bool) and math.isfinite(weight):
+        case (int() as head, Real() as weight) if not isinstance(head, bool) and _is_finite(weight):
             return head, float(weight)
         case _:
             raise ValueError(f"{item!r} is not a query head with a finite weight")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can be
+        return False
 
 
 def parse_layers_of_heads(value: object) -> tuple[Heads | None, ...] | None:
@@ -92,7 +101,7 @@ def parse_thresholds(value: object) -> float | tuple[float | None, ...] | None:
     """
     if value is None:
         return None
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) or len(getattr(value, "shape", ())) == 1:
         items = cast("Sequence[object]", value)
         return tuple(None if item is None else parse_threshold(item) for item in items)
     return parse_threshold(value)

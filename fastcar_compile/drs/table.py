@@ -207,7 +207,7 @@ class DrsTable:
         thresholds: float32 per layer; +inf: the layer never replays.
         factors: float32 per layer, what the integer sum is multiplied with; 0: the layer has no gate.
         prefetch: bytes per layer of the next layer's weights (after the last layer: the first one's) that fit on chip.
-        instructions: per layer its instructions, END last, the same number in every layer.
+        instructions: per layer its instructions, END last. In the binary form all are as long as the longest.
         gate: the score. Thresholds of one with `at_most` are minus those of the gate.
         units: of the largest network of gate `learned`; 0: another gate.
         input_words: 128-bit words of one row of the MLP's input; 0: the gate does not read it.
@@ -274,7 +274,7 @@ class DrsTable:
 
     def to_bytes(self) -> bytes:
         """Return the binary form; same table, same bytes."""
-        layers, stride, shape = self.layers, len(self.instructions[0]), self.attention
+        layers, stride, shape = self.layers, max(map(len, self.instructions)), self.attention
         offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
         programs = [offsets[-1] + layer * stride for layer in range(layers)]
         end = offsets[-1] + layers * stride
@@ -288,7 +288,8 @@ class DrsTable:
         )
         body = struct.pack(f"<{len(fields)}If2I", *fields, self.distance_weight, end if weights else 0, 0)
         body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
-        words = [*self.prefetch, *programs, *(i.word for layer in self.instructions for i in layer)]
+        padded = [[*p, *[Instruction(Opcode.END, i)] * (stride - len(p))] for i, p in enumerate(self.instructions)]
+        words = [*self.prefetch, *programs, *(i.word for program in padded for i in program)]
         body += struct.pack(f"<{len(words)}I{len(weights)}f", *words, *weights)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 

@@ -24,8 +24,8 @@ _SIZES = (
     *("head_dim", "vocab_size", "max_position_embeddings", "tokens_per_frame", "num_labels"),
 )
 _MOST = {"num_hidden_layers": limits.LAYERS, "num_labels": 1 << 20}
-_OPTIONAL = ("num_key_value_heads", "head_dim", "tokens_per_frame", "num_labels")
 _NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor")
+_MOST_NUMBER = limits.SIZE * limits.SIZE
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _IMPLEMENTATIONS = (None, "eager", "sdpa")
@@ -100,8 +100,6 @@ def _weight_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _size_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for name in _SIZES:
         value, most = part.get(name), _MOST.get(name, limits.SIZE)
-        if value is None and name in part and name not in _OPTIONAL:
-            yield name, value, f"give a whole number from 1 to {most}, or leave it out"
         listed = value if isinstance(value, list) else [] if value is None else [value]  # some have one per layer
         if not all(type(each) is int and 1 <= each <= most for each in listed):
             yield name, value, f"give a whole number from 1 to {most}"
@@ -110,8 +108,8 @@ def _size_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 def _number_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for name in _NUMBERS:
         value = part.get(name)
-        number = type(value) in (int, float) and 0 < value < limits.SIZE * limits.SIZE
-        if name in part and value is not None and not number:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER
+        if value is not None and not number:
             yield name, value, "give a positive number"
     for name in ("rope_scaling", "rope_parameters"):
         if part.get(name) is not None and not isinstance(part[name], Mapping):

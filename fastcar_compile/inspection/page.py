@@ -80,7 +80,7 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
 
 def _link(artifact: StoredArtifact) -> str:
     """Return the linker's configuration; "" of an artifact without kernels."""
-    return (artifact.path / LINK).read_text("utf-8") if LINK in artifact.manifest.files else ""
+    return artifact.files.data(LINK).decode("utf-8") if LINK in artifact.manifest.files else ""
 
 
 def page_html(data: PageData) -> str:

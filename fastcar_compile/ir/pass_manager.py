@@ -116,20 +116,28 @@ def _check_types(kind: type[Pass], options: Mapping[str, object]) -> None:
             raise CompileError(what, hint=f"its type is {option_types(kind)[option]}") from error
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _options(text: str, start: int) -> tuple[dict[str, Any], int]:
     """Return the JSON object at `start`, if there is one, and the index after it."""
     if not text.startswith("{", start):
         return {}, start
     try:
         # A JSON reader, not a pattern: braces and commas also occur inside of strings and nested values.
-        options, end = json.JSONDecoder().raw_decode(text, start)
-    except json.JSONDecodeError as error:
+        options, end = _DECODER.raw_decode(text, start)
+        return {k: _from_plain(v) for k, v in options.items()}, end
+    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, or brackets as deep
         raise _malformed(text, start) from error
-    return {k: _from_plain(v) for k, v in options.items()}, end
 
 
 def _malformed(text: str, at: int) -> CompileError:
-    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}")
+    hint = 'write passes with commas between them, and options as JSON behind a name: a,b{"c": 1}'
+    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}", hint=hint)
 
 
 def run_pipeline(

@@ -8,6 +8,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile import limits
+from fastcar_compile.errors import InputError
+
 
 def _is_torch(value: Any) -> bool:
     torch = sys.modules.get("torch")
@@ -15,12 +18,21 @@ def _is_torch(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> NDArray[Any]:
-    """Return an array: of a torch tensor, of anything that speaks DLPack, or of a sequence."""
-    if _is_torch(value):
-        return value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
-        return np.asarray(cast(Any, value))
-    return np.from_dlpack(value)
+    """Return an array: of a torch tensor, of anything that speaks DLPack, or of a sequence.
+
+    Raises:
+        InputError: numpy has no such array: bfloat16, sparse, without values, ragged.
+    """
+    try:
+        if _is_torch(value):
+            return value.detach().cpu().numpy()
+        if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+            return np.asarray(cast(Any, value))
+        return np.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
+        what = f"a {type(cast(Any, value)).__name__} cannot be read as an array: {text}"
+        raise InputError(what, hint="give a dense numpy array, or a torch tensor of a type that numpy has") from error
 
 
 def like(example: Any, array: NDArray[Any]) -> Any:

@@ -11,9 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.values import number, whole
 
 Sampler = Callable[[Any], Any]
 """logits float32 [B, V] -> token ids int64 [B]."""
+
+_LARGEST_SEED = (1 << 128) - 1
+"""Bits that numpy's generator keeps."""
 
 Scores = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -51,13 +55,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "repetition_penalty", "guidance"):
+            object.__setattr__(self, name, number(f"the {name}", getattr(self, name)))
+        object.__setattr__(self, "seed", whole("the seed", self.seed, 0, _LARGEST_SEED))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", whole("the top_k", self.top_k, 1))
+        if self.top_p is not None:
+            object.__setattr__(self, "top_p", number("the top_p", self.top_p))
         problems = [
             (not 0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number"),
-            (self.top_k is not None and self.top_k < 1, "top_k", "a positive number of tokens"),
             (self.top_p is not None and not 0 < self.top_p <= 1, "top_p", "a share between 0 and 1"),
             (not 0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number; 1 is none"),
             (not math.isfinite(self.guidance), "guidance", "a number; 1 is none"),
-            (self.seed < 0, "seed", "a number from 0 on"),
         ]
         for wrong, name, expected in problems:
             if wrong:

@@ -19,6 +19,7 @@ from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
 from fastcar_compile.runtime.stats import Stats
 from fastcar_compile.runtime.threads import thread_count
+from fastcar_compile.values import check_function, number, plain, sequence, whole
 
 
 def open_session(
@@ -35,6 +36,10 @@ def open_session(
         InputError: a number of threads that is none, or is too large.
     """
     options = BackendOptions(None if threads is None else thread_count(threads))
+    if not isinstance(backend, str) and not callable(backend):
+        raise InputError(
+            f"the backend is a {type(backend).__name__}", hint=f"give one of {', '.join(BACKENDS.names())}"
+        )
     open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers = artifact.manifest.layers
     gates = {gate for gate in layers.gates if gate is not None}
@@ -141,24 +146,28 @@ class Session:
             InputError: wrong length, NaN, or a threshold for a layer that was compiled without replay.
             ArtifactError: calibrated thresholds of another gate or number of layers.
         """
-        layers = len(self.thresholds)
         if isinstance(threshold, Thresholds):
             threshold.check([self._gate if can else None for can in self._can_replay], "set_threshold")
             threshold = threshold.values
-        if threshold is None or isinstance(threshold, int | float):
-            value = None if threshold is None else float(threshold)
-            threshold = [value if can else None for can in self._can_replay]
-        if len(threshold) != layers:
-            raise InputError(
-                f"{len(threshold)} thresholds for {layers} layers", hint="give one number, or one per layer"
-            )
-        for layer, value in enumerate(threshold):
-            if value is not None and np.isnan(value):
-                raise InputError(f"the threshold of layer {layer} is NaN")
-            if value is not None and not self._can_replay[layer]:
-                hint = "recompile with a threshold for this layer, or give None"
-                raise InputError(f"layer {layer} was compiled without replay", hint=hint)
-        self.thresholds = self._filled(threshold)
+        given = plain(threshold)
+        if given is None or isinstance(given, int | float):
+            value = None if given is None else number("the threshold", given)
+            self.thresholds = self._filled([value if can else None for can in self._can_replay])
+            return
+        values = sequence("the threshold", given)
+        if len(values) != len(self.thresholds):
+            what = f"{len(values)} thresholds for {len(self.thresholds)} layers"
+            raise InputError(what, hint="give one number, or one per layer")
+        self.thresholds = self._filled([self._threshold(layer, value) for layer, value in enumerate(values)])
+
+    def _threshold(self, layer: int, value: Any) -> float | None:
+        if value is None:
+            return None
+        found = number(f"the threshold of layer {layer}", value, "give a number, or None")
+        if not self._can_replay[layer]:
+            hint = "recompile with a threshold for this layer, or give None"
+            raise InputError(f"layer {layer} was compiled without replay", hint=hint)
+        return found
 
     def set_context(self, context: Any, mask: Any = None) -> None:
         """Set what cross-attention reads, from the next prompt on. Its keys and values are computed here, once.
@@ -264,12 +273,14 @@ class Session:
             raise InputError(
                 "a headless decoder has no tokens to sample", hint="use prefill() and step() with embeddings"
             )
+        num_tokens = whole("num_tokens", num_tokens, 1)
+        check_function("on_token", on_token)
         ids = self._checked(prompt, steps=None)
-        length = ids.shape[1] + num_tokens - 1
-        if num_tokens < 1 or length > self._config.max_seq_len:
+        if ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             raise InputError(
                 f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit "
-                f"max_seq_len {self._config.max_seq_len}"
+                f"max_seq_len {self._config.max_seq_len}",
+                hint="ask for fewer, or compile with a larger max_seq_len",
             )
         choose = _chooser(sample, prompt, ids)
         tokens: list[Array] = []
@@ -310,7 +321,8 @@ class Session:
         fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
         if not fits or 0 in array.shape:
             raise InputError(
-                f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
+                f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
+                hint="P is the length of the prompt" if steps is None else "give one token per row",
             )
         if config.token_ids is not None:
             self._check_ids(array, config.token_ids)
@@ -329,8 +341,18 @@ def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Call
     """Return what chooses token ids int64 [B] from logits; a caller's own function gets them in the prompt's kind."""
     if isinstance(sample, Sampling):
         return sample.start(ids)
-    function = sample or greedy
-    return lambda logits: to_numpy(function(like(prompt, logits))).astype(np.int64)
+    check_function("sample", sample)
+    function = greedy if sample is None else sample
+    return lambda logits: _chosen(function(like(prompt, logits)), len(ids))
+
+
+def _chosen(tokens: Any, rows: int) -> Array:
+    """Return what a caller's sampler chose, int64 [B]."""
+    array = to_numpy(tokens)
+    if not np.issubdtype(array.dtype, np.integer) or array.shape != (rows,):
+        what = f"the sampler returned {array.dtype} {list(array.shape)}"
+        raise InputError(what, hint=f"return one token id per row, int64 [{rows}]")
+    return array.astype(np.int64)
 
 
 def _steps(count: int, progress: bool) -> Any:

@@ -150,22 +150,23 @@ class Machine:
 
     Every packed function that the library calls has to be registered before.
 
+    Args:
+        content: bytes of the library.
+
     Attributes:
-        name: of the library's file.
+        name: of the library's file, for error texts.
 
     Raises:
         BackendError: the library cannot be loaded.
     """
 
-    def __init__(self, library: Path) -> None:
-        if not library.is_file():
-            raise BackendError("the library cannot be loaded: there is no such file", where=library.name)
-        self.name = library.name
+    def __init__(self, name: str, content: bytes) -> None:
+        self.name = name
         try:
-            self._module = _loaded(library.name, library.read_bytes())["vm_load_executable"]()
+            self._module = _loaded(name.rpartition("/")[2], content)["vm_load_executable"]()
             self._module["vm_initialization"](_CPU, 0, _POOLED)
         except (RuntimeError, OSError, ValueError) as error:
-            raise BackendError(f"the library cannot be loaded: {error}", where=library.name) from error
+            raise BackendError(f"the library cannot be loaded: {error}", where=name) from error
 
     def function(self, name: str) -> Callable[..., Sequence[Any]]:
         """Return a function of the library.

@@ -24,6 +24,7 @@ from fastcar_compile.estimate.rows import Decisions, Draw, Mapping, coupled, dra
 from fastcar_compile.estimate.step import Step
 from fastcar_compile.simulation.engine import CycleModel
 from fastcar_compile.simulation.network import ProcessResult, Result
+from fastcar_compile.values import check_kind, number, path_of, whole
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,16 @@ def simulate(
     Raises:
         UserError: the artifact has no engine, or a figure is out of range.
     """
-    manifest = read_manifest(artifact)
+    check_kind("draw", draw, Draw, f"one of {', '.join(map(str, Draw))}")
+    check_kind("mapping", mapping, Mapping, f"one of {', '.join(map(str, Mapping))}")
+    seed = whole("seed", seed, 0)
+    ratio = 0.0 if replay is None else number("replay", replay, "give a share from 0 to 1")
+    folder = path_of("the artifact", artifact)
+    manifest = read_manifest(folder)
     table = None
     if manifest.accelerator is not None:
-        table = read_table((Path(artifact) / manifest.accelerator.table).read_bytes())
-    work = replace(workload_of(manifest), replay=replay or 0.0)
+        table = read_table((folder / manifest.accelerator.table).read_bytes())
+    work = replace(workload_of(manifest), replay=ratio)
     work.check()
     recorded = decisions is not None
     if decisions is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from fastcar_compile import limits
 from fastcar_compile.errors import TargetError, describe_validation
 from fastcar_compile.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
 
@@ -23,6 +24,7 @@ __all__ = [
     "require_buildable",
 ]
 
+_HINT = "compare with the files in fastcar_compile/targets/"
 _FOLDER = Path(__file__).parent
 
 
@@ -78,13 +80,22 @@ def _unknown(name: str) -> TargetError:
 
 def _read_file(path: Path) -> Target:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(limits.TOML_BYTES + 1)
+        if len(content) > limits.TOML_BYTES:
+            raise TargetError(f"the target file has more than {limits.TOML_BYTES} bytes", where=str(path), hint=_HINT)
+        data = tomllib.loads(content.decode("utf-8"))
     except FileNotFoundError:
-        raise TargetError("the target file does not exist", where=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TargetError(f"the target file cannot be read: {error}", where=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise TargetError(f"the target file is not valid TOML: {error}", where=str(path)) from error
+        raise TargetError("the target file does not exist", where=str(path), hint="correct the path") from None
+    except OSError as error:
+        text = error.strerror or str(error)
+        raise TargetError(
+            f"the target file cannot be read: {text}", where=str(path), hint="correct the path"
+        ) from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise TargetError(f"the target file is not valid TOML: {error}", where=str(path), hint=_HINT) from error
+    except ValueError as error:  # no UTF-8, a path with a NUL, or a number of too many digits
+        raise TargetError(f"the target file cannot be read: {error}", where=repr(str(path)), hint=_HINT) from error
     try:
         return Target.model_validate(data)
     except ValidationError as error:
@@ -92,5 +103,5 @@ def _read_file(path: Path) -> Target:
         raise TargetError(
             f"the target file has {len(lines)} bad field{'s' if len(lines) > 1 else ''}: " + "; ".join(lines),
             where=str(path),
-            hint="compare with the files in fastcar_compile/targets/",
+            hint=_HINT,
         ) from error

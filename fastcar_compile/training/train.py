@@ -25,6 +25,7 @@ from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer
 from fastcar_compile.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
+from fastcar_compile.values import check_function, check_kind, number, path_of, token_table, whole
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -48,6 +49,10 @@ TAIL = 0.1
 """Share of the steps, at the end, whose mean gives the result's own figures."""
 
 Say = Callable[[str], None]
+
+
+_LARGEST_SEED = (1 << 63) - 1
+"""Bits that torch's generator takes."""
 
 
 @dataclass(frozen=True)
@@ -135,37 +140,56 @@ def train_gate(
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
     """
-    options = Options(gate, target_replay, units, steps, batch, seed, softness, start and start.inputs)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, begun(start))
     return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
+
+
+def begun(start: TrainedGate | None) -> str | None:
+    """Return the inputs of the gate that a training starts from. Raise InputError for what is no gate."""
+    check_kind("start", start, (TrainedGate, type(None)), "a TrainedGate")
+    return start and start.inputs
 
 
 def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
     """Return a finished training. Arguments and errors are those of `train_gate`."""
-    tokens = np.ascontiguousarray(videos.numpy() if isinstance(videos, Tensor) else np.asarray(videos))
-    _check(tokens, options)
-    frame = setup.tokens_per_frame or ModelFacts.of(model).tokens_per_frame
+    check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
+    check_function("progress", setup.progress)
+    options = _checked(options)
+    tokens = token_table("the videos", videos)
+    prompt = whole("prompt", setup.prompt, 1)
+    given = setup.tokens_per_frame
+    frame = None if given is None else whole("tokens_per_frame", given, 1)
+    frame = frame or ModelFacts.of(model).tokens_per_frame
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
-    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, setup.prompt)
-    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": setup.prompt}, tokens)
+    decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
+    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
-    kept = TrainingState(None if setup.checkpoint is None else Path(setup.checkpoint), key)
+    checkpoint = None if setup.checkpoint is None else path_of("checkpoint", setup.checkpoint)
+    kept = TrainingState(checkpoint, key)
     training.run(kept, setup.progress or (lambda _line: None))
     return training
 
 
-def _check(tokens: np.ndarray, options: Options) -> None:
-    if options.gate not in SCORERS:
-        raise InputError(f"gate {options.gate!r} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
-    if not 0 < options.target < 1:
-        raise InputError(f"target_replay is {options.target:g}", hint="give a share between 0 and 1")
-    if not 0 < options.softness < math.inf:
-        raise InputError(f"softness is {options.softness:g}", hint="give a number above 0")
-    counts = {"units": options.units, "steps": options.steps, "batch": options.batch}
-    if wrong := [f"{name} is {value}" for name, value in counts.items() if value < 1]:
-        raise InputError("; ".join(wrong), hint="give 1 or more")
-    if tokens.ndim != 2 or tokens.dtype != np.int64 or not len(tokens):
-        raise InputError(f"the videos are {tokens.dtype} {list(tokens.shape)}, expected int64 [N, T]")
+def _checked(options: Options) -> Options:
+    """Return the options with Python's numbers."""
+    if not isinstance(options.gate, str) or options.gate not in SCORERS:
+        raise InputError(f"gate {options.gate!r:.80} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
+    target = number("target_replay", options.target)
+    if not 0 < target < 1:
+        raise InputError(f"target_replay is {target:g}", hint="give a share between 0 and 1")
+    softness = number("softness", options.softness)
+    if not 0 < softness < math.inf:
+        raise InputError(f"softness is {softness:g}", hint="give a number above 0")
+    return dataclasses.replace(
+        options,
+        target=target,
+        softness=softness,
+        units=whole("units", options.units, 1),
+        steps=whole("steps", options.steps, 1),
+        batch=whole("batch", options.batch, 1),
+        seed=whole("seed", options.seed, 0, _LARGEST_SEED),
+    )
 
 
 def _learned(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
@@ -224,10 +248,10 @@ class Training:
         if before is not None:
             self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
         count = self._options.steps
-        for number in range(len(self.log), count):
-            self.log.append(self._step(number))
+        for step_number in range(len(self.log), count):
+            self.log.append(self._step(step_number))
             say(_line(self.log, count, self._price))
-            if number % SAVE_EVERY == 0 or number + 1 == count:
+            if step_number % SAVE_EVERY == 0 or step_number + 1 == count:
                 entries = [(s.nll, s.nll_dense, s.shares) for s in self.log]
                 kept.save(self._trained, self._optimizer, {"price": self._price, "steps": entries})
 

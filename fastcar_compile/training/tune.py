@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.training.train import Options, Say, Setup, run
+from fastcar_compile.training.train import Options, Say, Setup, begun, run
 from fastcar_compile.training.trained import TrainedGate
+from fastcar_compile.values import number
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +67,10 @@ def tune_decoder(
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
     """
+    rate = number("rate", rate, "give a number above 0")
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
-    begin = start and start.inputs
+    begin = begun(start)
     options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, decoder_rate=rate)
     setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
     training = run(model, videos, options, setup)

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from model_signing import hashing, manifest, signing, verifying
 from model_signing._hashing.hashing import Digest
@@ -22,8 +23,12 @@ from fastcar_compile.trust.bundle import HINT
 SHOWN = 400
 """Characters of the library's message that an error shows."""
 
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, UnsupportedAlgorithm)
-"""What the library raises on content that it does not expect, besides the errors that say what is wrong."""
+MALFORMED = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, UnsupportedAlgorithm),
+    *(x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What the library raises on content that it does not expect, besides the errors that say what is wrong; the last ones
+are of certificates, whose parts are parsed only when they are read."""
 
 MISMATCH = "Signature mismatch: "
 """Beginning of the library's message on digests that differ."""

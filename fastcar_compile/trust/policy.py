@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Self, cast
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from fastcar_compile.artifact.digest import DIGEST_PATTERN
-from fastcar_compile.errors import InputError, describe_validation
+from fastcar_compile.errors import InputError
 from fastcar_compile.limits import TOML_BYTES
-from fastcar_compile.trust.signers import CertificateSigner, KeylessSigner, KeySigner, Signer
+from fastcar_compile.trust.signers import CertificateSigner, KeylessSigner, KeySigner, Named, Signer
 
 
-class Policy(BaseModel):
+class Policy(Named):
     """What an artifact needs to be trusted: one of the digests, or a signature of one of the signers.
 
     Args:
-        digests: of manifests, `sha256:` and 64 hex digits. signers: see `fastcar_compile.trust`.
+        digests: of manifests, `sha256:` and 64 hex digits.
+        signers: any of `fastcar_compile.trust`; a file writes [[signer]].
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     digests: tuple[Annotated[str, Field(pattern=DIGEST_PATTERN)], ...] = ()
-    signers: tuple[Signer, ...] = Field(default=(), alias="signer")
-
-    @field_validator("signers")
-    @classmethod
-    def _beside_the_policy(cls, signers: tuple[Signer, ...], info: ValidationInfo) -> tuple[Signer, ...]:
-        folder = cast("dict[str, Path]", info.context or {}).get("folder")
-        return signers if folder is None else tuple(_in_folder(signer, folder) for signer in signers)
+    signers: tuple[Signer, ...] = Field(default=(), validation_alias=AliasChoices("signers", "signer"))
 
     @model_validator(mode="after")
     def _names_somebody(self) -> Self:
@@ -56,10 +49,10 @@ class Policy(BaseModel):
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"the policy cannot be read: {error}", where=str(file), hint=hint) from error
         try:
-            return cls.model_validate(fields, context={"folder": file.parent})
-        except ValidationError as error:
-            text = "; ".join(describe_validation(error))
-            raise InputError(f"the policy is malformed: {text}", where=str(file), hint=hint) from error
+            found = cls(**fields)
+        except InputError as error:
+            raise InputError(f"the policy is malformed: {error.what}", where=str(file), hint=hint) from error
+        return found.model_copy(update={"signers": tuple(_in_folder(each, file.parent) for each in found.signers)})
 
 
 def _in_folder(signer: Signer, folder: Path) -> Signer:

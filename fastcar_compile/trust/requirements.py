@@ -15,6 +15,7 @@ from fastcar_compile.trust.policy import Policy
 from fastcar_compile.trust.report import SignatureReport
 from fastcar_compile.trust.signers import SIGNERS, KeySigner, Signer
 from fastcar_compile.trust.verification import check_signature
+from fastcar_compile.values import path_of
 
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
 
@@ -94,11 +95,12 @@ def verify_signature(
         ArtifactError: the artifact is damaged.
         InputError: the key, certificate or policy cannot be read, or nothing is required.
     """
+    path = path_of("the artifact", path)
     wanted = Requirements.of(require_signature=signer, policy=policy, digest=digest)
     if not wanted:
         hint = "give a public key, a certificate's root, an identity, a policy or a digest"
         raise InputError("nothing is required of the artifact", where=str(path), hint=hint)
-    StoredArtifact(Path(path), wanted)
+    StoredArtifact(path, wanted)
     return wanted.reports[-1]
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from fastcar_compile.errors import InputError, describe_validation
 
 
-class _Kind(BaseModel):
+class Named(BaseModel):
+    """Frozen, without unknown fields. A refused value raises InputError, which names every field at fault."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            lines = "; ".join(describe_validation(error))
+            hint = "correct what is named; docs/tutorial/signing.md has examples"
+            raise InputError(f"{type(self).__name__} is not valid: {lines}", hint=hint) from error
 
-class KeySigner(_Kind):
+
+class KeySigner(Named):
     """The holder of the private key to `public_key`, a PEM file of an elliptic curve key."""
 
     kind: Literal["key"] = "key"
     public_key: Path
 
 
-class CertificateSigner(_Kind):
+class CertificateSigner(Named):
     """The holder of a certificate that one of the roots issued.
 
     Args:
@@ -34,7 +46,7 @@ class CertificateSigner(_Kind):
     accept_expired: bool = False
 
 
-class KeylessSigner(_Kind):
+class KeylessSigner(Named):
     """Who proved an identity to an OpenID Connect issuer when signing (Sigstore).
 
     Args:
@@ -54,14 +66,14 @@ Signer = Annotated[KeySigner | CertificateSigner | KeylessSigner, Field(discrimi
 SIGNERS = (KeySigner, CertificateSigner, KeylessSigner)
 
 
-class SigningKey(_Kind):
+class SigningKey(Named):
     """A private elliptic curve key in PEM."""
 
     private_key: Path
     passphrase: SecretStr | None = None
 
 
-class SigningCertificate(_Kind):
+class SigningCertificate(Named):
     """A private key, its certificate, and the certificates between that one and the root."""
 
     private_key: Path
@@ -70,7 +82,7 @@ class SigningCertificate(_Kind):
     passphrase: SecretStr | None = None
 
 
-class SigningIdentity(_Kind):
+class SigningIdentity(Named):
     """An identity of Sigstore: the token given, else the CI service's own, else one that the user gets in a browser.
 
     Args:

@@ -16,6 +16,7 @@ from fastcar_compile.errors import ArtifactError, InputError
 from fastcar_compile.extras import needs
 from fastcar_compile.trust.report import SignatureReport
 from fastcar_compile.trust.signers import SigningCertificate, SigningIdentity, SigningKey
+from fastcar_compile.values import path_of
 
 Configure = Callable[[Any], Any]
 """What chooses the signer of a `model_signing.signing.Config`."""
@@ -33,7 +34,7 @@ def sign(path: str | Path, signer: str | Path | SigningKey | SigningCertificate 
         ArtifactError: the artifact is damaged, or the signature cannot be written.
         InputError: the key or certificate cannot be used. BackendError: no extra `sign`, or no way to Sigstore.
     """
-    root = Path(path)
+    root = path_of("the artifact", path)
     stored = StoredArtifact(root)
     digests = {MANIFEST: stored.digest.removeprefix(DIGEST_PREFIX)}
     digests |= {name: entry.sha256 for name, entry in stored.manifest.files.items()}

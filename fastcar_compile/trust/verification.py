@@ -66,9 +66,11 @@ def _verify_key(root: Path, bundle: Bundle, digests: dict[str, str], signer: Key
 
 def _verify_certificate(root: Path, bundle: Bundle, digests: dict[str, str], signer: CertificateSigner) -> str:
     from fastcar_compile.trust.keys import certificates_of, in_memory, pem
+    from fastcar_compile.trust.library import refusals
 
     roots = certificates_of(signer.roots)
-    leaf = _check_certificates(root, bundle, roots, signer)
+    with refusals(root):
+        leaf = _check_certificates(root, bundle, roots, signer)
     with in_memory(pem(roots)) as (trusted,):
         _verify(root, bundle, digests, lambda config: config.use_certificate_verifier(certificate_chain=[trusted]))
     return leaf.subject.rfc4514_string()

@@ -3,7 +3,6 @@
 #ifndef FASTCAR_ARTIFACT_HPP
 #define FASTCAR_ARTIFACT_HPP
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -32,12 +31,6 @@ struct FileEntry {
 
 typedef std::map<std::string, std::string> Digests;  // name -> SHA-256
 
-// A name from a file, for a terminal: nothing of it is a control character.
-inline std::string printable(std::string name) {
-    std::replace_if(name.begin(), name.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
-    return name;
-}
-
 // The JSON of a file. Throws Error: it is none. The library's own message would repeat bytes of the file.
 inline nlohmann::json parse_json(const std::string& text, const std::string& where) {
     try {
@@ -45,6 +38,15 @@ inline nlohmann::json parse_json(const std::string& text, const std::string& whe
     } catch (const nlohmann::json::parse_error& error) {
         throw Error("the file is damaged: no JSON at byte " + std::to_string(error.byte), where, "copy the artifact again");
     }
+}
+
+// A number that is neither negative nor a fraction: get() would convert one that does not fit. Throws Error: it is something
+// else, which may be too deep to be shown.
+inline uint64_t whole_number(const nlohmann::json& value, const std::string& where) {
+    if (!value.is_number_unsigned()) {
+        throw Error("the file is damaged: a version or a size is no whole number", where, "copy the artifact again");
+    }
+    return value.get<uint64_t>();
 }
 
 // Throws Error: the object has other keys. What is not understood is refused, as by fastcar_compile/trust/bundle.py.
@@ -85,11 +87,11 @@ inline std::string signed_payload(const nlohmann::json& bundle, const PublicKey&
     return payload;
 }
 
-// The files that a bundle says were signed. Throws Error: see signed_payload, or something else was signed.
-inline Digests signed_digests(const std::string& bundle, const PublicKey& key, const std::string& where) {
+// The files that a signed payload names. Throws Error: it is of another form.
+inline Digests digests_of(const std::string& payload, const std::string& where) {
     const std::string again = "do not use the artifact; get it from its signer again";
     try {
-        const nlohmann::json statement = parse_json(signed_payload(parse_json(bundle, where), key, where), where);
+        const nlohmann::json statement = parse_json(payload, where);
         const nlohmann::json& predicate = statement.at("predicate");
         if (statement.at("predicateType") != "https://model_signing/signature/v1.0" ||
             predicate.at("serialization").at("method") != "files") {
@@ -104,6 +106,15 @@ inline Digests signed_digests(const std::string& bundle, const PublicKey& key, c
             }
         }
         return found;
+    } catch (const nlohmann::json::exception& error) {
+        throw Error(std::string("the signature is damaged: ") + error.what(), where, "copy the artifact again");
+    }
+}
+
+// The files that a bundle says were signed. Throws Error: see signed_payload, or something else was signed.
+inline Digests signed_digests(const std::string& bundle, const PublicKey& key, const std::string& where) {
+    try {
+        return digests_of(signed_payload(parse_json(bundle, where), key, where), where);
     } catch (const nlohmann::json::exception& error) {
         throw Error(std::string("the signature is damaged: ") + error.what(), where, "copy the artifact again");
     }
@@ -192,16 +203,16 @@ private:
         const std::string where = folder_.place("manifest.json"), hint = "copy the artifact again";
         try {
             const nlohmann::json fields = parse_json(manifest, where);
-            const nlohmann::json& version = fields.at("schema_version");
-            if (version != schema_version) {
-                throw Error("the artifact has schema version " + version.dump() + ", this program reads version " +
+            const uint64_t version = whole_number(fields.at("schema_version"), where);
+            if (version != static_cast<uint64_t>(schema_version)) {
+                throw Error("the artifact has schema version " + std::to_string(version) + ", this program reads version " +
                                 std::to_string(schema_version),
                             where, "build the program of this artifact");
             }
             for (const auto& item : fields.at("files").items()) {
                 FileEntry& entry = entries_[item.key()];
                 entry.sha256 = item.value().at("sha256").get<std::string>();
-                entry.size = item.value().at("size").get<uint64_t>();
+                entry.size = whole_number(item.value().at("size"), where);
             }
         } catch (const nlohmann::json::exception& error) {
             throw Error(std::string("the manifest is damaged: ") + error.what(), where, hint);
@@ -211,7 +222,7 @@ private:
     void require_signed(const std::string& name, const std::string& digest) const {
         const auto found = signed_.find(name);
         if (found == signed_.end() || found->second != digest) {
-            throw Error("the signature is not of this artifact as it is: `" + printable(name) +
+            throw Error("the signature is not of this artifact as it is: `" + name +
                             (found == signed_.end() ? "` is not signed" : "` was signed with another content"),
                         folder_.place("signature.json"), "do not use the artifact; get it from its signer again");
         }

@@ -286,10 +286,10 @@ def test_a_damaged_table_is_told(built: Built) -> None:
     table, manifest = built.folder / "drs" / "table.bin", built.folder / "manifest.json"
     good, fields = table.read_bytes(), manifest.read_bytes()
     bad = good[:-1] + bytes([good[-1] ^ 1])
-    hashes = [hashlib.sha256(data).hexdigest().encode() for data in (good, bad)]
+    old, new = (hashlib.sha256(data).hexdigest().encode() for data in (good, bad))
     try:
         table.write_bytes(bad)
-        manifest.write_bytes(fields.replace(*hashes))
+        manifest.write_bytes(fields.replace(old, new))
         done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
     finally:
         table.write_bytes(good)

@@ -46,7 +46,7 @@ def good(folder: Path) -> bytes:
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text = header if isinstance(header, bytes) else json.dumps(header, ensure_ascii=False).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
@@ -82,6 +82,7 @@ REFUSED = {
     "backwards": (with_header({"a": tensor(offsets=(2, 0))}, b"12"), BAD + "the header has no valid data_offsets"),
     "no offsets": (with_header({"a": {"dtype": "I8", "shape": []}}), BAD + "the header has no valid data_offsets"),
     "type": (with_header({"a": tensor("F8")}, b"12"), BAD + "`a` has the unknown type F8"),
+    "control": (with_header({"\b\r\x9b": tensor("F8")}, b"12"), BAD + "`???` has the unknown type F8"),
     "beyond": (with_header({"a": tensor(shape=(3,), offsets=(0, 3))}, b"12"), BAD + "`a` does not fit its place"),
     "size": (with_header({"a": tensor(shape=(1,))}, b"12"), BAD + "`a` does not fit its place"),
     "overflow": (with_header({"a": tensor(shape=(2**33, 2**33))}, b"12"), BAD + "`a` is larger than the file"),

@@ -167,8 +167,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"gate": "bound"}, "gate 'bound' has nothing to train", "choose from learned, tas"),
     ({"target_replay": 1.0}, "target_replay is 1", "give a share between 0 and 1"),
     ({"softness": 0.0}, "softness is 0", "give a number above 0"),
-    ({"units": 0, "batch": 0}, "units is 0; batch is 0", "give 1 or more"),
-    ({"videos": np.zeros((2, 9), np.int32)}, "the videos are int32 [2, 9], expected int64 [N, T]", ""),
+    ({"units": 0}, "units is 0", f"give a whole number from 1 to {2**30}"),
+    ({"batch": 2.5}, "batch is 2.5", f"give a whole number from 1 to {2**30}"),
+    (
+        {"videos": np.zeros((2, 9), np.float32)},
+        "the videos are float32 [2, 9]",
+        "give token ids as integers [N, T], one video per row",
+    ),
     ({"videos": np.zeros((2, 10), np.int64)}, "videos of 10 tokens have nothing to replay", "give at least two frames"),
     ({"model": headless_llama()}, "a headless decoder has no likelihood to train on", "train with its head"),
 ]

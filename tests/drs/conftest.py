@@ -14,12 +14,13 @@ from drs.tables import LIMITS, Controller, table_for
 from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 
 __all__ = ["csim_tools"]
 
 WORDS = 1 << 17
+CONTROLLER = ("fastcar_drs.cpp",)
 """Of a table, q and the keys: more than any test has."""
 
 
@@ -41,7 +42,7 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
         libraries = shared_folder(tmp_path_factory) / "csim_libraries"
         libraries.mkdir(exist_ok=True)
         with FileLock(libraries / "drs.lock"):
-            library = ctypes.CDLL(str(build_library(folder, libraries, ("fastcar_drs.cpp",))))
+            library = ctypes.CDLL(str(build_library(folder_sources(folder, CONTROLLER), libraries, CONTROLLER)))
         kernel = drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part
         _built["drs"] = Controller(kernels.Controller(CsimUnit(library, kernel)))
     return _built["drs"]

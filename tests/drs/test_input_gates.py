@@ -30,7 +30,7 @@ from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.weight_tensors import exact_weights
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, build_library, compiler
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, build_library, compiler, folder_sources
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 
 fastcar = torch.ops.fastcar
@@ -142,7 +142,7 @@ def sources(name: str, folder: Path) -> Path:
 def library_of(name: str, folder: Path) -> Path:
     """The controller as a library, which also counts what it moves."""
     own = sources(name, folder)
-    return build_library(own, own / "build", (COUNTED,))
+    return build_library(folder_sources(own, (COUNTED, "fastcar_drs.cpp")), own / "build", (COUNTED,))
 
 
 def controller_of(name: str, folder: Path) -> Controller:

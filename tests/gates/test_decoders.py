@@ -24,7 +24,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
-from fastcar_compile.runtime.backends.ort import OrtStepper
+from fastcar_compile.runtime.backends.ort import OnnxModel, OrtStepper
 
 from .networks import networks
 
@@ -67,11 +67,15 @@ def backends(name: str, folder: Path) -> dict[str, Stepper]:
         return {"eager": eager}
     lowered = lower({"decode": HostGraph(source.graph_module, source.outputs)})
     lowered.export(folder / "decoder.so")
-    library = Library(folder, lowered.part("decoder.so"))
+    library = Library((folder / "decoder.so").read_bytes(), lowered.part("decoder.so"))
     section = decoder_section(source)
     cpu = CpuStepper(library, section, {n: to_numpy(t) for n, t in source.params.items()}, threads=1)
     export_onnx(source, folder / "decoder.onnx")
-    return {"eager": eager, "cpu": cpu, "ort": OrtStepper(folder / "decoder.onnx", section, 1)}
+    return {
+        "eager": eager,
+        "cpu": cpu,
+        "ort": OrtStepper(OnnxModel("decoder.onnx", (folder / "decoder.onnx").read_bytes()), section, 1),
+    }
 
 
 @pytest.fixture(scope="module", params=sorted(OPTIONS))

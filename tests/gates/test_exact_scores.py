@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.drs import scores
 from fastcar_compile.gates.weight_tensors import exact_weights
-from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources
 from fastcar_compile.training.relaxed import Sample
 from fastcar_compile.training.scorers import LearnedScorer
 
@@ -58,7 +58,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         if path.name.endswith(".hpp"):
             (folder / path.name).write_text(path.read_text())
     (folder / "gate_core.cpp").write_text((Path(__file__).parent / "gate_core.cpp").read_text())
-    return ctypes.CDLL(str(build_library(folder, folder / "build", ("gate_core.cpp",))))
+    names = ("gate_core.cpp",)
+    return ctypes.CDLL(str(build_library(folder_sources(folder, names), folder / "build", names)))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.interface import engine_interface
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.accelerator.engine import ALL_ROWS, Engine, padded_rows
-from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit, aligned
 from hls.library import Array
 
@@ -42,7 +42,7 @@ class Simulation:
     def build(cls, made: Design, folder: Path, libraries: Path) -> Simulation:
         """Emit the project into `folder` and build it."""
         emit_hls(made, folder)
-        return cls(open_library(folder, libraries), made)
+        return cls(open_library(folder_sources(folder), libraries), made)
 
     def mlp(self, x: Array, index_register: int, cached: Array, stream: Array, *, held: bool = False) -> Array:
         """As Engine.mlp."""

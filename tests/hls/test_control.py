@@ -19,7 +19,7 @@ from fastcar_compile.drs.table import AttentionShape, DrsTable, Instruction, Opc
 from fastcar_compile.runtime.backends.accelerator.controller import Controller
 from fastcar_compile.runtime.backends.accelerator.engine import Engine
 from fastcar_compile.runtime.backends.accelerator.unit import Buffer
-from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 from hls.library import Array, assert_same_bits, design, random_layer, reference
 
@@ -77,7 +77,9 @@ class Kernel:
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     folder, rng, table = tmp_path_factory.mktemp("control"), np.random.default_rng(3), table_for()
     emit_hls(MADE, folder, table)
-    unit = CsimUnit(open_library(folder, folder / "build"), engine_interface(MADE, control_sizes(table)).part)
+    unit = CsimUnit(
+        open_library(folder_sources(folder), folder / "build"), engine_interface(MADE, control_sizes(table)).part
+    )
     engine, controller = Engine(unit, MADE.mlp.hidden, ROWS), Controller(unit)
     x, cached = rng.normal(size=(2, ROWS, MADE.mlp.hidden)).astype(np.float32)
     layers = [random_layer(MADE.mlp, rng) for _ in range(LAYERS)]

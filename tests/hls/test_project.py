@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, e
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import BackendError, CompileError, UserError
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, open_library
+from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, folder_sources, open_library
 from fastcar_compile.targets import load_target
 from hls.library import (
     DESIGNS,
@@ -403,10 +403,10 @@ def test_makefile_asks_for_the_headers(require_tool: Callable[[str], str], tmp_p
 
 def test_the_library_is_reused(csim_tools: None, tmp_path: Path) -> None:
     emit_hls(DESIGNS["eight_ports_one_row"], tmp_path / "hls")
-    first = open_library(tmp_path / "hls", tmp_path / "build")
+    first = open_library(folder_sources(tmp_path / "hls"), tmp_path / "build")
     (library,) = (tmp_path / "build").iterdir()
     stamp = library.stat().st_mtime_ns
-    second = open_library(tmp_path / "hls", tmp_path / "build")
+    second = open_library(folder_sources(tmp_path / "hls"), tmp_path / "build")
     assert [p.stat().st_mtime_ns for p in (tmp_path / "build").iterdir()] == [stamp]
     assert first._handle != second._handle  # an accelerator each
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
@@ -418,16 +418,16 @@ def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     emit_hls(DESIGNS["example"], tmp_path / "hls")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendError, match="needs no-such-compiler, which is not on PATH"):
-        open_library(tmp_path / "hls", tmp_path)
+        open_library(folder_sources(tmp_path / "hls"), tmp_path)
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setenv("AP_TYPES", str(tmp_path))
     with pytest.raises(BackendError, match=r"needs ap_int.h\n(.*\n)*.*install the extra `csim`"):
-        open_library(tmp_path / "hls", tmp_path)
+        open_library(folder_sources(tmp_path / "hls"), tmp_path)
 
 
 def test_sources_that_do_not_compile_are_reported(csim_tools: None, tmp_path: Path) -> None:
     emit_hls(DESIGNS["example"], tmp_path / "hls")
     (tmp_path / "hls" / "fastcar_config.hpp").write_text("#error damaged\n")
     with pytest.raises(BackendError, match=r"(?s)g\+\+ could not build the C simulation:.*#error damaged"):
-        open_library(tmp_path / "hls", tmp_path / "build")
+        open_library(folder_sources(tmp_path / "hls"), tmp_path / "build")
     assert not list((tmp_path / "build").glob("*.so"))

@@ -10,7 +10,7 @@ import pytest
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
 from fastcar_compile.runtime.backends.hls_csim.counters import COUNTERS, STATIC_MAPPING, Work, read_counters
 from hls.library import Array, assert_same_bits, design, random_layer
 from hls.simulation import Simulation
@@ -23,7 +23,7 @@ class Mapping:
     """One build of the engine, and the library that counts its work."""
 
     def __init__(self, folder: Path, *defines: str) -> None:
-        self.library = open_library(folder, folder / "build", (COUNTERS, *defines))
+        self.library = open_library(folder_sources(folder), folder / "build", (COUNTERS, *defines))
         self.engine = Simulation(self.library, MADE)
 
     def work(self, registers: list[int], x: Array, stream: Array) -> tuple[Array, Work]:
@@ -94,4 +94,4 @@ def test_rows_that_decide_alike_gain_nothing(
 def test_a_library_without_counters_says_so(csim_tools: None, tmp_path: Path) -> None:
     emit_hls(MADE, tmp_path)
     with pytest.raises(BackendError, match=f"build it with {COUNTERS}"):
-        read_counters(open_library(tmp_path, tmp_path / "build"))
+        read_counters(open_library(folder_sources(tmp_path), tmp_path / "build"))

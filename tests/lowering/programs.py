@@ -96,7 +96,7 @@ def export(case: Case, folder: Path) -> Library:
     """Write decoder.so."""
     module = lowered_whole(case)
     module.export(folder / "decoder.so")
-    return Library(folder, module.part("decoder.so"))
+    return Library((folder / "decoder.so").read_bytes(), module.part("decoder.so"))
 
 
 def numpy_params(source: DecoderProgram) -> dict[str, np.ndarray]:

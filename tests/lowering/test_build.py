@@ -49,7 +49,8 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 decoder = DecoderSection.model_validate_json((folder / "decoder.json").read_text())
 programs = ProgramsPart.model_validate_json((folder / "programs.json").read_text())
-backend = CpuStepper(Library(folder, programs), decoder, load_file(folder / "weights.safetensors"), threads=1)
+library = Library((folder / "decoder.so").read_bytes(), programs)
+backend = CpuStepper(library, decoder, load_file(folder / "weights.safetensors"), threads=1)
 limits = np.zeros(decoder.config.num_layers, np.float32)
 logits = [backend.decode(t, i, i, limits).logits for i, t in enumerate(np.load(folder / "tokens.npy"))]
 np.save(folder / "logits.npy", np.stack(logits))
@@ -127,7 +128,7 @@ def test_offloaded_gates_and_mlps_reach_the_accelerator(tmp_path: Path) -> None:
         assert inputs.x is None
         return GateDecision(replay, inputs.query.sum((1, 2)) * inputs.key.sum((1, 2)), chain + 1)
 
-    library = Library(tmp_path, module.part("decoder.so"))
+    library = Library((tmp_path / "decoder.so").read_bytes(), module.part("decoder.so"))
     backend = CpuStepper(library, decoder_section(host), numpy_params(host), threads=1, decode="offload")
     eager = EagerStepper(host.graph_module, host.outputs, None, [], host.state, 0)
     limits = np.full(LAYERS, np.inf, np.float32)  # not read: the unit has its own
@@ -181,14 +182,13 @@ def test_a_failed_assertion_is_told_as_the_model_s_only_in_tvm_s_converters(
         importer.add_function(fx.GraphModule(nn.Module(), graph), "main", 0)
 
 
-def test_a_missing_library_and_a_missing_parameter(tmp_path: Path) -> None:
+def test_no_library_and_a_missing_parameter(tmp_path: Path) -> None:
     library = export(Case(), tmp_path)
     params = {n: a for n, a in numpy_params(program(Case())).items() if "lm_head" not in n}
     with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
         cpu_backend(Case(), library, params)
-    (tmp_path / "decoder.so").unlink()
     with pytest.raises(BackendError, match="cannot be loaded"):
-        cpu_backend(Case(), library)
+        cpu_backend(Case(), Library(b"", library.programs))
 
 
 def test_aligned_weights_are_not_copied() -> None:

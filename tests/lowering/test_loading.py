@@ -28,7 +28,7 @@ def write_library(path: Path, factor: float) -> None:
 
 
 def ones_by(path: Path) -> Any:
-    return as_array(Machine(path).function("run")(adopt(aligned(np.ones(4, np.float32)))))
+    return as_array(Machine("decode.so", path.read_bytes()).function("run")(adopt(aligned(np.ones(4, np.float32)))))
 
 
 def test_a_library_in_the_place_of_another_is_the_one_that_runs(tmp_path: Path) -> None:
@@ -37,13 +37,12 @@ def test_a_library_in_the_place_of_another_is_the_one_that_runs(tmp_path: Path) 
         write_library(path, factor)
         np.testing.assert_array_equal(ones_by(path), factor)
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    first = Machine(path).function("run")
+    first = Machine("decode.so", path.read_bytes()).function("run")
     path.unlink()
     np.testing.assert_array_equal(as_array(first(adopt(aligned(np.ones(4, np.float32))))), 2.0)
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "decode.so").write_bytes(b"no library")
+def test_what_is_no_library_is_refused() -> None:
     with pytest.raises(BackendError, match="the library cannot be loaded") as refusal:
-        Machine(tmp_path / "decode.so")
+        Machine("decode.so", b"no library")
     assert "decode.so" in str(refusal.value)

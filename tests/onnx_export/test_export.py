@@ -20,7 +20,7 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.ort import OrtStepper
+from fastcar_compile.runtime.backends.ort import OnnxModel, OrtStepper
 
 FRAME, LENGTH = 4, 17
 
@@ -128,7 +128,7 @@ def test_mlp_is_skipped_when_every_row_replays(tmp_path: Path) -> None:
             poisoned += 1
     assert poisoned == 6
     onnx.save(model, path)
-    backend = OrtStepper(path, decoder_section(source), 1)
+    backend = OrtStepper(OnnxModel(path.name, path.read_bytes()), decoder_section(source), 1)
     token = np.zeros((1, 1), np.int64)
     replaying = backend.decode(token, 9, 8, np.full(2, -np.inf, np.float32))
     assert replaying.decisions.all()
@@ -146,7 +146,6 @@ def test_operator_without_translation_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "decoder.onnx").exists()
 
 
-def test_damaged_model_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "decoder.onnx").write_bytes(b"not a model")
-    with pytest.raises(BackendError, match=r"onnxruntime cannot load the model.*decoder\.onnx"):
-        OrtStepper(tmp_path / "decoder.onnx", decoder_section(program()), 1)
+def test_damaged_model_is_a_clear_error() -> None:
+    with pytest.raises(BackendError, match=r"(?s)onnxruntime cannot load the model.*decoder\.onnx"):
+        OrtStepper(OnnxModel("decoder.onnx", b"not a model"), decoder_section(program()), 1)

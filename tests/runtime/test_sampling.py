@@ -81,7 +81,7 @@ def test_a_token_that_was_drawn_is_penalised_next() -> None:
         ({"top_k": 0}, "the top_k is 0"),
         ({"top_p": 0.0}, "the top_p is 0.0"),
         ({"repetition_penalty": 0.0}, "the repetition_penalty is 0.0"),
-        ({"guidance": float("nan")}, "the guidance is nan"),
+        ({"guidance": float("nan")}, "the guidance is NaN"),
         ({"seed": -1}, "the seed is -1"),
         ({"temperature": 0.0, "top_k": 3}, "at temperature 0 nothing is drawn"),
     ],

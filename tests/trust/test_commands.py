@@ -82,6 +82,7 @@ def test_certificates(fastcar: Fastcar, artifact: Path, authority: Authority) ->
         (("run", "A", "--prompt", "1", "--digest", "d"), "'d' is no digest of an artifact"),
         (("run", "A", "--prompt", "1", "--public-key", "k"), "the artifact has no signature"),
         (("run", "A", "--prompt", "1", "--policy", "p"), "the policy cannot be read"),
+        (("verify", "A", "--digest", f"sha256:{'0' * 64}"), "the artifact's digest is sha256:"),
     ],
 )
 def test_calls_that_are_refused(
@@ -91,6 +92,15 @@ def test_calls_that_are_refused(
     done = fastcar(*(artifact if word == "A" else word for word in words))
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {text}"), done.stderr
+
+
+def test_calibrate_stores_nothing_in_a_signed_artifact(fastcar: Fastcar, artifact: Path, keys: Keys) -> None:
+    fastcar("sign", artifact, "--key", keys.private)
+    before = digest_of(artifact)
+    done = fastcar("calibrate", artifact, "--videos", artifact / "none.npy", "--target-replay", 0.5, "--store")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the artifact is signed, and thresholds stored in it would end that")
+    assert (digest_of(artifact), (artifact / "signature.json").exists()) == (before, True)
 
 
 def test_the_guide_names_options_that_exist(fastcar: Fastcar) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.manifest import sealed
-from fastcar_compile.trust import Policy
+from fastcar_compile.trust import CertificateSigner, KeylessSigner, KeySigner, Policy, SigningCertificate, SigningKey
 from trust.conftest import Authority, Keys
 from trust.test_signatures import digest_of, signed_with
 
@@ -63,9 +64,13 @@ def test_a_policy_accepts_any_of_its_signers_and_digests(
         ("digests = []", "an empty one would trust nobody"),
         ('digests = ["sha256:0"]', r"digests\.0: String should match"),
         ("[[signer]]\n", r"signer\.0: Unable to extract tag"),
-        ('[[signer]]\nkind = "key"\n', r"signer\.0\.key\.public_key: Field required"),
-        ('[[signer]]\nkind = "certificate"\nroots = []\n', r"signer\.0\.certificate\.roots"),
-        ('[[signer]]\nkind = "keyless"\nidentity = "a"\n', r"signer\.0\.keyless\.issuer: Field required"),
+        ('[[signer]]\nkind = "key"\n', "KeySigner is not valid: public_key: Field required"),
+        (
+            '[[signer]]\nkind = "certificate"\nroots = []\n',
+            "CertificateSigner is not valid: roots: Tuple",
+        ),
+        ('[[signer]]\nkind = "keyless"\nidentity = "a"\n', "KeylessSigner is not valid: issuer: Field required"),
+        ("self = 1\n", "self: Extra inputs are not permitted"),
         ("x = 1\n", "x: Extra inputs are not permitted"),
         ("x = ", "the policy cannot be read: Invalid value"),
         ("\x00", "the policy cannot be read"),
@@ -78,6 +83,22 @@ def test_policies_that_cannot_be_used(artifact: Path, tmp_path: Path, text: str,
     with pytest.raises(fc.InputError, match=message) as error:
         fc.load(artifact, policy=policy)
     assert str(policy) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, object(), [], {}])
+def test_values_that_are_no_path_of_a_key(value: Any) -> None:
+    for make in (
+        lambda: KeySigner(public_key=value),
+        lambda: CertificateSigner(roots=(value,)),
+        lambda: CertificateSigner(roots=value),
+        lambda: KeylessSigner(identity=value, issuer="x"),
+        lambda: SigningKey(private_key=value),
+        lambda: SigningCertificate(private_key="k", certificate=value),  # pyright: ignore[reportArgumentType]
+        lambda: Policy(signers=(value,)),
+        lambda: Policy(digests=(value,)),
+    ):
+        with pytest.raises(fc.InputError, match=" is not valid: "):
+            make()
 
 
 def test_verifying_nothing_is_refused(artifact: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +30,9 @@ from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_arra
 
 @dataclass(frozen=True)
 class Library:
-    """Compiled programs. root: folder of the artifact; programs: what is in the library's file there."""
+    """Compiled programs. content: bytes of the library's file; programs: what is in it."""
 
-    root: Path
+    content: bytes = field(repr=False)
     programs: ProgramsPart
 
     def open(self) -> Machine:
@@ -44,7 +43,7 @@ class Library:
         """
         if self.programs.offload is not None:
             register_functions()
-        return Machine(self.root / self.programs.library)
+        return Machine(self.programs.library, self.content)
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> CpuStepper:
@@ -59,7 +58,8 @@ def library_of(artifact: StoredArtifact) -> Library:
         BackendError: there are none.
     """
     triple = f"{platform.machine()}-linux-gnu"
-    return Library(artifact.path, programs_for(artifact.manifest.host, triple, cpu_flags()))
+    programs = programs_for(artifact.manifest.host, triple, cpu_flags())
+    return Library(artifact.files.data(programs.library), programs)
 
 
 def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import CONTEXT_ROLES, REPLAY_ROLES, DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
@@ -19,22 +20,43 @@ from fastcar_compile.runtime.threads import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 
+_NOWHERE = "/proc/self/no-such-folder"
+"""Where onnxruntime looks for weights that are not among those in memory: without it, in the working directory."""
+
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtStepper:
     """Open an artifact in onnxruntime; see OpenStepper."""
     section = artifact.manifest.onnx
     if section is None:
         raise BackendError("this artifact has no ONNX model", hint="compile the model again")
-    context = None if section.context is None else artifact.path / section.context
-    return OrtStepper(artifact.path / section.model, artifact.manifest.decoder, options.threads, context)
+    weights = {name: artifact.files.mapped(name) for name in weight_files(artifact.manifest.files)}
+    model = OnnxModel(section.model, artifact.files.data(section.model), weights)
+    context = None
+    if section.context is not None:
+        context = OnnxModel(section.context, artifact.files.data(section.context), weights)
+    return OrtStepper(model, artifact.manifest.decoder, options.threads, context)
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """A model.
+
+    Args:
+        name: of its file, for error texts. content: its bytes.
+        weights: files that it may have its weights in, uint8 [N], by the names that it knows them by.
+    """
+
+    name: str
+    content: bytes = field(repr=False)
+    weights: Mapping[str, Array] = field(default_factory=dict[str, Array], repr=False)
 
 
 class OrtStepper(Stepper):
     """Decode through onnxruntime on the CPU; the prompt goes through the same graph, token by token.
 
     Args:
-        model: the .onnx file. threads: None: every core that the process may use.
-        context: the .onnx file that makes the states that cross-attention reads.
+        model: the decode step. threads: None: every core that the process may use.
+        context: what makes the states that cross-attention reads.
 
     Raises:
         BackendError: onnxruntime cannot load a model.
@@ -42,7 +64,9 @@ class OrtStepper(Stepper):
 
     prefill_chunk = 1
 
-    def __init__(self, model: Path, decoder: DecoderSection, threads: int | None, context: Path | None = None) -> None:
+    def __init__(
+        self, model: OnnxModel, decoder: DecoderSection, threads: int | None, context: OnnxModel | None = None
+    ) -> None:
         self._session = _loaded(model, threads)
         self._context = None if context is None else _loaded(context, threads)
         self._config = decoder.config
@@ -94,12 +118,17 @@ class OrtStepper(Stepper):
         return {name: value.numpy() for name, value in results.items()}
 
 
-def _loaded(model: Path, threads: int | None) -> Any:
+def _loaded(model: OnnxModel, threads: int | None) -> Any:
+    """Return an inference session. It has its own copy of the weights, and opens no file."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = thread_count(threads)
     options.log_severity_level = 3
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", _NOWHERE)
+    files = list(model.weights)
+    buffers = [model.weights[name] for name in files]
     try:
-        return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        options.add_external_initializers_from_files_in_memory(files, buffers, [b.nbytes for b in buffers])
+        return onnxruntime.InferenceSession(model.content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no public base class
         raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
 

@@ -7,7 +7,6 @@ import numpy as np
 from fastcar_compile.artifact.offload import NETWORK
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import AcceleratorSection
-from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import BackendError
@@ -48,11 +47,11 @@ class AcceleratorStepper(CpuStepper):
     def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
         section, config = accelerator_of(artifact), artifact.manifest.decoder.config
         self._engine = Engine(unit, config.hidden_size, config.batch_size)
-        streams = load_tensors(artifact.path / section.weights)
+        streams = artifact.tensors(section.weights)
         weights = {name: stream for name, stream in streams.items() if not name.startswith(NETWORK)}
         self._weights = {name: self._engine.load(name, stream) for name, stream in weights.items()}
         self._engine.bind(self._weights["layer_0"])
-        table = (artifact.path / section.table).read_bytes()
+        table = artifact.files.data(section.table)
         controller, words = Controller(unit), read_table(table).key_words
         for name in streams.keys() - weights.keys():
             controller.load_network(int(name.removeprefix(NETWORK)), np.asarray(streams[name]), words)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from pathlib import PurePosixPath
 
+from fastcar_compile.artifact.digest import CACHE, cache_folder
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.outputs import os_errors
 from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import BackendOptions
-from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim.build import SOURCES, open_library
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
 
 
@@ -24,9 +24,10 @@ class HlsCsimStepper(AcceleratorStepper):
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions) -> None:
         (kernel,) = accelerator_of(artifact).kernels
-        hint = "free some space there, or set FASTCAR_CACHE to another folder"
-        with os_errors("the C simulation cannot be built", cache_folder(), hint):
-            library = open_library(artifact.path / HLS, cache_folder())
+        sources, folder = sources_of(artifact), cache_folder() / "csim"
+        hint = f"free some space there, or set {CACHE} to another folder"
+        with os_errors("the C simulation cannot be built", folder, hint):
+            library = open_library(sources, folder)
         super().__init__(artifact, options, CsimUnit(library, kernel))
 
 
@@ -35,6 +36,8 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> HlsCsimSt
     return HlsCsimStepper(artifact, options)
 
 
-def cache_folder() -> Path:
-    """Return where C simulation libraries are kept: $FASTCAR_CACHE, else ~/.cache/fastcar_compile."""
-    return Path(os.environ.get("FASTCAR_CACHE", Path.home() / ".cache" / "fastcar_compile")) / "csim"
+def sources_of(artifact: StoredArtifact) -> dict[str, bytes]:
+    """Return the C++ files of an artifact's HLS project, by their names in it."""
+    names = (PurePosixPath(name) for name in artifact.manifest.files)
+    found = (n for n in names if n.parent == PurePosixPath(HLS) and (n.suffix == ".hpp" or n.name in SOURCES))
+    return {name.name: artifact.files.data(str(name)) for name in found}

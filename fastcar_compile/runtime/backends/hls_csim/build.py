@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastcar_compile import processes
@@ -69,20 +69,26 @@ def compiler() -> str:
     return path
 
 
-def open_library(hls_dir: Path, build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile a project (as `emit_hls` writes it) into `build_dir`, or take the library already built; load a copy.
+def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, bytes]:
+    """Return the headers of a project's folder, and those of these sources that it has, by name."""
+    paths = [*folder.glob("*.hpp"), *(folder / name for name in names)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile a project (as `emit_hls` writes it) in `build_dir`, or take the library already built; load a copy.
 
     Each call is an accelerator of its own: the engine keeps its prefetch buffer from call to call, and a process loads
     the same file only once. The copy's file is not needed any more. The library is unloaded with the last function of
     it.
 
     Args:
-        defines: macros of the build, such as those of `counters.py`.
+        files: sources and headers by name. defines: macros of the build, such as those of `counters.py`.
 
     Raises:
-        BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
+        BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    path = build_library(hls_dir, build_dir, defines=defines)
+    path = build_library(files, build_dir, defines=defines)
     with scratch_folder(path.parent) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
     weakref.finalize(library, _unload, library._handle).atexit = False
@@ -94,52 +100,48 @@ def _unload(handle: int) -> None:
 
 
 def build_library(
-    hls_dir: Path, build_dir: Path, sources: Sequence[str] = SOURCES, defines: Sequence[str] = ()
+    files: Mapping[str, bytes], build_dir: Path, sources: Sequence[str] = SOURCES, defines: Sequence[str] = ()
 ) -> Path:
-    """Return the library built from these sources of `hls_dir`; it is compiled unless `build_dir` holds it already.
+    """Return the library built from these sources; it is compiled unless `build_dir` holds it already.
+
+    Args:
+        files: sources and headers by name. sources: those of them that are compiled.
 
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    command = [
-        compiler(),
-        *FLAGS,
-        *(f"-D{name}" for name in defines),
-        f"-I{hls_dir}",
-        "-isystem",
-        str(ap_types_folder()),
-    ]
-    path = build_dir / f"fastcar_csim_{_digest(hls_dir, sources, command)}.so"
+    if missing := [name for name in sources if name not in files]:
+        raise BackendError(f"HLS sources are missing: {', '.join(missing)}", hint="compile the model again")
+    command = [compiler(), *FLAGS, *(f"-D{name}" for name in defines), "-isystem", str(ap_types_folder())]
+    path = build_dir / f"fastcar_csim_{_digest(files, [*command, *sources])}.so"
     if not path.is_file():
         build_dir.mkdir(parents=True, exist_ok=True)
-        _compile(command, hls_dir, sources, path)
+        _compile(command, files, sources, path)
     return path
 
 
-def _digest(hls_dir: Path, names: Sequence[str], command: Sequence[str]) -> str:
-    missing = [name for name in names if not (hls_dir / name).is_file()]
-    if missing:
-        raise BackendError(
-            f"HLS sources are missing: {', '.join(missing)}", where=str(hls_dir), hint="compile the model again"
-        )
+def _digest(files: Mapping[str, bytes], command: Sequence[str]) -> str:
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
-    options = [option for option in command[1:] if option != f"-I{hls_dir}"]
-    digest = hashlib.sha256("\0".join([version, *options]).encode())
-    for path in sorted([*hls_dir.glob("*.hpp"), *(hls_dir / name for name in names)]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest = hashlib.sha256("\0".join([version, *command[1:]]).encode())
+    for name, data in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + data + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _compile(command: Sequence[str], hls_dir: Path, names: Sequence[str], path: Path) -> None:
-    """Build to a temporary name, then rename: a killed build leaves no half library under the final name."""
+def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequence[str], path: Path) -> None:
+    """Build in a folder of its own, then rename: a killed build leaves no half library under the final name."""
     with scratch_folder(path.parent) as folder:
-        output = folder / path.name
-        sources = [str(hls_dir / name) for name in names]
-        done = processes.run([*command, *sources, "-o", str(output)], {"TMPDIR": str(folder)})
+        written, output = folder / "sources", folder / path.name
+        written.mkdir()
+        for name, data in files.items():
+            (written / name).write_bytes(data)
+        inputs = [str(written / name) for name in sources]
+        done = processes.run([*command, f"-I{written}", *inputs, "-o", str(output)], {"TMPDIR": str(folder)})
         if done.returncode:
+            text = done.stderr.replace(f"{written}/", "").strip()[:2000]
             raise BackendError(
-                f"g++ could not build the C simulation:\n{done.stderr.strip()[:2000]}",
-                where=str(hls_dir),
+                f"g++ could not build the C simulation:\n{text}",
+                where=", ".join(sources),
                 hint="compile the model again; if it persists, report it with this text",
             )
         os.replace(output, path)

@@ -1,0 +1,136 @@
+"""Arguments of callers: scalars of numpy and torch are numbers, and what cannot be meant is an InputError."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile import limits
+from fastcar_compile.errors import InputError, UserError
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of numpy or torch, or an array of no dimensions, as Python's number; anything else as it is.
+
+    Raises:
+        InputError: the scalar has no value, as one on the meta device.
+    """
+    if getattr(value, "shape", None) != () or not callable(getattr(value, "item", None)):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise InputError(f"a {type(value).__name__} has no value to read", hint="give a number") from error
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error repeats it: short, and none of a large array."""
+    if isinstance(value, bool | float | str | bytes | None):
+        return f"{value!r:.80}"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**18 else "a number of many digits"
+    return f"a {type(value).__name__}"
+
+
+def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: type[UserError] = InputError) -> int:
+    """Return a whole number from `least` to `most`.
+
+    Args:
+        what: its name in an error, for example "num_tokens".
+
+    Raises:
+        UserError: of the given type: it is none.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+        raise error(f"{what} is {shown(found)}", hint=f"give a whole number from {least} to {most}")
+    return found
+
+
+def number(what: str, value: Any, hint: str = "give a number", error: type[UserError] = InputError) -> float:
+    """Return a number, which may be infinite.
+
+    Raises:
+        UserError: of the given type: it is none, or NaN.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise error(f"{what} is {shown(found)}", hint=hint)
+    try:
+        result = float(found)
+    except OverflowError:
+        result = math.nan
+    if math.isnan(result):
+        raise error(f"{what} is {'NaN' if isinstance(found, float) else shown(found)}", hint=hint)
+    return result
+
+
+def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
+    """Return a path.
+
+    Raises:
+        UserError: of the given type: it is none, or one that no file can have.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise error(f"{what} is {shown(value)}", hint="give a path, as a text or a pathlib.Path")
+    text = str(cast("Any", os.fspath(value)))
+    if not text or "\0" in text:
+        raise error(f"{what} is {shown(text)}", hint="give a path, as a text or a pathlib.Path")
+    return Path(text)
+
+
+def check_function(what: str, value: Any) -> None:
+    """Raise InputError unless `value` is None or can be called."""
+    if value is not None and not callable(value):
+        raise InputError(f"{what} is {shown(value)}", hint="give a function, or leave it out")
+
+
+def check_kind(what: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise InputError unless `value` is of one of these types.
+
+    Args:
+        expected: what they are, for example "a ReplayConfig".
+    """
+    if not isinstance(value, kinds):
+        raise InputError(f"{what} is {shown(value)}", hint=f"give {expected}")
+
+
+def sequence(what: str, value: Any) -> list[Any]:
+    """Return the items of a list, a tuple or an array of one dimension; each scalar as Python's number.
+
+    Raises:
+        InputError: it is none: neither a text nor a dict or set has an order that is meant.
+    """
+    hint = "give one number, or a list with one per layer"
+    if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
+        raise InputError(f"{what} is {shown(value)}", hint=hint)
+    if len(getattr(value, "shape", (0,))) != 1:
+        raise InputError(f"{what} has shape {list(value.shape)}", hint=hint)
+    try:
+        return [plain(item) for item in value]
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise InputError(f"{what} is {shown(value)}", hint=hint) from error
+
+
+def token_table(what: str, value: Any) -> NDArray[np.int64]:
+    """Return token ids int64 [N, T] of a list, a numpy array or a torch tensor.
+
+    Raises:
+        InputError: it holds no integers, or is of another shape.
+    """
+    hint = "give token ids as integers [N, T], one video per row"
+    try:
+        table = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{what} cannot be read as an array: {error}", hint=hint) from error
+    if not np.issubdtype(table.dtype, np.integer) or table.ndim != 2 or not table.size:
+        raise InputError(f"{what} are {table.dtype} {list(table.shape)}", hint=hint)
+    if table.dtype == np.uint64 and table.max() > np.iinfo(np.int64).max:
+        raise InputError(f"{what} hold a token beyond int64", hint=hint)
+    return np.ascontiguousarray(table, np.int64)

@@ -1,0 +1,1 @@
+"""Fuzzers of everything that reads a file or a text from outside."""

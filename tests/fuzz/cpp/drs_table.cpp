@@ -1,0 +1,67 @@
+// The DRS controller's reader of a table: the bytes as they are, then with the magic, version, length and CRC-32 that fit.
+// Both buffers are exactly as long as the controller may touch.
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "fastcar_drs_table.hpp"
+
+namespace {
+
+using namespace fastcar::drs;
+
+template <uint32_t KIND>
+struct Limits {
+    static const uint32_t CORES = 8, ROWS = 32, PASSES = 32, QUERY_WORDS = 1024, KEY_WORDS = 64, UNITS = 64, HEADS = 16;
+    static const int TABLE_WORDS = 4096;
+    static const uint32_t GATE = KIND;
+};
+
+// A status that is none, or a table that is taken and whose programs lie outside of it, is a finding.
+template <uint32_t KIND>
+void load(const std::vector<uint32_t>& table, uint32_t bytes) {
+    std::vector<fastcar::word_t> memory((table.size() + 3) / 4, fastcar::word_t(0));
+    if (!table.empty()) {
+        std::memcpy(static_cast<void*>(memory.data()), table.data(), 4 * table.size());
+    }
+    std::vector<uint32_t> header(HEADER_WORDS), words(Limits<KIND>::TABLE_WORDS);
+    const Status status = load_table<Limits<KIND>>(memory.data(), bytes, header.data(), words.data());
+    if (status > BAD_INSTRUCTION) {
+        std::abort();
+    }
+    for (uint32_t layer = 0; status == OK && layer < header[F_LAYERS]; ++layer) {
+        const uint32_t first = words[header[F_PROGRAMS] + layer];
+        if (first < HEADER_WORDS || first + header[F_LAYER_WORDS] > bytes / 4 || header[F_GATE] != KIND) {
+            std::abort();
+        }
+    }
+}
+
+void load_all(const std::vector<uint32_t>& table, uint32_t bytes) {
+    load<GATE_TAS>(table, bytes);
+    load<GATE_BOUND>(table, bytes);
+    load<GATE_LEARNED>(table, bytes);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    std::vector<uint32_t> table((size + 3) / 4);
+    if (size != 0) {
+        std::memcpy(table.data(), data, size);
+    }
+    load_all(table, static_cast<uint32_t>(size));
+    table.resize(size / 4);
+    if (table.size() > F_WORDS) {
+        table[F_MAGIC] = MAGIC;
+        table[F_VERSION] = VERSION;
+        table[F_WORDS] = static_cast<uint32_t>(table.size());
+        uint32_t crc = 0xFFFFFFFFu;
+        for (size_t i = F_CRC + 1; i < table.size(); ++i) {
+            crc = crc_step(crc, table[i]);
+        }
+        table[F_CRC] = ~crc;
+        load_all(table, static_cast<uint32_t>(4 * table.size()));
+    }
+    return 0;
+}

@@ -1,0 +1,133 @@
+"""Inputs that are right, made from today's formats: a reader accepts each of them. The fuzzers begin from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from fastcar_compile.artifact.tensor_files import save_tensors
+
+TARGETS = ("cpu.toml", "zcu102.toml", "u280.toml")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "text_config": {"hidden_size": 64},
+}
+PIPELINE = (
+    """insert-replay{"thresholds": [0.5, null, "inf"], "max_chain": 3, "heads": [[[0, 0.5]], null]},offload-mlp"""
+)
+THRESHOLDS = {
+    "gate": "tas",
+    "values": [0.5, None, "inf"],
+    "per_layer": [0.5, 0.0, 0.25],
+    "replay": 0.5,
+    "nll": 1.0,
+    "nll_dense": 1.0,
+    "goal": "none",
+    "inputs": "ab",
+}
+POLICY = """digests = ["sha256:{digest}"]
+[[signer]]
+kind = "key"
+public_key = "release.pub"
+[[signer]]
+kind = "certificate"
+roots = ["root.crt"]
+identity = "release@example.com"
+accept_expired = true
+[[signer]]
+kind = "keyless"
+identity = "a"
+issuer = "b"
+trust_config = "c.json"
+"""
+
+
+def seeds(name: str) -> dict[str, bytes]:
+    """File name -> content, for the fuzzer of this name."""
+    return _SEEDS[name]()
+
+
+def _manifest() -> dict[str, bytes]:
+    from inputs.test_manifest import whole
+
+    return {"whole.json": whole().to_bytes()}
+
+
+def _table() -> dict[str, bytes]:
+    from drs.tables import table_for
+
+    from fastcar_compile.drs.builder import GateScore
+    from fastcar_compile.drs.table import AttentionShape, GateKind
+
+    heads = GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None))
+    made = {
+        "plain": table_for(),
+        "weighted": table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3, gate=heads),
+        "bound": table_for(gate=GateScore(GateKind.BOUND, 10, distance_weight=0.1)),
+    }
+    return {f"{name}.bin": table.to_bytes() for name, table in made.items()}
+
+
+def _toml() -> dict[str, bytes]:
+    folder = files("fastcar_compile.targets")
+    found = {name: (folder / name).read_bytes() for name in TARGETS}
+    return found | {"policy.toml": POLICY.format(digest="ab" * 32).encode()}
+
+
+def _signature() -> dict[str, bytes]:
+    from fuzz.signers import bundles
+
+    return {f"{name}.json": data for name, data in bundles().items()}
+
+
+def _model() -> dict[str, bytes]:
+    return {
+        "config.json": json.dumps(CONFIG).encode(),
+        "thresholds.json": json.dumps(THRESHOLDS).encode(),
+        "pipeline.txt": PIPELINE.encode(),
+    }
+
+
+def _tensors() -> dict[str, bytes]:
+    units, hidden = 2, 3
+    shapes = {"w1": (units, 2 * hidden), "b1": (units,), "w2": (units,), "b2": (1,)}
+    gate = {f"layer.0.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    plain = {"a": np.arange(6, dtype=np.int8).reshape(2, 3), "b": np.zeros((), np.float32), "c": np.ones(5, np.int64)}
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        found = dict[str, bytes]()
+        for name, arrays in {"gate": gate, "plain": plain}.items():
+            save_tensors(path, arrays)
+            found[f"{name}.safetensors"] = path.read_bytes()
+    return found
+
+
+_SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {
+    "manifest": _manifest,
+    "table": _table,
+    "toml": _toml,
+    "signature": _signature,
+    "model": _model,
+    "tensors": _tensors,
+}
+PYTHON = tuple(_SEEDS)
+"""Fuzzers of Python code: modules of `targets`."""

@@ -1,0 +1,255 @@
+"""Every public name, given what nobody means: it works, or a named error says what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.sections import DecoderConfig
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import UserError
+from fastcar_compile.runtime.backends.base import Stepper, StepResult
+from fastcar_compile.runtime.session import Session, open_session
+
+from .test_manifest import whole
+
+HOSTILE: dict[str, Any] = {
+    "None": None,
+    "true": True,
+    "zero": 0,
+    "negative": -1,
+    "huge": 10**30,
+    "a fraction": 2.5,
+    "NaN": math.nan,
+    "infinite": math.inf,
+    "a text": "abc",
+    "no text": "",
+    "a number as a text": "2",
+    "bytes": b"abc",
+    "NUL": "a\0b",
+    "an escape": "\x1b[2J",
+    "a list": [1, 2],
+    "nested": [[1], [1, 2]],
+    "no list": [],
+    "a dict": {"a": 1},
+    "a set": {1},
+    "an object": object(),
+    "a function": lambda *_: None,
+    "a type": int,
+    "a numpy integer": np.int64(2),
+    "a numpy float": np.float32(0.5),
+    "a numpy truth": np.bool_(True),
+    "a numpy text": np.str_("abc"),
+    "no dimensions": np.array(2),
+    "an array": np.zeros((2, 3), np.int64),
+    "an empty array": np.zeros((0,), np.int64),
+    "objects": np.array([None, "a"], object),
+    "a tensor": torch.zeros(2, 3, dtype=torch.int64),
+    "a scalar tensor": torch.tensor(2),
+    "bfloat16": torch.zeros(2, 3, dtype=torch.bfloat16),
+    "sparse": torch.zeros(2, 3).to_sparse(),
+    "meta": torch.zeros(2, 3, device="meta"),
+    "a meta scalar": torch.tensor(2.0, device="meta"),
+    "complex": 1j,
+    "a path": Path("/nowhere/at/all"),
+}
+
+
+class FakeStepper(Stepper):
+    """Logits that are all alike."""
+
+    prefill_chunk = 4
+
+    def reset(self) -> None:
+        pass
+
+    def prefill(self, inputs: Any, position: int) -> Any:
+        return np.zeros((2, inputs.shape[1], 17), np.float32)
+
+    def decode(self, inputs: Any, position: int, step: int, thresholds: Any) -> StepResult:
+        return StepResult.of(np.zeros((2, 1, 17), np.float32), None, None, len(thresholds))
+
+
+CONFIG: DecoderConfig = whole().decoder.config
+FC: Any = fc
+"""As a caller without a type checker sees it."""
+
+PROMPT = np.ones((2, 3), np.int64)
+
+
+def session() -> Session:
+    return Session(FakeStepper(), CONFIG, [0.5, 0.5, None], gate="tas")
+
+
+def after_prompt() -> Session:
+    opened = session()
+    opened.prefill(PROMPT)
+    return opened
+
+
+class Stored:
+    """What `open_session` reads of an artifact."""
+
+    manifest = whole()
+
+
+def open_fake(artifact: Any, options: Any) -> Stepper:
+    return FakeStepper()
+
+
+STORED: Any = Stored()
+THRESHOLDS: dict[str, Any] = {
+    "gate": "tas",
+    "values": (0.5,),
+    "replay": 0.5,
+    "per_layer": (0.5,),
+    "nll": 1.0,
+    "nll_dense": 1.0,
+    "goal": "x",
+    "inputs": "y",
+}
+MODEL = nn.Linear(2, 2)
+TARGET = fc.load_target("cpu").model_dump()
+VIDEOS = np.ones((2, 9), np.int64)
+
+Call = Callable[[Any], object]
+CALLS: dict[str, dict[str, Call]] = {
+    "Artifact": {"path": lambda v: fc.Artifact(v)},
+    "CompileConfig": {
+        name: (
+            lambda v, name=name: CompileConfig(**{"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32, name: v})
+        )
+        for name in CompileConfig.model_fields
+    },
+    "ReplayConfig": {
+        name: (lambda v, name=name: FC.ReplayConfig(**{name: v})) for name in fc.ReplayConfig.model_fields
+    },
+    "SparseAttention": {
+        name: (lambda v, name=name: fc.SparseAttention(**{name: v})) for name in fc.SparseAttention.model_fields
+    },
+    "Sampling": {
+        name: (lambda v, name=name: fc.Sampling(**{name: v})) for name in inspect.signature(fc.Sampling).parameters
+    },
+    "Session": {
+        "step": lambda v: after_prompt().step(v),
+        "prefill": lambda v: session().prefill(v),
+        "set_threshold": lambda v: session().set_threshold(v),
+        "set_context": lambda v: session().set_context(v),
+        "prompt": lambda v: session().generate(v, 2),
+        "num_tokens": lambda v: session().generate(PROMPT, v),
+        "sample": lambda v: session().generate(PROMPT, 2, sample=v),
+        "sampled": lambda v: session().generate(PROMPT, 2, sample=lambda _logits: v),
+        "on_token": lambda v: session().generate(PROMPT, 2, on_token=v),
+        "backend": lambda v: open_session(STORED, v),
+        "threads": lambda v: open_session(STORED, open_fake, threads=v),
+    },
+    "Thresholds": {
+        "load": lambda v: fc.Thresholds.load(v),
+        "save": lambda v: fc.Thresholds(**THRESHOLDS).save(v),
+    },
+    "load": {
+        "path": lambda v: fc.load(v),
+        "digest": lambda v: fc.load("/nowhere/at/all", digest=v),
+        "require_signature": lambda v: fc.load("/nowhere/at/all", require_signature=v),
+        "policy": lambda v: fc.load("/nowhere/at/all", policy=v),
+    },
+    "diff": {"a": lambda v: fc.diff(v, "/nowhere"), "b": lambda v: fc.diff("/nowhere", v)},
+    "load_target": {"target": lambda v: fc.load_target(v)},
+    "simulate": {
+        "artifact": lambda v: fc.simulate(v),
+        "replay": lambda v: fc.simulate("/nowhere", replay=v),
+        "seed": lambda v: fc.simulate("/nowhere", seed=v),
+        "draw": lambda v: fc.simulate("/nowhere", draw=v),
+        "mapping": lambda v: fc.simulate("/nowhere", mapping=v),
+    },
+    "compile": {
+        "model": lambda v: FC.compile(v, "cpu", dry_run=True),
+        **{
+            name: (lambda v, name=name: FC.compile("/nowhere", **{"target": "cpu", "dry_run": True, name: v}))
+            for name in inspect.signature(fc.compile).parameters
+            if name not in ("model", "output", "dry_run")
+        },
+    },
+    "calibrate": {
+        "source": lambda v: FC.calibrate(v, VIDEOS, target_replay=0.5),
+        "videos": lambda v: FC.calibrate(MODEL, v, target_replay=0.5),
+        **{
+            name: (lambda v, name=name: FC.calibrate(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
+            for name in inspect.signature(fc.calibrate).parameters
+            if name not in ("source", "videos")
+        },
+    },
+    "train_gate": {
+        "model": lambda v: FC.train_gate(v, VIDEOS, target_replay=0.5),
+        "videos": lambda v: FC.train_gate(MODEL, v, target_replay=0.5),
+        **{
+            name: (lambda v, name=name: FC.train_gate(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
+            for name in inspect.signature(fc.train_gate).parameters
+            if name not in ("model", "videos")
+        },
+    },
+    "tune_decoder": {
+        name: (lambda v, name=name: FC.tune_decoder(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
+        for name in inspect.signature(fc.tune_decoder).parameters
+        if name not in ("model", "videos")
+    },
+    "sign": {"path": lambda v: fc.sign(v, "/nowhere")},
+    "verify_signature": {
+        "path": lambda v: fc.verify_signature(v, "/nowhere"),
+        "signer": lambda v: fc.verify_signature("/nowhere", v),
+        "policy": lambda v: fc.verify_signature("/nowhere", policy=v),
+        "digest": lambda v: fc.verify_signature("/nowhere", digest=v),
+    },
+    "TransformersDecoder": {"session": lambda v: fc.TransformersDecoder(v)},
+}
+"""Public name -> argument -> the call with a hostile value for it."""
+
+FUNCTIONS = ("sample", "on_token", "progress", "backend")
+OTHERS: dict[str, str] = {
+    "available_targets": "takes nothing",
+    "doctor": "takes nothing",
+    "Check": "a result",
+    "DryRun": "a result",
+    "Target": "pydantic's own errors are load_target's",
+    "TrainedGate": "a result",
+    "TunedDecoder": "a result",
+}
+"""Public names that take no value of a user."""
+
+
+def test_every_public_name_is_driven() -> None:
+    errors = {
+        name for name in fc.__all__ if isinstance(getattr(fc, name), type) and issubclass(getattr(fc, name), Exception)
+    }
+    assert sorted(fc.__all__) == sorted({*CALLS, *OTHERS, *errors})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name, arguments in CALLS.items() for argument in arguments]
+)
+def test_a_hostile_value_works_or_is_refused_by_name(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = dict[str, str]()
+    for what, value in HOSTILE.items():
+        if argument in FUNCTIONS and callable(value):
+            continue  # what a caller's own function raises is the caller's
+        try:
+            CALLS[name][argument](value)
+        except UserError as error:
+            if not error.hint and not any(problem.hint for problem in error.problems):
+                raw[what] = f"no hint: {error.what}"
+        except Exception as error:
+            raw[what] = f"{type(error).__name__}: {error}"
+    assert not raw, "\n".join(f"{what}: {text[:200]}" for what, text in raw.items())
