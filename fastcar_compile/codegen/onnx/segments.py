@@ -123,7 +123,7 @@ def _operator(graph: fx.Graph, node: fx.Node, values: Mapping[fx.Node, fx.Node],
     """Add an operator, named after what it does and marked with its place."""
     target = cast("OpOverload | Callable[..., object]", node.target)
     name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else target.__name__
-    args, kwargs = (fx.map_arg(a, values.__getitem__) for a in (node.args, node.kwargs))
+    args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
     made = graph.create_node("call_function", target, args, kwargs, name=name)
     made.meta = {"val": node.meta["val"], "nn_module_stack": {}, **mark(place)}
     return made

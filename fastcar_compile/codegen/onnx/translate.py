@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import getitem
+from typing import Any, cast
 
 import onnx
 import torch
 from onnxscript.function_libs.torch_lib import ops, registration
 from torch import fx
 from torch.export import ExportedProgram
-from torch.fx.node import Target
 from torch.onnx._internal.exporter import _core, _fx_passes
 from torch.onnx._internal.exporter import _registration as exporter
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
@@ -25,6 +25,9 @@ from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.optimize import optimize
 
 aten = torch.ops.aten
+Operator = Callable[..., Any]
+"""An ATen operator, or a function of Python."""
+
 OPSET = 18
 
 _LIBRARY = ops.__name__
@@ -58,8 +61,9 @@ def translate(exported: ExportedProgram, traced: Callable[[], ExportedProgram] |
     return program.model_proto
 
 
-def _targets(graphs: Sequence[fx.Graph]) -> frozenset[Target]:
-    return frozenset(n.target for graph in graphs for n in graph.nodes if n.op == "call_function")
+def _targets(graphs: Sequence[fx.Graph]) -> frozenset[Operator]:
+    nodes = (n for graph in graphs for n in graph.nodes if n.op == "call_function")
+    return frozenset(cast(Operator, n.target) for n in nodes)
 
 
 def _plain_casts(graph: fx.Graph) -> None:
@@ -80,7 +84,7 @@ def _plain_casts(graph: fx.Graph) -> None:
 
 
 @cache
-def translations(targets: frozenset[Target] | None = None) -> exporter.ONNXRegistry:
+def translations(targets: frozenset[Operator] | None = None) -> exporter.ONNXRegistry:
     """Return the translations of ATen operators, as `ONNXRegistry.from_torchlib` has them, and of `fastcar::` ones.
 
     Args:
@@ -106,14 +110,14 @@ def translations(targets: frozenset[Target] | None = None) -> exporter.ONNXRegis
 
 
 @cache
-def _known() -> dict[str, Target]:
+def _known() -> dict[str, Operator]:
     """Return the operators that onnxscript translates, by its own names."""
     names = (name for name in registration.default_registry if not name.startswith("internal::"))
     return {name: target for name in names if (target := exporter._get_overload(name)) is not None}
 
 
 @cache
-def _translated() -> frozenset[Target]:
+def _translated() -> frozenset[Operator]:
     """Return the operators that have a translation, or that the exporter translates itself."""
     own = {found.fx_target for found in _torchlib_registry.get_torchlib_ops() if found.opset_introduced <= OPSET}
     return frozenset({*_BUILT_IN, *own, *_known().values(), *translation_table()})

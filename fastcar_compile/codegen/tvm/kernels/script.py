@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, lru_cache, wraps
 from threading import RLock
@@ -124,7 +124,7 @@ class _Inlined(TIRMacro):
 class _Parser(Parser):
     """Evaluates expressions with `_Evaluator`. Nothing reads where an expression stood, so it is not noted."""
 
-    def with_source_span(self, node: Any) -> AbstractContextManager[None]:
+    def with_source_span(self, node: Any) -> Any:
         """Do without a source range for what is made inside; an error still names its statement."""
         del node
         return _NOWHERE
