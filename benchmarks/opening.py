@@ -28,7 +28,7 @@ from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.tensor_files import SHARD_BYTES
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.parallel import at_once
+from fastcar_compile.parallel import at_once, usable_cores
 
 CHUNK = 1 << 20
 
@@ -84,7 +84,7 @@ def measure(artifact: Path, key: Path, rounds: int) -> dict[str, list[tuple[floa
     """Return the wall and CPU times of every way, cold and warm."""
     files = sorted((p for p in artifact.rglob("*") if p.is_file()), key=lambda p: -p.stat().st_size)
     ways: dict[str, Callable[[], object]] = {
-        "read its bytes": lambda: at_once(read, files),
+        "read its bytes": lambda: at_once(read, files, 4 * usable_cores()),
         "open, signature required": lambda: fc.load(artifact, require_signature=key).close(),
         "open, signature required, reread=False": lambda: fc.load(
             artifact, require_signature=key, reread=False
