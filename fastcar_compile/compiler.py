@@ -40,7 +40,7 @@ from fastcar_compile.values import check_function, path_of, plain, shown
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
-"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/builds.md)."""
+"""Less than any build takes beyond the imports: one of two layers takes 180 MB (docs/measurements/faults.md)."""
 
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
@@ -138,7 +138,8 @@ def compile(
         CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
             fallback with its reason.
         TargetError: unknown or malformed target, or one that is there for estimates only.
-        ArtifactError: `output` exists and is no artifact, cannot be written, or another build is writing it.
+        ArtifactError: `output` exists and is no artifact, cannot be written, has no room, or is another build's.
+        UserError: the memory does not suffice.
     """
     check_function("progress", progress)
     say = progress or (lambda _stage: None)

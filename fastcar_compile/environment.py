@@ -79,7 +79,7 @@ def doctor() -> tuple[Check, ...]:
         _vitis(),
         _xrt(),
         _cpu(),
-        _disk(Path(tempfile.gettempdir())),
+        _disk(),
     )
 
 
@@ -229,9 +229,11 @@ def _cpu() -> Check:
     return Check(name="cpu", severity="error", message=what, hint="use a CPU with SSE4.2 or NEON")
 
 
-def _disk(folder: Path) -> Check:
-    """Return whether the temporary folder has room for builds."""
+def _disk() -> Check:
+    """Return whether the temporary folder has room for what other packages put there."""
+    folder = Path(os.environ.get("TMPDIR", "/tmp"))
     try:
+        folder = Path(tempfile.gettempdir())  # raises where none of the usual folders can be written
         free = shutil.disk_usage(folder).free
         with tempfile.TemporaryFile(dir=folder):
             pass

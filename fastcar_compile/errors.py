@@ -47,7 +47,7 @@ class UserError(FastcarError):
         self.what, self.where, self.hint = what, where, hint
         lines = [what]
         if where:
-            lines.append(f"  where: {where}")
+            lines.append("  where: " + where.replace("\n", "\\n"))  # a path may have one in it
         if hint:
             lines.append(f"  hint:  {hint}")
         super().__init__("\n".join(lines))

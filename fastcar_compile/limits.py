@@ -40,6 +40,9 @@ FILE_NAME = 512
 LAYERS = 1000
 """Several times the layers of any published decoder."""
 
+ARRAYS_BYTES = 1 << 30
+"""Of all arrays of a .npz file, unpacked."""
+
 TENSORS = 1_000_000
 """Tensors of one file."""
 

@@ -18,8 +18,13 @@ _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
-def parse_json(data: bytes, *, size: int = limits.JSON_BYTES, depth: int = limits.JSON_DEPTH) -> Any:
+def parse_json(
+    data: bytes, *, size: int = limits.JSON_BYTES, depth: int = limits.JSON_DEPTH, constants: bool = False
+) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        constants: read NaN and Infinity too, which Python writes for floats that are no numbers.
 
     Raises:
         ValueError: the text is too long, too deep, no UTF-8 or no JSON, or an object has a key twice.
@@ -32,7 +37,8 @@ def parse_json(data: bytes, *, size: int = limits.JSON_BYTES, depth: int = limit
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: byte {error.start}") from error
-    value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+    constant = float if constants else _no_constant
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
     if _SURROGATES.search(data) and not _is_unicode(value):
         raise ValueError("it has half of a surrogate pair in it")
     return value
@@ -44,12 +50,14 @@ def read_json(
     error: type[UserError],
     *,
     size: int = limits.JSON_BYTES,
+    constants: bool = False,
     hint: str = "",
 ) -> Any:
     """Return the content of a JSON file.
 
     Args:
         what: the file in an error, for example "thresholds". error: the type that is raised.
+        size, constants: as for `parse_json`.
 
     Raises:
         UserError: of the given type: there is no such file, or it is no JSON that is read.
@@ -57,7 +65,7 @@ def read_json(
     try:
         with path.open("rb") as file:
             data = file.read(size + 1)
-        return parse_json(data, size=size)
+        return parse_json(data, size=size, constants=constants)
     except OSError as caught:
         raise error(f"the {what} cannot be read: {caught.strerror or caught}", where=str(path), hint=hint) from caught
     except ValueError as caught:  # also of a path with a NUL

@@ -19,7 +19,6 @@ LONG = (
     "test_board_backend.py",
     "test_commands.py",
     "test_checkpoint.py",
-    "test_determinism.py",
     "test_board_program.py",
     "test_hls.py",
     "test_host_variants.py",

@@ -21,7 +21,19 @@ HEAVY = ("torch", "transformers", "onnx")
 TORCH_SIDE = tuple(f"{PACKAGE}.{m}" for m in ("gates.gate_file", "gates.weight_tensors", "runtime.backends.eager"))
 """The modules of light folders that are torch's side of a gate and of a backend."""
 LIGHT = (
-    *("errors", "limits", "strict_json", "outputs", "values", "undo", "processes", "parallel", "memory", "registry"),
+    *(
+        "errors",
+        "limits",
+        "strict_json",
+        "outputs",
+        "values",
+        "array_files",
+        "undo",
+        "processes",
+        "parallel",
+        "memory",
+        "registry",
+    ),
     *("formats", "drs", "gates", "config", "targets", "artifact", "trust", "runtime"),
 )
 MODULES = {

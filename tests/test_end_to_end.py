@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from fastcar_compile.runtime.tvm_runtime import fill
 
 FRAME, LENGTH = 8, 65
 BACKENDS = ("eager", "cpu", "onnxruntime")
+STEPS_ONLY: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1}
+"""For prompts of one token: the library of a longer prompt takes as long to compile as everything else."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact]
 
 def decode_all_replay(model: torch.nn.Module, path: Path) -> torch.Tensor:
     replay = fc.ReplayConfig(threshold=-float("inf"))
-    artifact = fc.compile(model, "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=path)
+    artifact = fc.compile(model, "cpu", max_seq_len=LENGTH, replay=replay, output=path, **STEPS_ONLY)
     return decode(artifact.session("cpu"), tokens(1), 1)
 
 
@@ -124,9 +126,7 @@ def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) ->
 
 def test_max_chain_halves_the_chain(tmp_path: Path) -> None:
     replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
-    artifact = fc.compile(
-        llama(), "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=replay, output=tmp_path / "a"
-    )
+    artifact = fc.compile(llama(), "cpu", max_seq_len=LENGTH, replay=replay, output=tmp_path / "a", **STEPS_ONLY)
     session = artifact.session("cpu")
     decode(session, tokens(1), 1)
     assert session.stats.per_layer == pytest.approx([4 * FRAME / 64] * 2)
@@ -150,7 +150,7 @@ def test_plain_module_of_the_step_protocol(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = PlainDecoder()(ids, torch.arange(33))
     artifact = fc.compile(
-        model, "cpu", tokens_per_frame=8, replay=fc.ReplayConfig(threshold=float("inf")), output=tmp_path / "a"
+        model, "cpu", replay=fc.ReplayConfig(threshold=float("inf")), output=tmp_path / "a", **STEPS_ONLY
     )
     assert [s.mlp.activation for s in artifact.sites] == ["gelu", "gelu"]
     for backend in BACKENDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ FORWARDS = TOKENS - 1
 THRESHOLDS = (0.0, -25.0, -14.0, -31.0)
 """Some rows of every layer replay; not at the value that the empty background gives layer 0 over and over."""
 BACKENDS = ("eager", "cpu", "onnxruntime")
+OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1}
+"""The prompt is one token; test_end_to_end.py has longer ones."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +49,7 @@ def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("video")
     replay = fc.ReplayConfig(threshold=THRESHOLDS)
     return {
-        quant: fc.compile(
-            video.model, target, tokens_per_frame=FRAME, quant=quant, replay=replay, output=folder / quant
-        )
+        quant: fc.compile(video.model, target, quant=quant, replay=replay, output=folder / quant, **OPTIONS)
         for quant, target in (("none", "cpu"), ("w8a8", "zcu102"), ("w4a8", "zcu102"))
     }
 
@@ -111,7 +112,7 @@ def test_minus_infinity_replays_1791_of_2047(
 
 def test_max_chain_of_one_replays_every_other_frame(video: SimpleNamespace, tmp_path: Path) -> None:
     replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
-    artifact = fc.compile(video.model, "cpu", tokens_per_frame=FRAME, replay=replay, output=tmp_path / "chain")
+    artifact = fc.compile(video.model, "cpu", replay=replay, output=tmp_path / "chain", **OPTIONS)
     session = artifact.session("cpu", record=True)
     decode(session, video.ids)
     decisions = session.stats.decisions[:, :, 0]

@@ -28,6 +28,8 @@ SHARD_BYTES = 1 << 30
 CHUNK = 2 << 20
 """Bytes of a huge page, of x86-64 and of AArch64 with 4 KiB pages."""
 
+_HINT = "compile the model again, or copy the artifact again"
+
 ALIGNMENT = 64
 """Bytes: a cache line, and what TVM wants of a tensor that it uses in place."""
 
@@ -247,7 +249,7 @@ def load_tensors(path: str | Path) -> dict[str, Array]:
     try:
         data = np.memmap(path, np.uint8, "c")
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path)) from error
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path), hint=_HINT) from error
     return tensors_of(data, str(path))
 
 
@@ -266,9 +268,10 @@ def tensors_of(data: Array, where: str) -> dict[str, Array]:
         header.pop("__metadata__", None)
         return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
     except ValidationError as error:
-        raise ArtifactError("the tensor file cannot be read: its header is malformed", where=where) from error
+        what = "the tensor file cannot be read: its header is malformed"
+        raise ArtifactError(what, where=where, hint=_HINT) from error
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
-        raise ArtifactError(f"the tensor file cannot be read: {error}", where=where) from error
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=where, hint=_HINT) from error
 
 
 def _view(data: Array, entry: _Entry) -> Array:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fastcar_compile.calibration.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibration.evaluator import Evaluator
+from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate
+from fastcar_compile.strict_json import read_json
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
 """Shares of a layer's recorded scores at which its loss curve is measured on the dense decoder."""
@@ -58,6 +60,9 @@ class Outcome:
         return sum(self.ratios) / len(self.ratios)
 
 
+_HINT = "give the journal of an interrupted calibration, or a new file"
+
+
 class Journal:
     """All measurements, in a JSON file, so that an interrupted calibration continues.
 
@@ -70,7 +75,9 @@ class Journal:
         self._path, self._key = path, key
         self.entries: dict[str, list[float]] = {}
         if path is not None and path.exists():
-            data = json.loads(path.read_text("utf-8"))
+            data = read_json(path, "journal", InputError, constants=True, hint=_HINT)
+            if not isinstance(data, dict) or not isinstance(data.get("measurements"), dict):
+                raise InputError("the file is no journal of a calibration", where=str(path), hint=_HINT)
             if data.get("key") == key:
                 self.entries = data["measurements"]
 

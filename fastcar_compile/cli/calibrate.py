@@ -12,6 +12,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Thresholds
@@ -44,6 +45,8 @@ def calibrate_command(
         raise UserError(
             what, where=str(artifact), hint="give --output FILE instead, or --drop-signature and sign again"
         )
+    check_writable(output, "thresholds")
+    check_writable(journal, "journal")
     tokens = read_tokens(videos, "video file", dims=(2,))
     with stages(as_json, "calibrate") as show:
         show("checking the files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import warnings
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 import typer
 
 from fastcar_compile.cli import INTERRUPTED, TERMINATED
-from fastcar_compile.cli.output import interactive, print_json, stderr
+from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.errors import FastcarError, UserError
 
 if TYPE_CHECKING:
@@ -52,10 +53,22 @@ _MEANINGS = {
 }
 
 
+_OF_THE_SYSTEM = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+        *(errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    }
+)
+"""What the operating system refuses because of its own state. Other errors of it are for their place to explain."""
+
+
 def report_error(error: BaseException, as_json: bool) -> ExitCode:
     """Print an error without a traceback, on stderr or as {"error": …} on stdout, and return the exit code."""
     if isinstance(error, MemoryError):
         error = UserError("the memory does not suffice", hint="end other programs, or take a smaller model or batch")
+    if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
+        place = error.filename if isinstance(error.filename, str) else ""
+        error = UserError(error.strerror or str(error), where=place, hint="make room, or correct the permissions")
     user = isinstance(error, UserError)
     code = ExitCode.USER_ERROR if user else ExitCode.INTERNAL_ERROR
     kind, text = type(error).__name__, str(error) or type(error).__name__
@@ -73,7 +86,7 @@ def report_error(error: BaseException, as_json: bool) -> ExitCode:
 def _print_labelled(label: str, style: str, text: str, console: Console | None = None) -> None:
     from rich.markup import escape
 
-    (console or stderr()).print(f"[{style}]{label}:[/] {escape(text)}", soft_wrap=True)
+    (console or stderr()).print(f"[{style}]{label}:[/] {escape(visible(text))}", soft_wrap=True)
 
 
 def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
@@ -133,6 +146,6 @@ def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
         task = progress.add_task(escape(title))
 
         def show(text: str) -> None:
-            progress.update(task, description=escape(f"{title}: {text}"))
+            progress.update(task, description=escape(visible(f"{title}: {text}", lines=False)))
 
         yield show

@@ -13,6 +13,7 @@ from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import count_text, print_fields, print_json, print_text
 from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -62,6 +63,7 @@ def estimate_command(
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
+    check_writable(plot, "plot")
     work, board, design = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}

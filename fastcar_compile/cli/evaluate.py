@@ -12,6 +12,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_heads, read_tokens
 from fastcar_compile.cli.output import Column, print_json, print_table
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable, os_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +65,10 @@ def evaluate_command(
     held_out = read_tokens(videos, "video file", dims=(2,))
     choosing = None if calibration_videos is None else read_tokens(calibration_videos, "video file", dims=(2,))
     wanted = parse_ratios(ratios)
+    check_writable(output)
+    check_writable(save_cases, "cases")
+    check_writable(plots, "pictures", folder=True)
+    check_writable(journal, "journal", folder=True)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
     with stages(as_json, "evaluate") as show:
@@ -94,7 +99,8 @@ def evaluate_command(
             show("pictures")
             draw(study.judge, chosen, rows, plots)
     if output is not None:
-        output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
+        with os_errors("the output cannot be written", output):
+            output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
     if as_json:
         print_json({"rows": rows})
     else:

@@ -22,6 +22,7 @@ from fastcar_compile.cli.output import (
     size_text,
 )
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
@@ -58,6 +59,7 @@ def inspect_command(
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     if trace is not None and html is None:
         raise UserError("--trace is for the page of --html", hint="add --html FILE")
+    check_writable(html, "page")
     with stages(as_json, "inspect") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))

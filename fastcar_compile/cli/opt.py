@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.output import Column, print_json, print_table, print_text
+from fastcar_compile.cli.output import Column, print_json, print_table, print_text, visible
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,7 @@ def opt_command(
         return ExitCode.OK
     if path is None:
         raise UserError("no graph is given", hint="give a graph file or an artifact's folder, or --list-passes")
+    check_writable(output, "result")
     with stages(as_json, "opt") as show:
         show("reading the graph")
         program = read_program(path, graph)
@@ -87,7 +89,7 @@ def run_passes(program: DecoderProgram, text: str, *, verify_each: bool = True, 
     from fastcar_compile.passes.pipeline import PASSES
 
     def listing(item: Pass) -> None:
-        sys.stderr.write(f"==== after {item.to_spec()} ====\n{program_to_text(program)}")
+        sys.stderr.write(visible(f"==== after {item.to_spec()} ====\n{program_to_text(program)}"))
 
     after_each = listing if print_after_all else None
     run_pipeline(program, pipeline_from_string(text, PASSES), verify_each=verify_each, after_each=after_each)

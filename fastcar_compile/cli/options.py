@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fastcar_compile.array_files import read_arrays
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
@@ -157,7 +158,6 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
 
 
 def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
-    import numpy as np
 
     try:
         if path.suffix == ".safetensors":
@@ -165,8 +165,10 @@ def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
 
             return cast("Any", safetensors).load_file(path)  # its members are typed in part
         if path.suffix in (".npy", ".npz"):
-            loaded: Any = np.load(path, allow_pickle=False)
-            return {"tokens": loaded} if hasattr(loaded, "dtype") else dict(loaded.items())
+            hint = "write it again with numpy.save"
+            return {name or "tokens": value for name, value in read_arrays(path, what, hint).items()}
+    except UserError:
+        raise
     except Exception as error:  # two libraries, many kinds; all of them mean that the file is not what it should be
         hint = "write it again with numpy.save or safetensors"
         raise UserError(f"the {what} cannot be read: {error}", where=str(path), hint=hint) from error

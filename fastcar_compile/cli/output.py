@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e"
+    r"\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+"""Control characters but tab and line feed, signs of text direction, signs without width, halves of pairs."""
 
 DIGEST_DIGITS = 8
 """Hexadecimal digits of a digest in a table; JSON has all of them."""
@@ -49,9 +56,26 @@ def _console(file: TextIO) -> Console:
     return Console(file=file, highlight=False)
 
 
+def visible(text: str, *, lines: bool = True) -> str:
+    """Return a text as a terminal may be given it: control characters are written out, as in `\\x1b`.
+
+    Names and messages come from files. An escape sequence in one could move the cursor, set the window's title or hide
+    what follows; a sign of text direction could turn a name around.
+
+    Args:
+        lines: keep line breaks; else they are written out too.
+    """
+    shown = _UNSEEN.sub(_written_out, text)
+    return shown if lines else shown.replace("\n", "\\n")
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
 def print_text(text: str) -> None:
-    """Print a result as it is: no markup, no line break of ours."""
-    sys.stdout.write(text + "\n")
+    """Print a result as it is: no markup, no line break of ours, no control characters of a file."""
+    sys.stdout.write(visible(text) + "\n")
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
@@ -65,7 +89,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
         # Numbers keep their line; long names fold, so that nothing is cut off.
         table.add_column(column.title, justify=side, no_wrap=column.right, overflow="fold", style=style)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     table.padding = (0, 2, 0, 0)
     if sys.stdout.isatty() and _natural_width(table) > stdout().width:
         table.padding = (0, 1, 0, 0)
@@ -81,7 +105,7 @@ def print_fields(fields: Mapping[str, str]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in fields.items():
-        table.add_row(name, Text(value))
+        table.add_row(Text(visible(name, lines=False)), Text(visible(value)))
     _print_whole(table)
 
 

@@ -14,6 +14,7 @@ from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable, os_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,6 +93,8 @@ def run_command(
     _check_suffixes(output=output, trace=trace)
     if context_mask is not None and context is None:
         raise UserError("--context-mask is given without --context", hint="give both, or none of them")
+    check_writable(output)
+    check_writable(trace, "trace")
     ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
     limits = None if threshold is None else parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
@@ -133,7 +136,8 @@ def _write(array: Any, path: Path | None) -> None:
     import numpy as np
 
     if path is not None:
-        np.save(path, np.asarray(array), allow_pickle=False)
+        with os_errors("the file cannot be written", path):
+            np.save(path, np.asarray(array), allow_pickle=False)
 
 
 def summary(session: Session, tokens: list[list[int]], start: float, first: float, end: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile.simulation.simulate import Simulation
@@ -50,6 +51,8 @@ def simulate_command(
 
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     require_one([("--correlated", correlated), ("--pairs", pairs)])
+    check_writable(time_line, "time line")
+    check_writable(report, "report", folder=True)
     with stages(as_json, "simulate") as show:
         show("running the processes of every call")
         result = simulate(

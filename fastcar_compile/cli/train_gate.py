@@ -12,6 +12,7 @@ from fastcar_compile.cli.evaluate import read_module
 from fastcar_compile.cli.options import existing, read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import TrainedGate
@@ -51,6 +52,8 @@ def train_gate_command(
     import fastcar_compile as fc
 
     not_compiled(decoder)
+    check_writable(output, "gate")
+    check_writable(checkpoint, "checkpoint")
     tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "train-gate") as show:
         show("reading the decoder")

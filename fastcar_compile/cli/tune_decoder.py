@@ -29,6 +29,7 @@ from fastcar_compile.cli.train_gate import (
     show_gate,
 )
 from fastcar_compile.errors import UserError
+from fastcar_compile.outputs import check_writable
 from fastcar_compile.undo import scratch_folder
 
 
@@ -61,6 +62,8 @@ def tune_decoder_command(
     not_compiled(decoder)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
+    check_writable(output, folder=True)
+    check_writable(checkpoint, "checkpoint")
     tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "tune-decoder") as show:
         show("reading the decoder")

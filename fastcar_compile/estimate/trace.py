@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.array_files import read_arrays
 from fastcar_compile.errors import InputError
+
+_HINT = "write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)"
 
 
 def save_trace(decisions: NDArray[np.bool_], path: Path) -> None:
@@ -27,15 +30,10 @@ def load_trace(path: Path) -> NDArray[np.bool_]:
     Raises:
         InputError: the file is missing, cannot be read, or holds something else.
     """
-    try:
-        decisions = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"the trace cannot be read: {error}", where=str(path)) from error
-    if not isinstance(decisions, np.ndarray) or decisions.dtype != np.bool_ or decisions.ndim != 3:
-        kind = f"{decisions.dtype} {list(decisions.shape)}" if isinstance(decisions, np.ndarray) else "an archive"
-        raise InputError(
-            f"the trace holds {kind}, expected bool [forwards, layers, rows]",
-            where=str(path),
-            hint="write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)",
-        )
+    arrays = read_arrays(path, "trace", _HINT)
+    decisions = arrays.get("", np.empty(0))
+    if decisions.dtype != np.bool_ or decisions.ndim != 3:
+        kind = f"{decisions.dtype} {list(decisions.shape)}" if "" in arrays else "an archive"
+        what = f"the trace holds {kind}, expected bool [forwards, layers, rows]"
+        raise InputError(what, where=str(path), hint=_HINT)
     return decisions

@@ -20,6 +20,7 @@ from fastcar_compile.evaluate.frames import Detokenize, entry_point
 from fastcar_compile.evaluate.measure import Judge, Result
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.strict_json import read_json
 
 Say = Callable[[str], None]
 
@@ -113,7 +114,10 @@ class Study:
     def _read(self) -> dict[str, dict[str, Any]]:
         if self._journal is None or not self._journal.exists():
             return {}
-        data = json.loads(self._journal.read_text("utf-8"))
+        hint = "give the journal of an interrupted evaluation, or a new folder"
+        data = read_json(self._journal, "journal", InputError, constants=True, hint=hint)
+        if not isinstance(data, dict) or not isinstance(data.get("rows"), dict):
+            raise InputError("the file is no journal of an evaluation", where=str(self._journal), hint=hint)
         return data["rows"] if data.get("key") == self._key else {}
 
     def _write(self) -> None:

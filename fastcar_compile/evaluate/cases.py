@@ -15,6 +15,8 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.gates import GateWeights
+from fastcar_compile.outputs import os_errors
+from fastcar_compile.strict_json import read_json
 
 CALIBRATIONS = ("calibrated", "uniform", "random")
 
@@ -76,7 +78,8 @@ class Case:
 def save_cases(cases: Sequence[Case], path: str | Path) -> None:
     """Write cases with their thresholds. The same cases give the same bytes."""
     text = json.dumps([case.to_json() for case in cases], sort_keys=True, indent=1)
-    Path(path).write_text(text + "\n", "utf-8")
+    with os_errors("the cases cannot be written", path):
+        Path(path).write_text(text + "\n", "utf-8")
 
 
 def load_cases(
@@ -91,10 +94,13 @@ def load_cases(
     Raises:
         UserError: the file is missing or malformed, or a case has other weights.
     """
+    hint = "give a file written by --save-cases"
     try:
-        cases = [Case.from_json(item) for item in json.loads(Path(path).read_text("utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        hint = "give a file written by --save-cases"
+        data = read_json(Path(path), "cases", UserError, constants=True, hint=hint)
+        if not isinstance(data, list):
+            raise TypeError("the file holds no list of cases")
+        cases = [Case.from_json(item) for item in data]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"the cases cannot be read: {error!r}", where=str(path), hint=hint) from error
     return [_with_weights(case, weights, str(path)) for case in cases if gates is None or case.gate in gates]
 

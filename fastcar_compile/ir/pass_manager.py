@@ -136,7 +136,8 @@ def _options(text: str, start: int) -> tuple[dict[str, Any], int]:
 
 
 def _malformed(text: str, at: int) -> CompileError:
-    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}")
+    hint = 'write passes with commas between them, and options as JSON behind a name: a,b{"c": 1}'
+    return CompileError(f"malformed pipeline text at character {at}: {text[at : at + 40]!r}", hint=hint)
 
 
 def run_pipeline(

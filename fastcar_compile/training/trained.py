@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from fastcar_compile import limits
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.gate_file import HINT, read_gate_file, replace_file, write_gate_file
 from fastcar_compile.gates.weights import GateWeights
+from fastcar_compile.strict_json import parse_json
 
 SAVE_EVERY = 10
 """Steps between two saved states of a training."""
@@ -89,11 +91,11 @@ class TrainedGate:
                 _, index, part = name.split(".")
                 layers.setdefault(int(index), {})[part] = tensor
             numbers = {name: float(metadata[name]) for name in _NUMBERS}
-            thresholds = tuple(json.loads(metadata["thresholds"]))
+            thresholds = tuple(parse_json(metadata["thresholds"].encode(), constants=True))
             ordered = tuple(layers[i] for i in range(len(layers)))
             return cls(metadata["gate"], ordered, thresholds, inputs=metadata["inputs"], **numbers)
-        except (ValueError, KeyError) as error:
-            raise UserError(f"the gate is malformed: {error!r}", where=str(path), hint=HINT) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the gate is malformed: {error!r:.300}", where=str(path), hint=HINT) from error
 
 
 _NUMBERS = ("target", "replay", "nll", "nll_dense", "price")
@@ -111,10 +113,22 @@ class TrainingState:
         self._path, self._key = path, key
 
     def load(self, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Restore weights and optimiser and return the saved log; None if there is no saved state."""
+        """Restore weights and optimiser and return the saved log; None if there is no saved state.
+
+        Raises:
+            UserError: the file is no saved state.
+        """
         if self._path is None or not self._path.exists():
             return None
-        with safe_open(self._path, "pt") as file:
+        try:
+            return self._restored(self._path, scorers, optimizer)
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
+            hint = "give the checkpoint of an interrupted training, or a new file"
+            raise UserError(f"the checkpoint cannot be read: {text}", where=str(self._path), hint=hint) from error
+
+    def _restored(self, path: Path, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("key") != self._key:
                 return None
@@ -125,7 +139,7 @@ class TrainingState:
             _, index, part = name.split("/")
             state.setdefault(int(index), {})[part] = tensors[name]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        return json.loads(metadata["log"])
+        return parse_json(metadata["log"].encode(), constants=True)
 
     def save(self, scorers: nn.Module, optimizer: torch.optim.Optimizer, log: dict[str, Any]) -> None:
         """Save the state. The file is replaced as a whole."""

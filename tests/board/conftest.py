@@ -49,15 +49,14 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
     float16 caches."""
-    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    options = ((0.0,), "w4a8", "linears", sparse, "float16")
-    return built_once(tmp_path_factory, "engine", lambda output: compiled(output, *options, num_hidden_layers=1))
+    return built_once(tmp_path_factory, "engine", compiled_engine)
 
 
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by `bound`, over keys in float16."""
     changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "num_hidden_layers": 1}
+    changes["prefill_chunk"] = 1
     return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
 
 
@@ -66,7 +65,7 @@ def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Ar
     """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
     with pytest.MonkeyPatch.context() as patch:
         changes: dict[str, Any] = {"threshold": (1.1,), "gate": foreign.register(patch), "num_hidden_layers": 1}
-        changes |= {"target": "u280", "batch": 4}
+        changes |= {"target": "u280", "batch": 4, "prefill_chunk": 1}
         yield built_once(tmp_path_factory, "foreign", lambda output: compiled(output, **changes))
 
 
@@ -74,6 +73,7 @@ def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Ar
 def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by a network on the change of its input."""
     changes: dict[str, Any] = {"threshold": (0.0,), "gate": "learned", "gate_weights": networks(64, 5)}
+    changes["prefill_chunk"] = 1
     return built_once(tmp_path_factory, "learned", lambda output: compiled(output, **changes, num_hidden_layers=1))
 
 
@@ -98,6 +98,7 @@ def compiled(
     gate_weights: GateWeights | None = None,
     batch: int = 2,
     target: str = "zcu102",
+    prefill_chunk: int = CHUNK,
     **changes: int,
 ) -> fc.Artifact:
     """With the library for the board's CPU linked."""
@@ -110,12 +111,18 @@ def compiled(
         batch_size=batch,
         quant=quant,
         replay=fc.ReplayConfig(gate=gate, threshold=threshold, gate_weights=gate_weights),
-        prefill_chunk=CHUNK,
+        prefill_chunk=prefill_chunk,
         offload=offload,
         sparse_attention=sparse_attention,
         kv=kv,
         output=output,
     )
+
+
+def compiled_engine(output: Path) -> fc.Artifact:
+    """The artifact of `engine_artifact`."""
+    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
+    return compiled(output, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")

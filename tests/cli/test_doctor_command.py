@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,14 @@ def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.Mon
 def test_the_temporary_folder_needs_room(free: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert by_name()["TMPDIR"].severity == severity
+
+
+def test_no_temporary_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_usable() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_usable)
+    assert by_name()["TMPDIR"].message.endswith("No usable temporary directory found")
 
 
 def test_an_old_cpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from fastcar_compile.estimate.workload import Workload
 def test_an_artifact_is_estimated_with_its_own_design(tmp_path: Path, offload: str) -> None:
     model = llama()
     artifact = fc.compile(
-        model, target="zcu102", tokens_per_frame=8, batch_size=2, offload=offload, output=tmp_path / "a"
+        model, "zcu102", tokens_per_frame=8, batch_size=2, offload=offload, prefill_chunk=1, output=tmp_path / "a"
     )
     section = artifact.manifest.accelerator
     assert section is not None

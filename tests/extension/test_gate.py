@@ -49,7 +49,7 @@ def test_a_foreign_gate_decodes_equal_on_every_backend(package: Path) -> None:
     replay = fc.ReplayConfig(gate="euclidean", threshold=THRESHOLD, max_chain=2)
     artifact = fc.compile(
         llama(), "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, replay=replay,
-        output=package / "artifact",
+        prefill_chunk=1, output=package / "artifact",
     )  # fmt: skip
     assert "inserted gate euclidean: Euclidean change of the MLP input" in artifact.explain(layer=0)
     decisions, logits = decode(artifact, "eager")

@@ -5,13 +5,15 @@
     python tests/faults/real_builds.py signals
     python tests/faults/real_builds.py identical
 
-`kills` and `disks` import everything once; each build is a fork.
+`kills` and `disks` build once; every other build is a fork of that process. It takes the captured program and the code
+from LLVM from there, and does the rest: so most of its time is spent where files are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import itertools
 import os
 import random
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -38,17 +41,47 @@ BUILDS = {
 """Name -> target and quantisation."""
 
 MIB = 1 << 20
+T = TypeVar("T")
+EVENTS = 14
+"""More than the renames and removals of putting one artifact in place, half of them without an exchange."""
 PLACING = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
 def compile_decoder(output: Path, name: str = "cpu", progress: Callable[[str], None] | None = None) -> None:
-    """Compile a two-layer Llama of random weights."""
+    """Compile a one-layer Llama of random weights."""
     from decoders import llama
 
     import fastcar_compile as fc
 
     target, quant = BUILDS[name]
-    fc.compile(llama(), target, quant=quant, tokens_per_frame=8, output=output, progress=progress)
+    fc.compile(llama(num_hidden_layers=1), target, quant=quant, tokens_per_frame=8, output=output, progress=progress)
+
+
+def build_once(output: Path) -> float:
+    """Build, and keep what does not depend on the output for the forks of this process; return their seconds."""
+    from fastcar_compile import compiler
+    from fastcar_compile.codegen.tvm import build
+
+    compiler.capture = first_result(compiler.capture, copy.deepcopy)  # passes change a program in place
+    build.lower = first_result(build.lower, lambda module: module)
+    compile_decoder(output)
+    begin = time.perf_counter()
+    os.waitpid(fork(lambda: compile_decoder(output)), 0)
+    return time.perf_counter() - begin
+
+
+def first_result(function: Callable[..., T], keep: Callable[[T], T]) -> Callable[..., T]:
+    """Return a function that computes once, and gives what `keep` made of the result from then on."""
+    kept: list[T] = []
+
+    def call(*arguments: object, **options: object) -> T:
+        if kept:
+            return kept[0]
+        result = function(*arguments, **options)
+        kept.append(keep(result))
+        return result
+
+    return call
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -90,8 +123,11 @@ class Kill:
     left: tuple[str, ...]
 
 
-def kill_one(path: Path, delay: float | None, event: int | None) -> Kill:
-    """Kill a build after a delay, or at the n-th rename or removal below its folder; then build again."""
+def kill_one(path: Path, delay: float | None, event: int | None) -> Kill | None:
+    """Kill a build after a delay, or at the n-th rename or removal below its folder; then build again.
+
+    None: the build had ended before.
+    """
     from fastcar_compile.artifact import atomic
     from faults.crash_points import build
 
@@ -109,10 +145,12 @@ def kill_one(path: Path, delay: float | None, event: int | None) -> Kill:
     if delay is not None:
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
     found, leftovers = state(path), len(os.listdir(path.parent)) - path.exists()
     build(path, "next")
-    return Kill(log.read_text(), found, leftovers, state(path), tuple(sorted(os.listdir(path.parent))))
+    kill = Kill(log.read_text(), found, leftovers, state(path), tuple(sorted(os.listdir(path.parent))))
+    print(kill if killed else "not killed", file=sys.stderr, flush=True)
+    return kill if killed else None
 
 
 def write(log: Path, text: str) -> None:
@@ -147,14 +185,12 @@ def kills(count: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as base:
         path = Path(base) / "place" / "out"
         path.parent.mkdir()
-        begin = time.perf_counter()
-        os.waitpid(fork(lambda: compile_decoder(path)), 0)
-        seconds = time.perf_counter() - begin
+        seconds = build_once(path)
         assert state(path) == "decoder"
         build(path, "next")
-        events = min(12, count // 4)
-        found = [kill_one(path, None, number) for number in range(events)]
-        found += [kill_one(path, numbers.uniform(0, seconds), None) for _ in range(count - events)]
+        found = [kill for number in range(EVENTS) if (kill := kill_one(path, None, number))]
+        while len(found) < count:
+            found += [kill for kill in [kill_one(path, numbers.uniform(0, seconds), None)] if kill]
     print(f"{len(found)} kills, one build takes {seconds:.1f} s\n")
     rows = collections.Counter((each.when, each.found, each.after, ", ".join(each.left)) for each in found)
     print_table(
@@ -185,7 +221,7 @@ def disks(count: int) -> None:
         (full / "ballast").write_bytes(bytes(4096))
         mount(place, "size=64m")
         path = place / "out"
-        os.waitpid(fork(lambda: compile_decoder(path)), 0)
+        build_once(path)
         size = sum(f.stat().st_blocks * 512 for f in path.rglob("*"))
         rows = []
         for point in range(count + 1):
@@ -200,14 +236,18 @@ def disks(count: int) -> None:
             tempfile.tempdir = None
             (place / "ballast").unlink()
             stage, _, error = log.read_text().partition("|")
+            print(left, stage, error, file=sys.stderr, flush=True)
             rows.append((f"{left / MIB:.2f}", stage, error, state(path), ", ".join(os.listdir(place))))
             subprocess.run(["rm", "-rf", str(path)], check=True)
+        for mounted in (place, full):
+            subprocess.run(["umount", str(mounted)], check=True)
     print(f"an artifact of {size / MIB:.2f} MiB; TMPDIR is full in all builds\n")
     print_table(("MiB free", "stage", "error", "artifact then", "in the folder"), rows)
 
 
 def signals() -> None:
     """Send SIGINT or SIGTERM to `fastcar compile` at many moments, to it alone or to its process group."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the builds
     rows: collections.Counter[tuple[str, ...]] = collections.Counter()
     slowest = 0.0
     with tempfile.TemporaryDirectory() as base:
@@ -216,9 +256,13 @@ def signals() -> None:
         (Path(base) / "place").mkdir()
         command = [sys.executable, "-m", "fastcar_compile", "compile", str(model), "--target", "cpu"]
         command += ["--tokens-per-frame", "8", "-o", str(Path(base) / "place" / "out")]
-        moments = [*(0.1 * n for n in range(1, 21)), *(2 + 0.5 * n for n in range(1, 41))]
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        rest = time.perf_counter() - begin - 2
+        moments = [*(0.1 * n for n in range(1, 21)), *(2 + rest * n / 16 for n in range(1, 16))]
         for moment, number in zip(moments, itertools.cycle((signal.SIGINT, signal.SIGTERM)), strict=False):
             row, seconds = signal_one(command, moment, number)
+            print(f"{moment:.1f}", row, file=sys.stderr, flush=True)
             rows[row] += 1
             slowest = max(slowest, seconds)
             subprocess.run(["rm", "-rf", str(Path(base) / "place" / "out")], check=True)
@@ -233,7 +277,7 @@ def save_model(folder: Path) -> None:
     """Save the decoder as a folder."""
     from decoders import llama
 
-    llama().save_pretrained(folder)
+    llama(num_hidden_layers=1).save_pretrained(folder)
 
 
 def signal_one(command: list[str], moment: float, number: signal.Signals) -> tuple[tuple[str, ...], float]:
@@ -273,18 +317,21 @@ def identical(names: Sequence[str]) -> None:
     """Build each artifact twice, in surroundings that differ in everything that a build should not depend on."""
     first = {"PYTHONHASHSEED": "1", "LC_ALL": "C", "TZ": "UTC", "OMP_NUM_THREADS": "1", "umask": "022"}
     second = {"PYTHONHASHSEED": "4242", "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "2", "umask": "077"}
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as base:
-            outputs = [Path(base) / "one" / "out", Path(base) / "a longer path" / "with more folders" / "result"]
-            for output, surroundings in zip(outputs, (first, second), strict=True):
-                build_in(output, name, surroundings)
-            files = [sorted(f.relative_to(o) for f in o.rglob("*") if f.is_file()) for o in outputs]
-            different = [str(f) for f in files[0] if (outputs[0] / f).read_bytes() != (outputs[1] / f).read_bytes()]
-            size = sum(f.stat().st_size for f in outputs[0].rglob("*") if f.is_file())
-            names_of = "equal" if files[0] == files[1] else "different"
-            rows.append((name, *BUILDS[name], len(files[0]), f"{size:,}", names_of, ", ".join(different) or "none"))
-    print_table(("build", "target", "quant", "files", "bytes", "names of files", "files that differ"), rows)
+    columns = ("build", "target", "quant", "files", "bytes", "names of files", "files that differ")
+    print_table(columns, (identical_row(name, (first, second)) for name in names))
+
+
+def identical_row(name: str, surroundings: Sequence[dict[str, str]]) -> tuple[object, ...]:
+    """Build one artifact in each of two surroundings and compare them."""
+    with tempfile.TemporaryDirectory() as base:
+        outputs = [Path(base) / "one" / "out", Path(base) / "a longer path" / "with more folders" / "result"]
+        for output, each in zip(outputs, surroundings, strict=True):
+            build_in(output, name, each)
+        files = [sorted(f.relative_to(o) for f in o.rglob("*") if f.is_file()) for o in outputs]
+        different = [str(f) for f in files[0] if (outputs[0] / f).read_bytes() != (outputs[1] / f).read_bytes()]
+        size = sum((outputs[0] / f).stat().st_size for f in files[0])
+    names_of = "equal" if files[0] == files[1] else "different"
+    return (name, *BUILDS[name], len(files[0]), f"{size:,}", names_of, ", ".join(different) or "none")
 
 
 def build_in(output: Path, name: str, surroundings: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from fuzz import mutate
 
 STRUCTURED = {
     "manifest": mutate.json_text,
+    "toml": mutate.toml_text,
     "signature": mutate.json_text,
     "model": mutate.json_text,
     "tensors": mutate.tensor_file,

@@ -1,10 +1,11 @@
-"""Changes to inputs that have a structure: to a JSON value instead of to its bytes."""
+"""Changes to inputs that have a structure: to values of a JSON or TOML text instead of to its bytes."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,41 @@ def json_text(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
         _change(value, draw, mutate)
     text = json.dumps(value, separators=(",", ":")).encode()
     return text if len(text) <= most else mutate(data, most)
+
+
+def toml_text(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
+    """Another TOML text: one to three of its values changed, or the bytes where they are no TOML."""
+    draw = random.Random(seed)
+    try:
+        value = tomllib.loads(data.decode())
+    except (ValueError, RecursionError):
+        return mutate(data, most)
+    if draw.random() < 0.2:
+        return mutate(data, most)
+    for _ in range(draw.randint(1, 3)):
+        _change(value, draw, mutate)
+    text = "".join(f"{_quoted(key)} = {_inline(each)}\n" for key, each in value.items()).encode()
+    return text if len(text) <= most else mutate(data, most)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).encode("utf-8", "replace").decode()
+
+
+def _inline(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{_quoted(key)} = {_inline(each)}" for key, each in value.items()) + "}"
+        case list():
+            return f"[{', '.join(map(_inline, value))}]"
+        case str():
+            return _quoted(value)
+        case None:
+            return "nan"  # TOML has no null, and JSON no such number
+        case bool():
+            return str(value).lower()
+        case _:
+            return str(value)
 
 
 def tensor_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:

@@ -47,6 +47,7 @@ def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
         max_seq_len=LENGTH,
         batch_size=ROWS,
         replay=replay,
+        prefill_chunk=1,
         output=output,
     )
 

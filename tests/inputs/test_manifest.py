@@ -191,6 +191,7 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a schema as a float": (put("schema_version", value=5.0), "schema version 5.0"),
     "no schema": (drop("schema_version"), "schema version None"),
     "an unknown quantisation": (put("options", "quant", value="w1a1"), "unknown quantisation"),
+    "gate weights in a file": (put("options", "replay", "gate_weights", value="/dev/stdin"), "weights is no digest"),
     "half of a surrogate pair": (put("pipeline", "passes", value="\ud800"), "not valid JSON"),
 }
 

@@ -71,7 +71,7 @@ print(tokens.tolist())
 sys.path.insert(0, sys.argv[2])
 from decoders import llama
 warnings.simplefilter("ignore")
-again = fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=4, output=sys.argv[3])
+again = fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=sys.argv[3])
 print(again.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist())
 """
 

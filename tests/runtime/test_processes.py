@@ -20,7 +20,7 @@ ROOT = Path(fc.__file__).parents[1]
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes") / "artifact"
-    return fc.compile(llama(num_hidden_layers=1), target="cpu", tokens_per_frame=8, output=folder).path
+    return fc.compile(llama(num_hidden_layers=1), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=folder).path
 
 
 FORKS = """

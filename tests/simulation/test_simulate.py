@@ -36,7 +36,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     replay = fc.ReplayConfig(gate="tas", threshold=0.0)
     made = fc.compile(
         llama(), target="zcu102", tokens_per_frame=8, batch_size=ROWS, offload="linears", quant="w8a8", replay=replay,
-        output=tmp_path_factory.mktemp("simulate") / "a",
+        prefill_chunk=1, output=tmp_path_factory.mktemp("simulate") / "a",
     )  # fmt: skip
     return made.path
 

@@ -94,6 +94,15 @@ def test_calls_that_are_refused(
     assert done.stderr.startswith(f"error: {text}"), done.stderr
 
 
+def test_calibrate_stores_nothing_in_a_signed_artifact(fastcar: Fastcar, artifact: Path, keys: Keys) -> None:
+    fastcar("sign", artifact, "--key", keys.private)
+    before = digest_of(artifact)
+    done = fastcar("calibrate", artifact, "--videos", artifact / "none.npy", "--target-replay", 0.5, "--store")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the artifact is signed, and thresholds stored in it would end that")
+    assert (digest_of(artifact), (artifact / "signature.json").exists()) == (before, True)
+
+
 def test_the_guide_names_options_that_exist(fastcar: Fastcar) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tutorial" / "signing.md").read_text()
     for command in ("sign", "verify-signature", "run"):
