@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
-from fastcar_compile.undo import undone
+from fastcar_compile.undo import unbroken, undone
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -24,10 +24,14 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
     """
     variables = {**os.environ, "LC_ALL": "C", **(env or {})}
     output = subprocess.PIPE
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, process_group=0
-    )
-    with child, undone(lambda: _end(child)):
+    with ExitStack() as stack:
+        with unbroken():
+            child = stack.enter_context(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, process_group=0
+                )
+            )
+            stack.enter_context(undone(lambda: _end(child)))
         out, err = (data.decode("utf-8", "replace") for data in child.communicate())
     return subprocess.CompletedProcess(list(command), child.returncode, out, err)
 

@@ -7,12 +7,15 @@ in a finaliser. So the `fastcar` command does not raise one. Its handler calls `
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _actions: list[Callable[[], object]] = []
+_unbroken: list[None] = []
+_postponed: list[int] = []
 
 
 @contextmanager
@@ -36,6 +39,28 @@ def scratch_folder(parent: str | Path | None = None, prefix: str = "fastcar-") -
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     with undone(lambda: shutil.rmtree(folder, ignore_errors=True)):
         yield folder
+
+
+@contextmanager
+def unbroken() -> Generator[None]:
+    """Have a signal that arrives inside of the block end the process after it.
+
+    For what is made first and registered then, such as a child process.
+    """
+    _unbroken.append(None)
+    try:
+        yield
+    finally:
+        _unbroken.pop()
+        if _postponed and not _unbroken:
+            signal.raise_signal(_postponed.pop())
+
+
+def postponed(number: int) -> bool:
+    """Return whether a signal has to wait for the end of an `unbroken` block, where it is raised again."""
+    if _unbroken:
+        _postponed.append(number)
+    return bool(_unbroken)
 
 
 def undo_all() -> None:

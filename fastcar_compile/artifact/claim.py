@@ -146,7 +146,7 @@ def _locked(path: Path) -> FileLock:
     """Return the lock, held.
 
     Raises:
-        ArtifactError: another process, or another thread of this one, holds it.
+        ArtifactError: another process, or another thread of this one, holds it. OSError: there can be none.
     """
     from filelock import FileLock, Timeout
 
@@ -154,6 +154,8 @@ def _locked(path: Path) -> FileLock:
     try:
         lock.acquire(blocking=False)
     except Timeout:
+        if not _lock_file(path).exists():
+            _lock_file(path).touch()  # raises, where the system makes no file here
         holder = _holder(_lock_file(path))
         who = "another build" if holder is None else f"another build (process {holder})"
         hint = "wait until it is done, or choose another output folder"

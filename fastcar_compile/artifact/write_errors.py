@@ -44,4 +44,4 @@ def free_text(path: Path) -> str:
 
 def existing_parent(path: Path) -> Path:
     """Return the path itself, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # False where it may not look

@@ -104,7 +104,10 @@ class ArtifactWriter:
         return write_streamed(self.root, name, tensors, source)
 
     def __enter__(self) -> Self:
-        _check_destination(self.path)
+        try:
+            _check_destination(self.path)
+        except OSError as error:
+            raise write_error(error, self.path) from error
         self._claim.__enter__()
         try:
             _check_destination(self.path)  # again: the claim may have put an artifact back

@@ -8,8 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from typing import NoReturn
-
     import typer
 
     app: typer.Typer
@@ -33,15 +31,23 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `fastcar inspect … | head` ends without a word
     from fastcar_compile.cli.commands import app as commands
 
-    commands(prog_name="fastcar")
+    try:
+        commands(prog_name="fastcar")
+    finally:
+        for number in _WORDS:
+            signal.signal(number, signal.SIG_IGN)  # the work is done, and its exit code stands
 
 
-def _end(number: int, _frame: object) -> NoReturn:
+def _end(number: int, _frame: object) -> None:
     """Undo what is under way and end the process. No exception: libraries would swallow it, or print it."""
+    undo = sys.modules.get("fastcar_compile.undo")
+    if not hasattr(undo, "undo_all"):  # it may be in the middle of its import
+        undo = None
+    if undo is not None and undo.postponed(number):
+        return
     for each in _WORDS:
         signal.signal(each, signal.SIG_IGN)
-    undo = sys.modules.get("fastcar_compile.undo")
-    if undo is not None and hasattr(undo, "undo_all"):  # it may be in the middle of its import
+    if undo is not None:
         undo.undo_all()
     if os.isatty(2):
         os.write(2, _RESTORED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,3 +296,22 @@ def test_bad_input(
     result = fastcar(*command(compiled[0]))
     assert result.exit_code == 2
     assert text in result.stderr
+
+
+def test_what_shows_an_artifact_runs_nothing(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """No program is started, no library mapped, no code of a graph compiled. `doctor` is the control."""
+    path, _ = compiled
+    script = Path(__file__).parents[1] / "inputs" / "watched.py"
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    changed = fc.load(path).manifest.model_copy(update={"extensions": {"x": {}}})
+    (other / "manifest.json").write_bytes(changed.to_bytes())
+    parts = ([], ["--sites"], ["--before"], ["--after"], ["--explain"], ["--html", str(tmp_path / "page.html")])
+    calls = [["inspect", str(path), *part] for part in parts]
+    calls += [["diff", str(path), str(other)], ["estimate", str(path)], ["targets"], ["doctor"]]
+    words = [sys.executable, str(script), str(path), json.dumps(calls)]
+    found = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert any("subprocess" in event for event in found.pop("doctor")["seen"])
+    assert len(found) == len(calls) - 1
+    assert {name: call["seen"] for name, call in found.items() if call["seen"]} == {}
+    assert {name: call["code"] for name, call in found.items()} == dict.fromkeys(found, 0) | {"diff": 1}

@@ -227,7 +227,7 @@ def disks(count: int) -> None:
         for point in range(count + 1):
             build(path, "small")
             free = os.statvfs(place)
-            left = size * point // (count - 2)
+            left = 2 * size * point // count
             (place / "ballast").write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - left)))
             os.environ["TMPDIR"] = tempfile.tempdir = str(full)
             log.write_text("killed|")

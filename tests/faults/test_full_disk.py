@@ -72,11 +72,16 @@ def test_linkers_that_fail(found: dict[str, Any]) -> None:
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    for length in (255, 240):
+    for length in (300, 255, 240):
         with pytest.raises(ArtifactError, match="cannot be written: File name too long") as caught:
             build(tmp_path / ("n" * length), "text")
         assert "choose an output folder with a shorter name" in str(caught.value)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_that_makes_no_files() -> None:
+    with pytest.raises(ArtifactError, match="cannot be written: No such file or directory"):
+        build(Path("/proc/out"), "text")
 
 
 def test_room_is_checked_before_the_work(tmp_path: Path) -> None:
