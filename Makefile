@@ -1,11 +1,11 @@
-# make demo | test | families | fuzz | lint | docs | bench | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test families fuzz lint docs bench clean
+.PHONY: demo test families fuzz lint docs bench sbom release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -42,6 +42,26 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
+
+# What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes.
+EXTRAS ?=
+WHEEL   = $(wildcard dist/*.whl)
+sbom: $(STAMP)
+	@[ -f "$(WHEEL)" ] || { echo "dist/ needs one wheel: $(BIN)/python -m build --no-isolation" >&2; exit 1; }
+	rm -rf build/sbom
+	$(PYTHON) -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet "$(WHEEL)$(if $(EXTRAS),[$(EXTRAS)])"
+	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --of JSON \
+	    -o "dist/sbom$(if $(EXTRAS),-$(EXTRAS)).cdx.json" build/sbom/bin/python
+
+# sdist, wheel, SBOM and their checksums, of a tagged commit.
+release: $(STAMP)
+	@git diff --quiet HEAD || { echo "the tree has changes that are not committed" >&2; exit 1; }
+	@git describe --tags --exact-match HEAD >/dev/null || { echo "tag this commit: CONTRIBUTING.md, Releases" >&2; exit 1; }
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation
+	$(MAKE) sbom
+	cd dist && sha256sum * > SHA256SUMS
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

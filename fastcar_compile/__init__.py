@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from fastcar_compile.trust import sign as sign
     from fastcar_compile.trust import verify_signature as verify_signature
 
-__version__ = "0.1.0"
+__version__: str
+"""Of the installed distribution."""
 
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
@@ -118,6 +119,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the module of a public name when the name is first used (PEP 562)."""
+    if name == "__version__":
+        return import_module(f"{__name__}.version").installed_version()
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastcar_compile.extras import needs

@@ -33,6 +33,7 @@ LIGHT = (
         "parallel",
         "memory",
         "registry",
+        "version",
     ),
     *("formats", "drs", "gates", "config", "targets", "artifact", "trust", "runtime"),
 )

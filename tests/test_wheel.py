@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -19,21 +20,35 @@ import fastcar_compile as fc
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("hls_templates", "fastcar_compile")
+FALLBACK: str = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools_scm"][
+    "fallback_version"
+]
+
+
+def built(source: Path, folder: Path, *options: str) -> Path:
+    """The wheel that `python -m build` makes of a source tree; it goes over an sdist unless `options` say otherwise."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package's wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "source"  # setuptools builds in the source tree
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree without git: setuptools builds in it."""
+    copy = tmp_path_factory.mktemp("source") / "tree"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    options = ["--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
-    (found,) = folder.glob("*.whl")
-    return found
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's wheel, built from its sdist."""
+    return built(source, tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_targets_templates_and_type_marker(wheel: Path) -> None:
@@ -42,6 +57,13 @@ def test_wheel_holds_targets_templates_and_type_marker(wheel: Path) -> None:
     wanted = {p.relative_to(ROOT).as_posix() for p in sources if "__pycache__" not in p.parts}
     assert sorted(wanted - names) == []
     assert "fastcar_compile/py.typed" in names
+
+
+def test_a_wheel_of_the_sdist_holds_what_one_of_the_tree_does(wheel: Path, source: Path, tmp_path: Path) -> None:
+    direct = built(source, tmp_path, "--wheel")
+    contents = ({entry.filename: entry.CRC for entry in zipfile.ZipFile(w).infolist()} for w in (wheel, direct))
+    assert wheel.name == direct.name == f"fastcar_compile-{FALLBACK}-py3-none-any.whl"
+    assert next(contents) == next(contents)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +84,14 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
 
-def test_a_device_without_torch_decodes_the_same_tokens(device: Path, tmp_path: Path) -> None:
-    replay = fc.ReplayConfig(threshold=-100.0)
-    artifact = fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, quant="bf16", output=tmp_path / "a")
+def test_a_device_without_torch_decodes_the_same_tokens(device: Path, artifact: fc.Artifact) -> None:
     done = run(device / "fastcar", "run", artifact.path, "--prompt", "1,2,3", "--num-tokens", 20, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     session = artifact.session("cpu")
     assert report["tokens"] == session.generate(np.array([[1, 2, 3]]), 20).tolist()
     assert report["replay_ratio"] == session.stats.replay_ratio > 0
+    assert run(device / "fastcar", "--version").stdout == f"fastcar {FALLBACK}\n"
     absent = run(device / "python", "-c", "import torch")
     assert "No module named 'torch'" in absent.stderr
 
@@ -85,15 +106,15 @@ def test_a_device_without_torch_decodes_the_same_tokens(device: Path, tmp_path: 
         ("fc.load(sys.argv[1]).session('onnxruntime')", "onnxruntime"),
     ],
 )
-def test_what_is_missing_is_named(device: Path, small: Path, code: str, extra: str) -> None:
-    done = run(device / "python", "-c", f"import sys, fastcar_compile as fc; {code}", small)
+def test_what_is_missing_is_named(device: Path, artifact: fc.Artifact, code: str, extra: str) -> None:
+    done = run(device / "python", "-c", f"import sys, fastcar_compile as fc; {code}", artifact.path)
     assert done.returncode != 0
     assert "BackendError: the package" in done.stderr
     assert f'pip install "fastcar_compile[{extra}]"' in done.stderr
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense artifact."""
-    folder = tmp_path_factory.mktemp("small") / "artifact"
-    return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=None, output=folder).path
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """In bfloat16, which numpy does not have."""
+    folder, replay = tmp_path_factory.mktemp("artifact") / "artifact", fc.ReplayConfig(threshold=-100.0)
+    return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, quant="bf16", output=folder)

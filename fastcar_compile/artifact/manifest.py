@@ -25,6 +25,7 @@ from fastcar_compile.config import CompileConfig, describe_validation
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.targets.model import Target
+from fastcar_compile.version import NAME, release
 
 SCHEMA_VERSION = 5
 """Of the manifest's own fields; sections have versions of their own."""
@@ -33,7 +34,6 @@ CHECKSUM = "checksum"
 """Field of manifest.json that the typed form does not have."""
 
 _PRODUCERS = {
-    "fastcar_compile": "fastcar_compile",
     "torch": "torch",
     "tvm": "apache-tvm",
     "onnx": "onnx",
@@ -129,8 +129,8 @@ def sealed(data: dict[str, Any]) -> bytes:
 
 
 def producer_versions() -> dict[str, str]:
-    """Return the versions of this package and of what it builds on; a package that is not installed reads "none"."""
-    versions = {"python": platform.python_version()}
+    """Return this package's release and the versions of what it builds on; what is not installed reads "none"."""
+    versions = {"python": platform.python_version(), NAME: release()}
     for name, distribution in _PRODUCERS.items():
         try:
             versions[name] = importlib.metadata.version(distribution)

@@ -174,7 +174,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         raise ArtifactError(
             f"the artifact has schema version {version!r:.80}, this fastcar_compile reads version {SCHEMA_VERSION}",
             where=where,
-            hint="compile the model again with this version",
+            hint="compile the model again, or open it with the release that its manifest names as producer",
         )
     if content != sealed(data):
         what = "the manifest is damaged: its checksum is not that of its content"

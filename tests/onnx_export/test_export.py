@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.ort import OnnxModel, OrtStepper
+from fastcar_compile.version import release
 
 FRAME, LENGTH = 4, 17
 
@@ -83,7 +83,7 @@ def test_metadata_of_the_model(tmp_path: Path) -> None:
     export_onnx(program(), tmp_path / "decoder.onnx")
     model = onnx.load(tmp_path / "decoder.onnx")
     onnx.checker.check_model(model, full_check=True)
-    assert (model.producer_name, model.producer_version) == ("fastcar_compile", version("fastcar_compile"))
+    assert (model.producer_name, model.producer_version) == ("fastcar_compile", release())
     sizes = {p.key: p.value for p in model.metadata_props}
     assert (sizes["tokens_per_frame"], sizes["num_layers"]) == (str(FRAME), "2")
     values = {v.name: v.doc_string for v in (*model.graph.input, *model.graph.output)}

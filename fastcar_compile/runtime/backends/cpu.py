@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
@@ -55,11 +56,26 @@ def library_of(artifact: StoredArtifact) -> Library:
     """Return the best library of an artifact that this CPU runs.
 
     Raises:
-        BackendError: there are none.
+        BackendError: there are none, or they are for another TVM.
     """
+    check_tvm(artifact.manifest.producer)
     triple = f"{platform.machine()}-linux-gnu"
     programs = programs_for(artifact.manifest.host, triple, cpu_flags())
     return Library(artifact.files.data(programs.library), programs)
+
+
+def check_tvm(producer: Mapping[str, str]) -> None:
+    """Raise BackendError unless TVM here has the major and minor version that compiled the artifact.
+
+    The format of its libraries and the names of the functions that they call change between those.
+    """
+    written, here = producer.get("tvm", "none"), metadata.version("apache-tvm")
+    if written.split(".")[:2] != here.split(".")[:2]:
+        raise BackendError(
+            f"the artifact's libraries need TVM {written!r:.40}, installed is {here}",
+            where="apache-tvm",
+            hint="compile the model again with this TVM, or install that one in an environment of its own",
+        )
 
 
 def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:

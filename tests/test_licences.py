@@ -1,0 +1,52 @@
+"""The licences of what an installation brings: all known, and in the document."""
+
+from __future__ import annotations
+
+import re
+import sys
+from email.message import Message
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import licences  # noqa: E402
+
+DOCUMENT = (ROOT / "docs" / "reference" / "licences.md").read_text("utf-8")
+
+
+def test_the_document_has_every_package_of_pyproject_with_its_licence() -> None:
+    """And every licence of the packages that come with them is accepted: `rows` raises otherwise."""
+    listed = re.findall(r"^\| \**([a-z0-9-]+)\** \| (.+) \| ([a-z, ]+) \|$", DOCUMENT, re.MULTILINE)
+    lines = {name: (licence, extras) for name, licence, extras in listed}
+    own = {row.name: (row.licence, ", ".join(row.extras)) for row in licences.rows() if row.direct}
+    assert own.keys() >= {"numpy", "apache-tvm", "torch", "model-signing"}
+    assert {name: lines.get(name) for name in own} == own
+
+
+@pytest.mark.parametrize("field", [{}, {"License": "ask us"}, {"License-Expression": "MIT AND LicenseRef-ours"}])
+def test_a_dependency_of_an_unknown_licence_is_refused(field: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Message()
+    for name, value in field.items():
+        found[name] = value
+    real = metadata.metadata
+    monkeypatch.setattr(metadata, "metadata", lambda name: found if name == "numpy" else real(name))
+    with pytest.raises(licences.UnknownLicence, match=r"extend tools/licences\.py: numpy: "):
+        licences.rows()
+
+
+@pytest.mark.parametrize(
+    ("expression", "fine"),
+    [
+        ("MIT", True),
+        ("GPL-3.0-only OR MIT", False),
+        ("MIT AND GPL-3.0-only", False),
+        ("(MIT) AND (ISC)", True),
+        ("", False),
+    ],
+)
+def test_expressions(expression: str, fine: bool) -> None:
+    assert licences.accepted(expression) == fine
