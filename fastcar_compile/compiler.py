@@ -31,7 +31,7 @@ from fastcar_compile.frontend.structures import explained
 from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.memory import require_memory
+from fastcar_compile.memory import collector_paused, require_memory
 from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -166,7 +166,7 @@ def compile(
     }
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)
-    with nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
+    with collector_paused(), nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)

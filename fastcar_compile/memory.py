@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fastcar_compile.errors import UserError
@@ -59,3 +62,18 @@ def _group_free(group: Path) -> int | None:
         return max(0, int(limit) - used + cache)
     except (OSError, ValueError):
         return None
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Pause Python's collector of reference cycles, which looks through graphs again and again that all live on.
+
+    One that was off before stays off, so pauses may nest.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
