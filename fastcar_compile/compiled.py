@@ -58,6 +58,7 @@ def load(
         UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
     """
     place = path_of("the artifact", path)
+    check_kind("reread", reread, bool, "True or False")
     trust = Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
     if reread:
         return Artifact(place, trust=trust)

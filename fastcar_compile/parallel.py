@@ -12,9 +12,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def at_once(function: Callable[[T], R], values: Iterable[T]) -> list[R]:
-    """Return `function` of every value, in order, computed on one thread per usable core."""
-    with ThreadPoolExecutor(usable_cores()) as pool:
+def at_once(function: Callable[[T], R], values: Iterable[T], threads: int | None = None) -> list[R]:
+    """Return `function` of every value, in order.
+
+    Args:
+        threads: that compute it; None: one per usable core.
+    """
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
         return list(pool.map(function, values))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact import opened
+import fastcar_compile as fc
+from fastcar_compile.artifact import digest, opened
 from fastcar_compile.artifact.layout import GRAPH_AFTER
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.tensor_files import save_tensors
@@ -83,6 +85,25 @@ def test_a_folder_in_the_place_of_the_artifact_is_not_read(tmp_path: Path) -> No
         np.testing.assert_array_equal(artifact.arrays()["w"], VALUES)
     with StoredArtifact(tmp_path / "out") as artifact:
         np.testing.assert_array_equal(artifact.arrays()["w"], VALUES * 2)
+
+
+def test_a_large_file_is_read_once_where_a_caller_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "SETTLED_NS", 0)
+    monkeypatch.setenv(digest.CACHE, str(tmp_path / "cache"))
+    readings, real = list[object](), hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda stream, name: readings.append(stream) or real(stream, name))
+    path = build(tmp_path / "out")
+    readings.clear()
+    for reread in (False, False, True, True):
+        fc.load(path, reread=reread).close()
+    assert len(readings) == 3
+    (tmp_path / "cache" / "digests.json").unlink()
+    for change in (rewritten, exchanged):
+        fc.load(path, reread=False).close()
+        change(path / WEIGHTS)
+        with pytest.raises(ArtifactError, match=r"model\.safetensors: changed"):
+            fc.load(path, reread=False)
+        rewritten(path / WEIGHTS)
 
 
 def test_arrays_outlive_the_artifact_and_are_private(tmp_path: Path) -> None:

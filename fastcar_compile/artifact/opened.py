@@ -22,7 +22,7 @@ from fastcar_compile.artifact.digest import Digests, Identity
 from fastcar_compile.artifact.files import FileEntry, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.errors import ArtifactError, InputError
-from fastcar_compile.parallel import at_once
+from fastcar_compile.parallel import at_once, usable_cores
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -116,7 +116,9 @@ class OpenedFiles:
             problem = name_problem(name) or self._problem(name, files[name], None if name in kept else digests)
             return f"{name}: {problem}" if problem else None
 
-        problems = [text for text in at_once(check, sorted(files)) if text]
+        # The largest first, and more threads than cores: some wait for the disk, and the last ones end together.
+        names = sorted(files, key=lambda name: (-files[name].size, name))
+        problems = sorted(text for text in at_once(check, names, 4 * usable_cores()) if text)
         problems += self._unexpected(files)
         if problems:
             count = f"{len(problems)} file{'s' if len(problems) > 1 else ''}"

@@ -12,7 +12,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_context, read_tokens, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import UserError
 from fastcar_compile.outputs import check_writable, os_errors
 
@@ -79,6 +79,7 @@ def run_command(
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
+    reread: RereadOption = True,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Generate tokens; print replay ratio and speed."""
@@ -99,7 +100,7 @@ def run_command(
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, policy)
+        loaded = open_artifact(artifact, digest, public_key, policy, reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}

@@ -26,14 +26,19 @@ DigestOption = Annotated[str | None, typer.Option("--digest", help="Accept only 
 KeyOption = Annotated[
     Path | None, typer.Option("--public-key", help="Accept only what the holder of this key (PEM) signed.")
 ]
+RereadOption = Annotated[
+    bool, typer.Option("--reread/--no-reread", help="Read large files that did not change since they were checked.")
+]
 PolicyOption = Annotated[Path | None, typer.Option("--policy", help="Accept only what this policy (TOML) trusts.")]
 
 
-def open_artifact(path: Path, digest: str | None, public_key: Path | None, policy: Path | None) -> Artifact:
-    """Return an artifact that meets everything that was asked for."""
+def open_artifact(
+    path: Path, digest: str | None, public_key: Path | None, policy: Path | None, reread: bool = True
+) -> Artifact:
+    """Return an artifact that meets everything that was asked for; see load."""
     import fastcar_compile as fc
 
-    given = {"digest": digest, "require_signature": public_key, "policy": policy}
+    given = {"digest": digest, "require_signature": public_key, "policy": policy, "reread": None if reread else False}
     wanted: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return fc.load(str(path), **wanted)
 

@@ -161,6 +161,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "digest": lambda v: fc.load("/nowhere/at/all", digest=v),
         "require_signature": lambda v: fc.load("/nowhere/at/all", require_signature=v),
         "policy": lambda v: fc.load("/nowhere/at/all", policy=v),
+        "reread": lambda v: fc.load("/nowhere/at/all", reread=v),
     },
     "diff": {"a": lambda v: fc.diff(v, "/nowhere"), "b": lambda v: fc.diff("/nowhere", v)},
     "load_target": {"target": lambda v: fc.load_target(v)},

@@ -1,8 +1,7 @@
 """Names and origins in the ONNX model, as Netron shows them: module path, source line, pass.
 
-The exporter notes with each node the line of generated code that it comes from, which assigns `n_9`, operator 9 of the
-part. Inside of a branch that line is the `cond`'s. There the exporter's own name of the operator counts: `mul_1` is the
-second `mul` of the branch. A node that finds no operator keeps the exporter's name.
+The exporter copies to each ONNX node the stack trace of its operator. Instead of a trace, operators have `mark` there,
+which says their place in the part or branch. A node that finds no operator keeps the exporter's name.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, source_of
 
-_TRACE, _FX_NODE = "pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node"
-_ASSIGNED = re.compile(r"^\s*n_(\d+)(?:, \w+)* = ", re.MULTILINE)
-_BRANCH_NODE = re.compile(r"^%(\w+?)(?:_(\d+))? : .*target=torch\.ops\.\w+\.(\w+)")
+_TRACE = "pkg.torch.onnx.stack_trace"
+_MARK = re.compile(r"operator (\d+)")
 _NO_IDENTIFIER = re.compile(r"\W+")
 
 MODEL = "the model"
@@ -126,16 +124,22 @@ def call_origin(node: onnx.NodeProto, part: Segment, fallback: str) -> None:
     _note(node, {"layer": "" if layer is None else str(layer), "made_by": ", ".join(passes)})
 
 
+def mark(number: int) -> dict[str, str]:
+    """Return the metadata that lead from the nodes of an ONNX model to the operator of that place."""
+    return {"stack_trace": f"operator {number}"}
+
+
 def function_origins(function: onnx.FunctionProto, part: Segment) -> None:
     """Name every node of a segment's function, and note source line, module and pass; other notes are dropped."""
     names = _Names(module_path(part))
-    origins = [_assigned(proto, part.part.nodes) for proto in function.node]
+    origins = [_marked(proto, part.part.nodes) for proto in function.node]
     for proto, origin in zip(function.node, origins, strict=True):
         if origin is None or proto.op_type != "If":
             continue
         branches = [part.part.branches[a] for a in origin.all_input_nodes if a in part.part.branches]
         for graph, branch in zip(_then_else(proto), branches, strict=True):
-            names.note(list(graph.node), _in_branch(graph.node, branch))
+            operators = list(branch.graph.nodes)
+            names.note(list(graph.node), [_marked(inner, operators) for inner in graph.node])
     names.note(list(function.node), origins)
 
 
@@ -191,26 +195,10 @@ def _exporter_note(proto: onnx.NodeProto, key: str) -> str:
     return next((p.value for p in proto.metadata_props if p.key == key), "")
 
 
-def _assigned(proto: onnx.NodeProto, operators: Sequence[fx.Node]) -> fx.Node | None:
-    """Return the operator that the generated line of a node assigns."""
-    found = _ASSIGNED.findall(_exporter_note(proto, _TRACE))
-    return operators[int(found[-1])] if found and int(found[-1]) < len(operators) else None
-
-
-def _in_branch(protos: Iterable[onnx.NodeProto], branch: fx.GraphModule) -> list[fx.Node | None]:
-    """Return the operator of every node of a branch.
-
-    The exporter numbers the operators of one kind in order. Where it has as many of a kind as the branch, they match.
-    """
-    found = [_BRANCH_NODE.match(_exporter_note(proto, _FX_NODE)) for proto in protos]
-    keys = [None if m is None else (m[3], int(m[2] or 0)) for m in found]
-    known: dict[tuple[str, int], fx.Node] = {}
-    for kind in {key[0] for key in keys if key is not None}:
-        numbers = sorted({key[1] for key in keys if key is not None and key[0] == kind})
-        operators = [n for n in branch.graph.nodes if n.op == "call_function" and _stem(n) == kind]
-        if len(numbers) == len(operators):
-            known |= {(kind, number): operator for number, operator in zip(numbers, operators, strict=True)}
-    return [None if key is None else known.get(key) for key in keys]
+def _marked(proto: onnx.NodeProto, operators: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the operator whose mark a node has."""
+    found = _MARK.search(_exporter_note(proto, _TRACE))
+    return operators[int(found[1])] if found else None
 
 
 def _note(proto: onnx.NodeProto, notes: Mapping[str, str]) -> None:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import getitem
+from typing import cast
 
 import onnx
 import torch
 from onnx import helper
 from torch import fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 
-from fastcar_compile.codegen.onnx.names import function_origins, input_names
+from fastcar_compile.codegen.onnx.names import function_origins, input_names, mark
 from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.segment import Segment
+from fastcar_compile.ir.modules import graph_module
+from fastcar_compile.ir.query import output_nodes
 
 DOMAIN = "fastcar"
 """Of the functions."""
@@ -35,11 +47,9 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
     Raises:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
-    joined, inputs = _joined(parts)
-    examples = tuple(_example(node) for part in parts.values() for node in part.inputs)
-    exported = torch.export.export(joined, examples, strict=False)
+    exported, inputs = _joined(parts)
     with quiet_exporter():
-        proto = translate(exported)
+        proto = translate(exported, lambda: _traced(exported.graph_module))
     functions, first = [], 0
     for name, part in parts.items():
         outputs = [value.name for value in proto.graph.output[first : first + len(part.outputs)]]
@@ -51,25 +61,78 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
     return [*proto.functions, *functions]
 
 
-def _joined(parts: Mapping[str, Segment]) -> tuple[fx.GraphModule, dict[str, list[str]]]:
-    """Return one graph that calls every segment on inputs of its own, and the names of these inputs by segment."""
-    graph = fx.Graph()
-    modules: dict[str, fx.GraphModule] = {name: part.copy() for name, part in parts.items()}
-    inputs: dict[str, list[str]] = {}
-    for name in modules:
-        inputs[name] = [f"{name}_{readable}" for readable in input_names(parts[name])]
+def _joined(parts: Mapping[str, Segment]) -> tuple[ExportedProgram, dict[str, list[str]]]:
+    """Return one program of every segment, on inputs of its own, and the names of these inputs by segment.
+
+    The segments' values are known, so nothing has to be traced.
+    """
+    graph, root = fx.Graph(), torch.nn.Module()
+    inputs = {name: [f"{name}_{readable}" for readable in input_names(part)] for name, part in parts.items()}
     places = {name: [graph.placeholder(i) for i in names] for name, names in inputs.items()}
-    calls = {name: graph.call_module(name, tuple(places[name])) for name in modules}
-    counts = {name: len(part.outputs) for name, part in parts.items()}
-    graph.output(tuple(graph.call_function(getitem, (calls[name], i)) for name in modules for i in range(counts[name])))
-    return fx.GraphModule(torch.nn.ModuleDict(modules), graph), inputs
+    results: list[fx.Node] = []
+    for name, part in parts.items():
+        for place, node in zip(places[name], part.inputs, strict=True):
+            place.meta["val"] = _stored(node)
+        results += _inline(graph, root, part.copy(), places[name], name)
+    graph.output(tuple(results))
+    arguments = tuple(n for names in places.values() for n in names)
+    signature = ExportGraphSignature(
+        [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in arguments],
+        [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results],
+    )
+    return ExportedProgram(graph_module(root, graph), graph, signature, {}, {}, []), inputs
 
 
-def _example(node: fx.Node) -> torch.Tensor:
-    """Return zeros that nothing writes to, so that they take no memory: the export reads shape and dtype only."""
-    val = node.meta["val"]
-    dtype = torch.uint8 if node.op == "get_attr" and val.dtype == torch.int8 else val.dtype
-    return torch.zeros(tuple(val.shape), dtype=dtype)
+def _traced(module: fx.GraphModule) -> ExportedProgram:
+    """Return the graph as torch.export traces it, on zeros that nothing writes to, so that they take no memory."""
+    values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    examples = tuple(torch.zeros(tuple(v.shape), dtype=v.dtype) for v in values)
+    return torch.export.export(module, examples, strict=False)
+
+
+def _inline(
+    graph: fx.Graph, root: torch.nn.Module, module: fx.GraphModule, places: Sequence[fx.Node], prefix: str
+) -> Sequence[fx.Node]:
+    """Add a segment's nodes and its branches to a graph; return the segment's results."""
+    values = dict(zip(module.graph.find_nodes(op="placeholder"), places, strict=True))
+    for node in module.graph.find_nodes(op="get_attr"):
+        target = f"{prefix}_{node.target}"
+        root.add_module(target, _branch(module.get_submodule(str(node.target))))
+        values[node] = graph.get_attr(target)
+    operators = [n for n in module.graph.nodes if n.op == "call_function"]
+    for i, node in enumerate(operators):
+        values[node] = _operator(graph, node, values, i)
+    return [values[n] for n in output_nodes(module.graph)]
+
+
+def _branch(module: torch.nn.Module) -> fx.GraphModule:
+    """Return a branch with marked operators."""
+    assert isinstance(module, fx.GraphModule)
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i, node in enumerate(module.graph.nodes):
+        if node.op == "placeholder":
+            values[node] = graph.placeholder(node.name)
+            values[node].meta["val"] = node.meta["val"]
+        elif node.op == "call_function":
+            values[node] = _operator(graph, node, values, i)
+    graph.output(tuple(values[n] for n in output_nodes(module.graph)))
+    return graph_module(torch.nn.Module(), graph)
+
+
+def _operator(graph: fx.Graph, node: fx.Node, values: Mapping[fx.Node, fx.Node], place: int) -> fx.Node:
+    """Add an operator, named after what it does and marked with its place."""
+    target = cast("OpOverload | Callable[..., object]", node.target)
+    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else target.__name__
+    args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+    made = graph.create_node("call_function", target, args, kwargs, name=name)
+    made.meta = {"val": node.meta["val"], "nn_module_stack": {}, **mark(place)}
+    return made
+
+
+def _stored(node: fx.Node) -> torch.Tensor:
+    """Return the value of an input as the model has it: an int8 parameter is uint8 there."""
+    value = node.meta["val"]
+    return value.to(torch.uint8) if node.op == "get_attr" and value.dtype == torch.int8 else value
 
 
 def _function(proto: onnx.ModelProto, name: str, inputs: list[str], outputs: list[str]) -> onnx.FunctionProto:

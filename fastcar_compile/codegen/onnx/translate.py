@@ -1,14 +1,16 @@
 """Translation of a captured graph to ONNX: what `torch.onnx.export` does, without what our graphs do not need.
 
-- Its table of translations is made once per process, not for each model. onnxscript parses every function of the table
-  for fields that the table does not keep; that is left out.
+- Its table of translations has those that the graph needs. onnxscript parses every function of the table for fields
+  that the table does not keep; that is left out.
 - Operators without a translation are decomposed, which traces the graph again. A graph without them is not traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import getitem
+from typing import Any, cast
 
 import onnx
 import torch
@@ -20,8 +22,12 @@ from torch.onnx._internal.exporter import _registration as exporter
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
 from fastcar_compile.codegen.onnx.ops import translation_table
+from fastcar_compile.codegen.onnx.optimize import optimize
 
 aten = torch.ops.aten
+Operator = Callable[..., Any]
+"""An ATen operator, or a function of Python."""
+
 OPSET = 18
 
 _LIBRARY = ops.__name__
@@ -32,24 +38,32 @@ _BUILT_IN = (getitem, torch.ops.higher_order.cond)
 """Translated by the exporter itself."""
 
 
-def translate(exported: ExportedProgram) -> onnx.ModelProto:
+def translate(exported: ExportedProgram, traced: Callable[[], ExportedProgram] | None = None) -> onnx.ModelProto:
     """Return the optimised ONNX model of a captured graph.
+
+    Args:
+        exported: the graph. traced: returns it as torch.export traces it, which decompositions need; None: it is that.
 
     Raises:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
-    table = translations()
     _fx_passes.remove_assertion_nodes(exported.graph_module)
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for graph in graphs:
         _plain_casts(graph)
-    targets = {n.target for graph in graphs for n in graph.nodes if n.op == "call_function"}
-    if not all(target in _BUILT_IN or table.is_registered(target) for target in targets):
-        return _core.export(exported, registry=table, opset_version=OPSET, verbose=False).model_proto
+    if not _targets(graphs) <= _translated():
+        whole = exported if traced is None else traced()
+        return _core.export(whole, registry=translations(), opset_version=OPSET, verbose=False).model_proto
     _fx_passes.insert_type_promotion_nodes(exported.graph_module)
+    table = translations(_targets(graphs))
     program = _core._exported_program_to_onnx_program(exported, registry=table)
-    program.optimize()
+    optimize(program.model)
     return program.model_proto
+
+
+def _targets(graphs: Sequence[fx.Graph]) -> frozenset[Operator]:
+    nodes = (n for graph in graphs for n in graph.nodes if n.op == "call_function")
+    return frozenset(cast(Operator, n.target) for n in nodes)
 
 
 def _plain_casts(graph: fx.Graph) -> None:
@@ -70,21 +84,40 @@ def _plain_casts(graph: fx.Graph) -> None:
 
 
 @cache
-def translations() -> exporter.ONNXRegistry:
-    """Return the translations of ATen operators, as `ONNXRegistry.from_torchlib` has them, and of `fastcar::` ones."""
+def translations(targets: frozenset[Operator] | None = None) -> exporter.ONNXRegistry:
+    """Return the translations of ATen operators, as `ONNXRegistry.from_torchlib` has them, and of `fastcar::` ones.
+
+    Args:
+        targets: of these operators only; None: of all. For each, the exporter reads its translation's signature.
+    """
     table = exporter.ONNXRegistry()
     table._opset_version = OPSET
     for found in _torchlib_registry.get_torchlib_ops():
         table._register(found.fx_target, found)
-    for name, functions in registration.default_registry.items():
-        target = None if name.startswith("internal::") else exporter._get_overload(name)
-        if target is None:
+    for name, target in _known().items():
+        if targets is not None and target not in targets:
             continue
+        functions = registration.default_registry[name]
         for function in functions.overloads:
             table._register(target, exporter.OnnxDecompMeta(function, target, None))
         for function in functions.complex:
             table._register(target, exporter.OnnxDecompMeta(function, target, None, is_complex=True))
     table._cleanup_registry_based_on_opset_version()
     for operator, definition in translation_table().items():
-        table.register_op(operator, definition)
+        if targets is None or operator in targets:
+            table.register_op(operator, definition)
     return table
+
+
+@cache
+def _known() -> dict[str, Operator]:
+    """Return the operators that onnxscript translates, by its own names."""
+    names = (name for name in registration.default_registry if not name.startswith("internal::"))
+    return {name: target for name in names if (target := exporter._get_overload(name)) is not None}
+
+
+@cache
+def _translated() -> frozenset[Operator]:
+    """Return the operators that have a translation, or that the exporter translates itself."""
+    own = {found.fx_target for found in _torchlib_registry.get_torchlib_ops() if found.opset_introduced <= OPSET}
+    return frozenset({*_BUILT_IN, *own, *_known().values(), *translation_table()})

@@ -1,8 +1,9 @@
 """How kernels are made: each one once, by a parser that reads a source once.
 
 TVM's own parser compiles a Python expression for each name, call and subscript, parses an inlined function anew for
-each of its calls, and asks for all frames of the stack with their source lines: two thirds of its time. Here calls and
-subscripts of known values are simply made, and trees of sources are kept. What is built is the same.
+each of its calls, notes where each expression stands, and asks for all frames of the stack with their source lines:
+most of its time. Here calls and subscripts of known values are simply made, and trees of sources are kept. What is
+built is the same but for the places of expressions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, lru_cache, wraps
 from threading import RLock
@@ -30,6 +31,8 @@ from tvm.tirx.script.parser.entry import TIRMacro
 P = ParamSpec("P")
 KEPT = 256
 """Kernels kept of each kind, more than any model has."""
+
+_NOWHERE = nullcontext()
 
 _PARSING = RLock()
 """Held while a kernel is made: kernels share trees, in which the parser marks what it is at."""
@@ -119,12 +122,21 @@ class _Inlined(TIRMacro):
 
 
 class _Parser(Parser):
-    """Evaluates expressions with `_Evaluator`."""
+    """Evaluates expressions with `_Evaluator`. Nothing reads where an expression stood, so it is not noted."""
+
+    def with_source_span(self, node: Any) -> Any:
+        """Do without a source range for what is made inside; an error still names its statement."""
+        del node
+        return _NOWHERE
+
+    def annotate_current_source_span(self, value: Any) -> Any:
+        """Return the value as it is."""
+        return value
 
     def eval_expr(self, node: Any, extra_vars: dict[str, Any] | None = None) -> Any:
         """Return the value of an expression."""
         values = {**self.var_table.get(), **(extra_vars or {}), ScriptMacro.parser_object_name: self}
-        return self.annotate_current_source_span(_Evaluator(self, values).value(node))
+        return _Evaluator(self, values).value(node)
 
 
 class _Evaluator(ExprEvaluator):

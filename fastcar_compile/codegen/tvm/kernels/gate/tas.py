@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import rounded
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
@@ -118,7 +118,7 @@ def tas(
     heads = _Heads(query, cache, dtype, isa)
     width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, hq), heads.sum_heads()
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
@@ -157,7 +157,7 @@ def tas_heads(
     heads = _Heads(query, cache, dtype, isa)
     width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, 1), heads.sum_heads()
 
-    @T.prim_func(private=True, s_tir=True)
+    @script.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((b, hkv, s, width), dtype),
