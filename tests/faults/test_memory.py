@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fastcar_compile import memory
 from fastcar_compile.artifact.sections import State, StateRole
 from fastcar_compile.cli.common import ExitCode, report_error
 from fastcar_compile.errors import BackendError, UserError
-from fastcar_compile.memory import available_memory, require_memory
+from fastcar_compile.memory import available_memory, collector_paused, require_memory
 from fastcar_compile.runtime import state as state_module
 from fastcar_compile.runtime.state import StateArena
 
@@ -65,3 +66,17 @@ def test_the_state_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="takes 2,097,152 bytes when its caches are full, and 1,048,576 are avail"):
         StateArena([state(512)])
     StateArena([state(256)])
+
+
+def test_the_collector_is_as_it_was_after_a_build_that_fails() -> None:
+    @collector_paused()
+    def build() -> None:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise UserError("a build that fails")
+
+    assert gc.isenabled()
+    with pytest.raises(UserError, match="that fails"):
+        build()
+    assert gc.isenabled()
