@@ -167,3 +167,5 @@ def test_headless_decoder(tmp_path: Path) -> None:
         model, "cpu", tokens_per_frame=8, output=tmp_path / "a", replay=fc.ReplayConfig(threshold=1e9)
     )
     torch.testing.assert_close(decode(artifact.session("cpu"), embeddings, 4), expected[:, 3:], atol=1e-4, rtol=0)
+    with pytest.raises(fc.InputError, match="a headless decoder has no tokens to generate"):
+        fc.TransformersDecoder(artifact.session("cpu"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError
-from fastcar_compile.runtime.session import Session
 
 PROMPT = torch.tensor([[4, 9, 2], [7, 7, 1]])
 NEW = 12
@@ -162,12 +160,6 @@ def test_what_a_session_cannot_do_is_refused_by_name(
     with pytest.raises(InputError) as refusal:
         decoder.generate(PROMPT, **{"max_new_tokens": 4, "do_sample": False, **options})
     assert text in str(refusal.value)
-
-
-def test_a_headless_session_is_refused() -> None:
-    session = cast("Session", SimpleNamespace(config=SimpleNamespace(takes_embeddings=True)))
-    with pytest.raises(InputError, match="a headless decoder has no tokens"):
-        fc.TransformersDecoder(session)
 
 
 def test_numpy_prompts_stay_numpy(decoder: fc.TransformersDecoder) -> None:

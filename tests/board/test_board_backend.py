@@ -86,7 +86,8 @@ def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Art
     fake = pyxrt(foreign_artifact)
     decisions = assert_same_logits(foreign_artifact)
     (compute,) = accelerator_of(foreign_artifact).kernels
-    _table, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
+    _table, prompt, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
+    assert prompt[compute.index("index_register")] == 15  # a prompt of one token is a dense decode step
     registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
     assert [scalars[compute.index("index_register")] for scalars in runs] == [r for r in registers if r]
 
