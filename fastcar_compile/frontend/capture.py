@@ -22,6 +22,7 @@ from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import REASONS, import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.module_names import check_module_names
 from fastcar_compile.frontend.randomness import check_deterministic
 from fastcar_compile.frontend.structures import check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
@@ -56,6 +57,7 @@ def capture(
         model, lazy = model.model(), LazyWeights(model)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
+        check_module_names(model)
     if isinstance(model, ExportedProgram):
         check_exported(model)
         graph = import_exported(model)

@@ -7,6 +7,7 @@ from torch import SymInt, Tensor
 from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.module_names import check_paths
 
 TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
 _MEND_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
@@ -20,6 +21,7 @@ def check_exported(exported: ExportedProgram) -> None:
     """
     problems = [CompileError(t, where="inputs of the exported program", hint=_MEND_SHAPE) for t in _shapes(exported)]
     tensors = {**exported.state_dict, **exported.constants}
+    check_paths(tensors)
     other = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)}
     if other:
         dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in other.values()})

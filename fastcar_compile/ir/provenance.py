@@ -15,15 +15,20 @@ ORIGIN_KEYS = ("nn_module_stack", "stack_trace", "source", "module")
 def source_of(node: fx.Node) -> str:
     """Return `file:line` of the innermost frame outside torch, without machine-specific folders; "" if unknown."""
     if node.meta.get("source"):
-        return str(node.meta["source"])
+        return _text(node.meta["source"])
     for line in reversed(str(node.meta.get("stack_trace") or "").splitlines()):
         text = line.strip()
         if text.startswith('File "'):
             path, _, rest = text[6:].partition('", line ')
             if "/torch/" in path:
                 continue
-            return f"{importable_path(path)}:{rest.split(',')[0]}"
+            return _text(f"{importable_path(path)}:{rest.split(',')[0]}")
     return ""
+
+
+def _text(found: object) -> str:
+    """Return a text that UTF-8 can write: the name of a file, or of a module, may have halves of pairs in it."""
+    return str(found).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def importable_path(path: str) -> str:
@@ -37,9 +42,9 @@ def importable_path(path: str) -> str:
 def module_path_of(node: fx.Node) -> str:
     """Return the dotted path of the innermost nn.Module that made this node; "" if unknown."""
     if node.meta.get("module"):
-        return str(node.meta["module"])
+        return _text(node.meta["module"])
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return list(stack.values())[-1][0] if stack else ""
+    return _text(list(stack.values())[-1][0]) if stack else ""
 
 
 def where(node: fx.Node) -> str:

@@ -11,6 +11,8 @@ from fastcar_compile.checked import checked
 from fastcar_compile.errors import TargetError
 
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:\[\]\-]{0,99}$")]
+"""What stands in generated configurations, in a compiler's name or in its options."""
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -30,7 +32,7 @@ class Connection(_Frozen):
         controller: the port of the memory controller behind it; connections with the same one share its bandwidth.
     """
 
-    tag: Text
+    tag: Word
     controller: Text
 
 
@@ -123,8 +125,8 @@ class Host(_Frozen):
         cores: cores the runtime may use; 0 is "as many as there are".
     """
 
-    triple: Text
-    cpu: Text
+    triple: Word
+    cpu: Word
     cores: Count
     source: Text
 
@@ -149,7 +151,7 @@ class Target(_Frozen):
     name: Text
     description: Text
     kind: Literal["fpga", "cpu"]
-    part: Text | None = None
+    part: Word | None = None
     estimate_only: Text | None = None
     host: Host
     fabric: Fabric | None = None

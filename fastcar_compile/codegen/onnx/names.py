@@ -23,7 +23,7 @@ from fastcar_compile.ir.provenance import module_path_of, source_of
 
 _TRACE = "pkg.torch.onnx.stack_trace"
 _MARK = re.compile(r"operator (\d+)")
-_NO_IDENTIFIER = re.compile(r"\W+")
+_NO_IDENTIFIER = re.compile(r"\W+", re.ASCII)
 
 MODEL = "the model"
 """Made by: an operator that no pass made."""

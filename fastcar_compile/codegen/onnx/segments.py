@@ -68,7 +68,9 @@ def _joined(parts: Mapping[str, Segment]) -> tuple[ExportedProgram, dict[str, li
     """
     graph, root = fx.Graph(), torch.nn.Module()
     inputs = {name: [f"{name}_{readable}" for readable in input_names(part)] for name, part in parts.items()}
+    # fx may name an input in another way than asked for: without capital letters, for one.
     places = {name: [graph.placeholder(i) for i in names] for name, names in inputs.items()}
+    inputs = {name: [place.name for place in made] for name, made in places.items()}
     results: list[fx.Node] = []
     for name, part in parts.items():
         for place, node in zip(places[name], part.inputs, strict=True):
