@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel, ConfigDict
 
+from fastcar_compile.checked import checked
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable
 from fastcar_compile.errors import BackendError
 from fastcar_compile.parallel import usable_cores
@@ -51,6 +52,7 @@ the shipped example takes 10 MB while it is built, and a test run a few GB."""
 GB = 1e9
 
 
+@checked()
 class Check(BaseModel):
     """One thing that was looked at.
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -101,12 +101,21 @@ class InternalError(FastcarError):
     """A defect of fastcar_compile: an invariant of the compiler does not hold."""
 
 
+def shown(value: Any) -> str:
+    """Return a value as an error repeats it: short, and none of a large array."""
+    if isinstance(value, bool | float | str | bytes | None):
+        return f"{value!r:.80}"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**18 else "a number of many digits"
+    return f"a {type(value).__name__}"
+
+
 def describe_validation(error: ValidationError) -> list[str]:
     """Return one text per field that pydantic refused, as `field.path: reason`."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"]) or "(whole)"
         message = item["msg"].removeprefix("Value error, ")
-        given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+        given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
         lines.append(f"{field}: {message}{given}")
     return lines

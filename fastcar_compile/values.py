@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile import limits
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.errors import InputError, UserError, shown
 
 
 def plain(value: Any) -> Any:
@@ -27,15 +27,6 @@ def plain(value: Any) -> Any:
         return value.item()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise InputError(f"a {type(value).__name__} has no value to read", hint="give a number") from error
-
-
-def shown(value: Any) -> str:
-    """Return a value as an error repeats it: short, and none of a large array."""
-    if isinstance(value, bool | float | str | bytes | None):
-        return f"{value!r:.80}"
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**18 else "a number of many digits"
-    return f"a {type(value).__name__}"
 
 
 def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: type[UserError] = InputError) -> int:

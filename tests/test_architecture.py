@@ -27,6 +27,7 @@ LIGHT = (
         "strict_json",
         "outputs",
         "values",
+        "checked",
         "array_files",
         "undo",
         "processes",

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
+from fastcar_compile.checked import checked
 from fastcar_compile.config import Threshold, describe_validation
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.outputs import os_errors
@@ -18,6 +19,7 @@ from fastcar_compile.values import path_of
 _HINT = "give a file that `fastcar calibrate` wrote"
 
 
+@checked()
 class Thresholds(BaseModel):
     """Calibrated thresholds of one decoder and gate.
 

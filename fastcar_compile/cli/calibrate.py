@@ -11,8 +11,8 @@ from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Thresholds
@@ -25,13 +25,17 @@ def calibrate_command(
     target_replay: Annotated[float | None, typer.Option(help="Least share of the forwards t >= F that replay.")] = None,
     max_nll_increase: Annotated[float | None, typer.Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file."), Writes("thresholds")
+    ] = None,
     store: Annotated[bool, typer.Option("--store", help="Keep them in the artifact, for every later session.")] = False,
     drop_signature: Annotated[
         bool, typer.Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
     ] = False,
     journal: Annotated[
-        Path | None, typer.Option(help="Keeps the measurements; an interrupted calibration goes on from it.")
+        Path | None,
+        typer.Option(help="Keeps the measurements; an interrupted calibration goes on from it."),
+        Writes("journal"),
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -45,8 +49,6 @@ def calibrate_command(
         raise UserError(
             what, where=str(artifact), hint="give --output FILE instead, or --drop-signature and sign again"
         )
-    check_writable(output, "thresholds")
-    check_writable(journal, "journal")
     tokens = read_tokens(videos, "video file", dims=(2,))
     with stages(as_json, "calibrate") as show:
         show("checking the files")

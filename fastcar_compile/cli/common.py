@@ -15,6 +15,7 @@ import typer
 
 from fastcar_compile.cli import INTERRUPTED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
+from fastcar_compile.cli.places import check_places, path_options
 from fastcar_compile.errors import FastcarError, UserError
 
 if TYPE_CHECKING:
@@ -92,12 +93,15 @@ def _print_labelled(label: str, style: str, text: str, console: Console | None =
 def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
     """Turn a function that returns an ExitCode into a typer command that reports every error in one form.
 
-    The function must have a parameter `as_json`.
+    The function must have a parameter `as_json`. Its paths are checked first: see `fastcar_compile.cli.places`.
     """
+
+    options = functools.cache(lambda: path_options(function))
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            check_places(options(), kwargs)
             code = function(*args, **kwargs)
         except typer.Exit:
             raise

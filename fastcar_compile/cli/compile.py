@@ -10,6 +10,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_heads, parse_thresholds
 from fastcar_compile.cli.output import count_text, print_json, print_text, size_text
+from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
 
@@ -41,9 +42,13 @@ def kv_names() -> list[str]:
 @command
 def compile_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the artifact.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the artifact."), Writes("artifact", replaced=True)
+    ] = None,
     target: Annotated[
-        str, typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=target_names)
+        str,
+        typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=target_names),
+        MayRead(),
     ] = "zcu102",
     tokens_per_frame: Annotated[
         int | None, typer.Option(help="Tokens of one frame; default: the model's config.")

@@ -11,9 +11,9 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import count_text, print_fields, print_json, print_text
+from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -30,7 +30,9 @@ def estimate_command(
     artifact: Annotated[Path | None, typer.Argument(help="Folder of an artifact; or give --shape.")] = None,
     shape: Annotated[str | None, typer.Option(help="A decoder by name, without weights, e.g. llama2-7b.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Board; default: the artifact's, or zcu102.", autocompletion=target_names)
+        str | None,
+        typer.Option(help="Board; default: the artifact's, or zcu102.", autocompletion=target_names),
+        MayRead(),
     ] = None,
     quant: Annotated[str | None, typer.Option(help="w8a8 or w4a8; default: the artifact's, or w8a8.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Positions that attention reads.")] = None,
@@ -48,7 +50,9 @@ def estimate_command(
             "--what-if", help="Predict also what is not emitted (attention in the fabric) or does not fit the memory."
         ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the time line of one token into this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the time line of one token into this file."), Writes("plot")
+    ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Predict speed, energy and resources on a board.
@@ -63,7 +67,6 @@ def estimate_command(
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    check_writable(plot, "plot")
     work, board, design = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}

@@ -11,8 +11,9 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_heads, read_tokens
 from fastcar_compile.cli.output import Column, print_json, print_table
+from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable, os_errors
+from fastcar_compile.outputs import os_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,19 +39,29 @@ def evaluate_command(
     ratios: Annotated[str, typer.Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
     calibrations: Annotated[str, typer.Option(help="Separated by commas.")] = "calibrated,uniform,random",
     cases: Annotated[Path | None, typer.Option(help="File of --save-cases: these instead of a calibration.")] = None,
-    save_cases: Annotated[Path | None, typer.Option(help="Write the cases, with their thresholds.")] = None,
+    save_cases: Annotated[
+        Path | None, typer.Option(help="Write the cases, with their thresholds."), Writes("cases")
+    ] = None,
     sparse_attention: Annotated[
         str, typer.Option(help='"none" and "window/sinks", separated by commas: every case with each of these.')
     ] = "none",
     detokenize: Annotated[
-        str | None, typer.Option(help="module:function or file.py:function, for PSNR, SSIM and pictures.")
+        str | None, typer.Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
     ] = None,
     tokens_per_frame: Annotated[int | None, typer.Option(help="Default: the decoder's config.")] = None,
     quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none or w8a8.")] = "none",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
-    journal: Annotated[Path | None, typer.Option(help="Folder that keeps every measurement; goes on from it.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for the pictures.")] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps every measurement; goes on from it."),
+        Writes("journal", folder=True),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file."), Writes()
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for the pictures."), Writes("pictures", folder=True)
+    ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Measure replay against the dense decoder."""
@@ -65,10 +76,6 @@ def evaluate_command(
     held_out = read_tokens(videos, "video file", dims=(2,))
     choosing = None if calibration_videos is None else read_tokens(calibration_videos, "video file", dims=(2,))
     wanted = parse_ratios(ratios)
-    check_writable(output)
-    check_writable(save_cases, "cases")
-    check_writable(plots, "pictures", folder=True)
-    check_writable(journal, "journal", folder=True)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
     with stages(as_json, "evaluate") as show:

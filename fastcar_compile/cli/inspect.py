@@ -21,8 +21,8 @@ from fastcar_compile.cli.output import (
     short_digest,
     size_text,
 )
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
@@ -39,7 +39,7 @@ def inspect_command(
     layer: Annotated[int | None, typer.Option(help="With --explain: only this layer.")] = None,
     node: Annotated[str | None, typer.Option(help="With --explain: only this node.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write all of it as one self-contained page into this file.")
+        Path | None, typer.Option(help="Write all of it as one self-contained page into this file."), Writes("page")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="With --html: recorded decisions (.npy of `fastcar run --trace`).")
@@ -59,7 +59,6 @@ def inspect_command(
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     if trace is not None and html is None:
         raise UserError("--trace is for the page of --html", hint="add --html FILE")
-    check_writable(html, "page")
     with stages(as_json, "inspect") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))

@@ -11,8 +11,8 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.output import Column, print_json, print_table, print_text, visible
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,9 @@ def opt_command(
         str, typer.Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
     ] = "",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the result: *.json as a graph file, else the listing.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write the result: *.json as a graph file, else the listing."),
+        Writes("result"),
     ] = None,
     verify_each: Annotated[
         bool, typer.Option(help="Verify the program after every pass, not after the last only.")
@@ -56,7 +58,6 @@ def opt_command(
         return ExitCode.OK
     if path is None:
         raise UserError("no graph is given", hint="give a graph file or an artifact's folder, or --list-passes")
-    check_writable(output, "result")
     with stages(as_json, "opt") as show:
         show("reading the graph")
         program = read_program(path, graph)

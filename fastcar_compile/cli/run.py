@@ -12,9 +12,10 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_context, read_tokens, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable, os_errors
+from fastcar_compile.outputs import os_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,8 +75,12 @@ def run_command(
     context: Annotated[Path | None, typer.Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
     context_mask: Annotated[Path | None, typer.Option(help="Its tokens that are seen: bool [B, L].")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the replay decisions to this .npy file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file."), Writes()
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the replay decisions to this .npy file."), Writes("trace")
+    ] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
@@ -93,8 +98,6 @@ def run_command(
     _check_suffixes(output=output, trace=trace)
     if context_mask is not None and context is None:
         raise UserError("--context-mask is given without --context", hint="give both, or none of them")
-    check_writable(output)
-    check_writable(trace, "trace")
     ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
     limits = None if threshold is None else parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)

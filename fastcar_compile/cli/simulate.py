@@ -10,7 +10,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
-from fastcar_compile.outputs import check_writable
+from fastcar_compile.cli.places import Writes
 
 if TYPE_CHECKING:
     from fastcar_compile.simulation.simulate import Simulation
@@ -33,9 +33,13 @@ def simulate_command(
         bool, typer.Option("--pairs", help="Rows b and b + B / 2 are guidance pairs and replay together.")
     ] = False,
     static: Annotated[bool, typer.Option("--static", help="Map row b to core b mod C, to compare with DRS.")] = False,
-    time_line: Annotated[Path | None, typer.Option(help="Write the step in Chrome's trace format here.")] = None,
+    time_line: Annotated[
+        Path | None, typer.Option(help="Write the step in Chrome's trace format here."), Writes("time line")
+    ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write report.html with pictures of DRS into this folder.")
+        Path | None,
+        typer.Option(help="Write report.html with pictures of DRS into this folder."),
+        Writes("report", folder=True),
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -51,8 +55,6 @@ def simulate_command(
 
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     require_one([("--correlated", correlated), ("--pairs", pairs)])
-    check_writable(time_line, "time line")
-    check_writable(report, "report", folder=True)
     with stages(as_json, "simulate") as show:
         show("running the processes of every call")
         result = simulate(

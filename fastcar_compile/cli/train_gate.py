@@ -11,8 +11,8 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.evaluate import read_module
 from fastcar_compile.cli.options import existing, read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 
 if TYPE_CHECKING:
     from fastcar_compile import TrainedGate
@@ -28,7 +28,9 @@ Batch = Annotated[int, typer.Option(help="Videos per step.")]
 Seed = Annotated[int, typer.Option(help="Of first weights, order of videos and noise.")]
 TokensPerFrame = Annotated[int | None, typer.Option(help="Default: the decoder's config.")]
 Prompt = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
-Checkpoint = Annotated[Path | None, typer.Option(help="An interrupted training goes on from this file.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="An interrupted training goes on from this file."), Writes("checkpoint")
+]
 
 
 @command
@@ -36,7 +38,9 @@ def train_gate_command(
     decoder: Decoder,
     videos: Videos,
     target_replay: Target,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the gate to this .safetensors file.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the gate to this .safetensors file."), Writes("gate")
+    ],
     gate: Gate = "learned",
     start: Start = None,
     units: Units = 16,
@@ -52,8 +56,6 @@ def train_gate_command(
     import fastcar_compile as fc
 
     not_compiled(decoder)
-    check_writable(output, "gate")
-    check_writable(checkpoint, "checkpoint")
     tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "train-gate") as show:
         show("reading the decoder")

@@ -11,6 +11,7 @@ import typer
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.evaluate import read_module
 from fastcar_compile.cli.options import read_tokens
+from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.train_gate import (
     Batch,
     Checkpoint,
@@ -29,7 +30,6 @@ from fastcar_compile.cli.train_gate import (
     show_gate,
 )
 from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import check_writable
 from fastcar_compile.undo import scratch_folder
 
 
@@ -39,7 +39,9 @@ def tune_decoder_command(
     videos: Videos,
     target_replay: Target,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="New folder: the decoder in model/, the gate in gate.safetensors.")
+        Path,
+        typer.Option("--output", "-o", help="New folder: the decoder in model/, the gate in gate.safetensors."),
+        Writes(folder=True),
     ],
     rate: Annotated[float, typer.Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
     gate: Gate = "learned",
@@ -62,8 +64,6 @@ def tune_decoder_command(
     not_compiled(decoder)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
-    check_writable(output, folder=True)
-    check_writable(checkpoint, "checkpoint")
     tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
     with stages(as_json, "tune-decoder") as show:
         show("reading the decoder")

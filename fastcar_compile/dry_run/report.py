@@ -10,6 +10,7 @@ from pydantic import Field, field_serializer
 from fastcar_compile.artifact.sections import DecoderConfig, LayerPart, State
 from fastcar_compile.artifact.sections.accelerator import ControllerPart, DesignPart, ExplorationPart
 from fastcar_compile.artifact.sections.base import Part
+from fastcar_compile.checked import checked
 from fastcar_compile.config import CompileConfig
 
 
@@ -98,6 +99,7 @@ class Speed(Part):
     bound_by: str
 
 
+@checked()
 class DryRun(Part):
     """What `compile` would do, found without code generation; nothing is written.
 

@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.errors import CompileError, InputError, UserError
 from fastcar_compile.gates.weights import FORMAT, HINT, VERSION
+from fastcar_compile.outputs import os_errors
+from fastcar_compile.values import path_of
 
 __all__ = ["HINT", "read_gate_file", "replace_file", "write_gate_file"]
 
@@ -24,8 +26,9 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
     Raises:
         UserError: it cannot be read. CompileError: another format or version.
     """
+    file_path = path_of("the gate's file", path)
     try:
-        with cast("Any", safe_open(str(path), "pt")) as file:  # its stub has no types
+        with cast("Any", safe_open(str(file_path), "pt")) as file:  # its stub has no types
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
@@ -38,16 +41,35 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
 
 
 def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the file. A kill while writing leaves the old file."""
-    replace_file(Path(path), _ordered(save(dict(tensors), {"format": FORMAT, "version": VERSION, **metadata})))
+    """Write the file. A kill while writing leaves the old file.
+
+    Raises:
+        InputError: a tensor without values, or no path. UserError: the file cannot be written.
+    """
+    file = path_of("the file", path)
+    try:
+        own = {name: tensor.detach().cpu().to_dense().contiguous().clone() for name, tensor in tensors.items()}
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        raise InputError(f"the gate's tensors cannot be written: {text}", where=str(file), hint=HINT) from error
+    replace_file(file, _ordered(save(own, {"format": FORMAT, "version": VERSION, **metadata})))
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
+    """Write the file whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with os_errors("the file cannot be written", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(path.name + ".part")
+        try:
+            scratch.write_bytes(data)
+            os.replace(scratch, path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
 
 
 def _ordered(data: bytes) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.checked import checked
 from fastcar_compile.errors import InputError
 from fastcar_compile.values import number, whole
 
@@ -28,6 +29,7 @@ def greedy(logits: Any) -> Any:
     return logits.argmax(-1)
 
 
+@checked()
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, with the meaning and in the order of Transformers' `generate`.

@@ -7,6 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from fastcar_compile.checked import checked
+from fastcar_compile.errors import TargetError
+
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -14,6 +17,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
+@checked(TargetError, "compare with the files in fastcar_compile/targets/")
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -25,7 +25,7 @@ from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer
 from fastcar_compile.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
-from fastcar_compile.values import check_function, check_kind, number, path_of, token_table, whole
+from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_table, whole
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -174,7 +174,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
 def _checked(options: Options) -> Options:
     """Return the options with Python's numbers."""
     if not isinstance(options.gate, str) or options.gate not in SCORERS:
-        raise InputError(f"gate {options.gate!r:.80} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
+        raise InputError(f"gate {shown(options.gate)} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
     target = number("target_replay", options.target)
     if not 0 < target < 1:
         raise InputError(f"target_replay is {target:g}", hint="give a share between 0 and 1")

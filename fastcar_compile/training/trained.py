@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from fastcar_compile import limits
+from fastcar_compile.checked import checked
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.gates.gate_file import HINT, read_gate_file, replace_file, write_gate_file
 from fastcar_compile.gates.weights import GateWeights
 from fastcar_compile.strict_json import parse_json
@@ -23,7 +26,8 @@ SAVE_EVERY = 10
 """Steps between two saved states of a training."""
 
 
-@dataclass(frozen=True, eq=False)
+@checked()
+@dataclass(frozen=True, eq=False, config=ConfigDict(arbitrary_types_allowed=True))
 class TrainedGate:
     """Trained gates of all layers of one decoder. Calibrate their thresholds afterwards.
 
@@ -94,8 +98,9 @@ class TrainedGate:
             thresholds = tuple(parse_json(metadata["thresholds"].encode(), constants=True))
             ordered = tuple(layers[i] for i in range(len(layers)))
             return cls(metadata["gate"], ordered, thresholds, inputs=metadata["inputs"], **numbers)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"the gate is malformed: {error!r:.300}", where=str(path), hint=HINT) from error
+        except (ValueError, KeyError, TypeError, InputError) as error:
+            text = error.what if isinstance(error, InputError) else repr(error)
+            raise UserError(f"the gate is malformed: {text:.300}", where=str(path), hint=HINT) from error
 
 
 _NUMBERS = ("target", "replay", "nll", "nll_dense", "price")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 from torch import nn
 
+from fastcar_compile.checked import checked
 from fastcar_compile.errors import InputError
 from fastcar_compile.training.train import Options, Say, Setup, begun, run
 from fastcar_compile.training.trained import TrainedGate
 from fastcar_compile.values import number
 
 
-@dataclass(frozen=True, eq=False)
+@checked()
+@dataclass(frozen=True, eq=False, config=ConfigDict(arbitrary_types_allowed=True))
 class TunedDecoder:
     """Result of `tune_decoder`.
 

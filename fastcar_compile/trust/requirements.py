@@ -15,7 +15,7 @@ from fastcar_compile.trust.policy import Policy
 from fastcar_compile.trust.report import SignatureReport
 from fastcar_compile.trust.signers import SIGNERS, KeySigner, Signer
 from fastcar_compile.trust.verification import check_signature
-from fastcar_compile.values import path_of
+from fastcar_compile.values import path_of, shown
 
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
 
@@ -47,9 +47,9 @@ class Requirements:
         Raises:
             InputError: no digest, a policy that cannot be read, or something else than a key or a signer.
         """
-        if digest is not None and not re.match(DIGEST_PATTERN, str(digest)):
+        if digest is not None and not _is_digest(digest):
             hint = "give what `fastcar compile` printed: sha256: and 64 hexadecimal digits"
-            raise InputError(f"{digest!r} is no digest of an artifact", where="digest", hint=hint)
+            raise InputError(f"{shown(digest)} is no digest of an artifact", where="digest", hint=hint)
         signer = None if require_signature is None else _signer(require_signature)
         return cls(digest, signer, None if policy is None else _policy(policy))
 
@@ -121,6 +121,10 @@ def _meet(policy: Policy, root: Path, digest: str, manifest: Manifest) -> Signat
     reasons = [f"its digest {digest} is none of the policy's {len(policy.digests)}"] if policy.digests else []
     text = "".join(f"\n    {reason}" for reason in [*reasons, *refused])
     raise SignatureError(f"the policy does not accept the artifact:{text}", where=str(root), hint=REFUSE)
+
+
+def _is_digest(given: object) -> bool:
+    return isinstance(given, str) and re.fullmatch(DIGEST_PATTERN, given) is not None
 
 
 def _policy(given: object) -> Policy:

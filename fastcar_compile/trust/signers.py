@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from fastcar_compile.errors import InputError, describe_validation
+from fastcar_compile.checked import checked
 
 
+@checked(hint="correct what is named; docs/tutorial/signing.md has examples")
 class Named(BaseModel):
     """Frozen, without unknown fields. A refused value raises InputError, which names every field at fault."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def __init__(self, /, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            lines = "; ".join(describe_validation(error))
-            hint = "correct what is named; docs/tutorial/signing.md has examples"
-            raise InputError(f"{type(self).__name__} is not valid: {lines}", hint=hint) from error
 
 
 class KeySigner(Named):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.dry_run.report import Memory
 from fastcar_compile.errors import UserError
 from fastcar_compile.runtime.backends.base import Stepper, StepResult
 from fastcar_compile.runtime.session import Session, open_session
@@ -28,6 +31,7 @@ HOSTILE: dict[str, Any] = {
     "zero": 0,
     "negative": -1,
     "huge": 10**30,
+    "of too many digits": 10**5000,
     "a fraction": 2.5,
     "NaN": math.nan,
     "infinite": math.inf,
@@ -117,28 +121,49 @@ THRESHOLDS: dict[str, Any] = {
     "goal": "x",
     "inputs": "y",
 }
+TRAINED: dict[str, Any] = {
+    "gate": "tas",
+    "layers": ({"heads": torch.ones(2)},),
+    "thresholds": (0.5,),
+    "target": 0.5,
+    "replay": 0.5,
+    "nll": 1.0,
+    "nll_dense": 1.0,
+    "price": 0.1,
+    "inputs": "y",
+}
 MODEL = nn.Linear(2, 2)
-TARGET = fc.load_target("cpu").model_dump()
+NO_MEMORY = Memory(weights=0, state={})
+OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32}
+CONSTRUCTED: dict[str, dict[str, Any]] = {
+    "Check": {"name": "g++", "severity": "ok", "message": "is there"},
+    "CompileConfig": OPTIONS,
+    "DryRun": {
+        "options": CompileConfig(**OPTIONS),
+        "target": "cpu",
+        "decoder": CONFIG,
+        "pipeline": "",
+        "layers": (),
+        "placements": (),
+        "fallbacks": (),
+        "problems": (),
+        "state": (),
+        "memory": NO_MEMORY,
+    },
+    "ReplayConfig": {},
+    "Sampling": {},
+    "SparseAttention": {"window": 2},
+    "Target": {name: getattr(fc.load_target("cpu"), name) for name in fc.Target.model_fields},
+    "Thresholds": THRESHOLDS,
+    "TrainedGate": TRAINED,
+    "TunedDecoder": {"model": MODEL, "gate": fc.TrainedGate(**TRAINED)},
+}
+"""Public model or dataclass -> fields that it accepts."""
 VIDEOS = np.ones((2, 9), np.int64)
 
 Call = Callable[[Any], object]
 CALLS: dict[str, dict[str, Call]] = {
     "Artifact": {"path": lambda v: fc.Artifact(v)},
-    "CompileConfig": {
-        name: (
-            lambda v, name=name: CompileConfig(**{"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32, name: v})
-        )
-        for name in CompileConfig.model_fields
-    },
-    "ReplayConfig": {
-        name: (lambda v, name=name: FC.ReplayConfig(**{name: v})) for name in fc.ReplayConfig.model_fields
-    },
-    "SparseAttention": {
-        name: (lambda v, name=name: fc.SparseAttention(**{name: v})) for name in fc.SparseAttention.model_fields
-    },
-    "Sampling": {
-        name: (lambda v, name=name: fc.Sampling(**{name: v})) for name in inspect.signature(fc.Sampling).parameters
-    },
     "Session": {
         "step": lambda v: after_prompt().step(v),
         "prefill": lambda v: session().prefill(v),
@@ -153,8 +178,8 @@ CALLS: dict[str, dict[str, Call]] = {
         "threads": lambda v: open_session(STORED, open_fake, threads=v),
     },
     "Thresholds": {
-        "load": lambda v: fc.Thresholds.load(v),
-        "save": lambda v: fc.Thresholds(**THRESHOLDS).save(v),
+        "load a file": lambda v: fc.Thresholds.load(v),
+        "save to a file": lambda v: fc.Thresholds(**THRESHOLDS).save(v),
     },
     "load": {
         "path": lambda v: fc.load(v),
@@ -210,28 +235,95 @@ CALLS: dict[str, dict[str, Call]] = {
         "policy": lambda v: fc.verify_signature("/nowhere", policy=v),
         "digest": lambda v: fc.verify_signature("/nowhere", digest=v),
     },
+    "TrainedGate": {
+        "load a file": lambda v: fc.TrainedGate.load(v),
+        "save to a file": lambda v: fc.TrainedGate(**TRAINED).save(v),
+        "save a tensor": lambda v: FC.TrainedGate(**TRAINED | {"layers": ({"heads": v},)}).save("gate.safetensors"),
+    },
     "TransformersDecoder": {"session": lambda v: fc.TransformersDecoder(v)},
 }
 """Public name -> argument -> the call with a hostile value for it."""
 
 FUNCTIONS = ("sample", "on_token", "progress", "backend")
-OTHERS: dict[str, str] = {
-    "available_targets": "takes nothing",
-    "doctor": "takes nothing",
-    "Check": "a result",
-    "DryRun": "a result",
-    "Target": "pydantic's own errors are load_target's",
-    "TrainedGate": "a result",
-    "TunedDecoder": "a result",
-}
+OTHERS: dict[str, str] = {"available_targets": "takes nothing", "doctor": "takes nothing"}
 """Public names that take no value of a user."""
+
+
+def constructed() -> dict[str, list[str]]:
+    """Every public model and dataclass, and its fields: found, not listed."""
+    classes = {name: getattr(fc, name) for name in fc.__all__ if isinstance(getattr(fc, name), type)}
+    fields = {name: list(kind.model_fields) for name, kind in classes.items() if issubclass(kind, BaseModel)}
+    made = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
+    return fields | {name: [field.name for field in dataclasses.fields(kind)] for name, kind in made.items()}
+
+
+def construct(name: str, field: str, value: Any) -> object:
+    return getattr(fc, name)(**{**CONSTRUCTED[name], field: value})
+
+
+FIELDS = [(name, field) for name, fields in constructed().items() for field in [*fields, "no such field"]]
 
 
 def test_every_public_name_is_driven() -> None:
     errors = {
         name for name in fc.__all__ if isinstance(getattr(fc, name), type) and issubclass(getattr(fc, name), Exception)
     }
-    assert sorted(fc.__all__) == sorted({*CALLS, *OTHERS, *errors})
+    assert sorted(fc.__all__) == sorted({*CALLS, *CONSTRUCTED, *OTHERS, *errors})
+    assert sorted(constructed()) == sorted(CONSTRUCTED)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_the_fields_that_are_driven_are_accepted(name: str) -> None:
+    getattr(fc, name)(**CONSTRUCTED[name])
+
+
+def raw_errors(call: Call, skip: Callable[[Any], bool]) -> dict[str, str]:
+    """What is neither accepted nor refused by name: hostile value -> the error."""
+    raw = dict[str, str]()
+    for what, value in HOSTILE.items():
+        if skip(value):
+            continue
+        try:
+            call(value)
+        except UserError as error:
+            if not error.hint and not any(problem.hint for problem in error.problems):
+                raw[what] = f"no hint: {error.what}"
+        except Exception as error:
+            raw[what] = f"{type(error).__name__}: {error}"
+    return raw
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_hostile_field_works_or_is_refused_by_name(name: str, field: str) -> None:
+    raw = raw_errors(lambda value: construct(name, field, value), lambda value: False)
+    assert not raw, "\n".join(f"{what}: {text[:200]}" for what, text in raw.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "kind", "text"),
+    [
+        ("Thresholds", "values", "abc", fc.InputError, "values: Input should be a valid tuple (given: 'abc')"),
+        ("Thresholds", "replay", math.nan, fc.InputError, "replay: Input should be a finite number (given: nan)"),
+        ("TrainedGate", "price", "abc", fc.InputError, "price: Input should be a valid number, unable to parse"),
+        ("TrainedGate", "layers", None, fc.InputError, "layers: Input should be a valid tuple (given: None)"),
+        ("TunedDecoder", "gate", 10**30, fc.InputError, "(given: a number of many digits)"),
+        ("Target", "kind", "gpu", fc.TargetError, "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
+        ("Target", "memories", (), fc.TargetError, "memories: Tuple should have at least 1 item after validation"),
+        ("Check", "severity", "bad", fc.InputError, "severity: Input should be 'ok', 'info', 'warning' or 'error'"),
+        ("DryRun", "layers", 3, fc.InputError, "layers: Input should be a valid tuple (given: 3)"),
+        ("CompileConfig", "batch_size", 0, fc.CompileError, "batch_size: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_refused_field_says_what_and_where(
+    name: str, field: str, value: Any, kind: type[UserError], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        construct(name, field, value)
+    assert text in caught.value.what
+    assert caught.value.what.startswith(f"{name} is not valid: ")
+    assert f"{name}.{field}" in caught.value.where
+    assert caught.value.hint
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -242,15 +334,6 @@ def test_a_hostile_value_works_or_is_refused_by_name(
     name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = dict[str, str]()
-    for what, value in HOSTILE.items():
-        if argument in FUNCTIONS and callable(value):
-            continue  # what a caller's own function raises is the caller's
-        try:
-            CALLS[name][argument](value)
-        except UserError as error:
-            if not error.hint and not any(problem.hint for problem in error.problems):
-                raw[what] = f"no hint: {error.what}"
-        except Exception as error:
-            raw[what] = f"{type(error).__name__}: {error}"
+    # What a caller's own function raises is the caller's.
+    raw = raw_errors(CALLS[name][argument], lambda value: argument in FUNCTIONS and callable(value))
     assert not raw, "\n".join(f"{what}: {text[:200]}" for what, text in raw.items())
