@@ -173,7 +173,8 @@ def is_shared(module: fx.GraphModule, node: fx.Node, source: fx.Node, query_head
     seen = evaluate(module, node, {source: label})
     if seen is None or seen.shape != (batch, query_heads, rows, dim):
         return False
-    return bool((seen.unflatten(1, (heads, -1)) == label[:, :, None]).all())
+    shape = (batch, heads, query_heads // heads, rows, dim)
+    return torch.equal(seen.reshape(shape), label[:, :, None].expand(shape))
 
 
 def same_graph(first: fx.GraphModule | None, second: fx.GraphModule | None) -> bool:
