@@ -46,15 +46,19 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"
 	touch $@
 
-# What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes.
+# What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,
+# so a copy gets the one that is installed. The environment has no pip, which a device does not need.
 EXTRAS ?=
 WHEEL   = $(wildcard dist/*.whl)
 sbom: $(STAMP)
 	@[ -f "$(WHEEL)" ] || { echo "dist/ needs one wheel: $(BIN)/python -m build --no-isolation" >&2; exit 1; }
 	rm -rf build/sbom
-	$(PYTHON) -m venv build/sbom
-	build/sbom/bin/python -m pip install --quiet "$(WHEEL)$(if $(EXTRAS),[$(EXTRAS)])"
-	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --of JSON \
+	$(PYTHON) -m venv --without-pip build/sbom
+	$(BIN)/python -m pip --python build/sbom/bin/python install --quiet "$(WHEEL)$(if $(EXTRAS),[$(EXTRAS)])"
+	version=$$(build/sbom/bin/python -c 'from importlib.metadata import version; print(version("fastcar_compile"))') && \
+	    sed "s/^dynamic = .*/version = \"$$version\"/" pyproject.toml >build/sbom/pyproject.toml
+	@grep -q '^version = "[0-9]' build/sbom/pyproject.toml
+	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject build/sbom/pyproject.toml --of JSON \
 	    -o "dist/sbom$(if $(EXTRAS),-$(EXTRAS)).cdx.json" build/sbom/bin/python
 
 # sdist, wheel, SBOM and their checksums, of a tagged commit.
