@@ -14,6 +14,7 @@ const plots = { fps: new Plot(at("fps-plot")), "token-ms": new Plot(at("token-ms
 let hello = null;
 let status = null;
 let played = false; // a first key starts the game, later ones do not end a pause
+let waiting = false; // the decoder reads frames, which takes a moment
 let noteTimer = 0;
 
 function state(name, title, hint) {
@@ -30,6 +31,11 @@ function note(text) {
   if (text) noteTimer = setTimeout(() => note(""), NOTE_MS);
 }
 
+function wait(text) {
+  note(text);
+  waiting = true;
+}
+
 function restart(seed) {
   const number = (id, least, most, otherwise) => {
     const value = at(id).valueAsNumber;
@@ -38,6 +44,7 @@ function restart(seed) {
     return kept;
   };
   if (seed !== undefined) at("seed").value = seed;
+  wait("The decoder reads the start.");
   connection.send("restart", {
     start: at("start").selectedIndex,
     seed: Math.round(number("seed", 0, Number.MAX_SAFE_INTEGER, 0)),
@@ -87,7 +94,8 @@ const connection = new Connection({
     showThreshold(message.threshold);
     showRecorded(message.recorded);
     showLegend();
-    if (message.note) note(message.note);
+    if (message.note || waiting) note(message.note);
+    waiting = false;
   },
 
   frame(message, body) {
@@ -200,7 +208,10 @@ at("threshold").addEventListener("input", () => {
   connection.send("threshold", { value: hello.levels[at("threshold").valueAsNumber] });
 });
 for (const input of document.querySelectorAll("[name=mode]")) {
-  input.addEventListener("change", () => connection.send("mode", { value: input.value }));
+  input.addEventListener("change", () => {
+    connection.send("mode", { value: input.value });
+    if (input.value === "both") wait("Both decoders read the last frames.");
+  });
 }
 document.addEventListener("visibilitychange", () => {
   connection.send("visible", { value: !document.hidden });
