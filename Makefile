@@ -1,17 +1,19 @@
-# make demo | test | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | pytest | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test families fuzz lint docs bench sbom release clean
+.PHONY: demo test pytest families fuzz lint docs bench sbom release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
 
-test: lint
+test: lint pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 families: $(STAMP)
@@ -36,11 +38,12 @@ bench: $(STAMP)
 	    if [ -f "$$script" ]; then found=1; echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
 	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
 
-# torch goes first, so that resolving the rest finds it satisfied and does not replace it.
+# torch goes first, so that resolving the rest finds it satisfied and does not replace it. pip makes no bytecode: for
+# all files that takes most of a minute, and Python makes that of the files it imports.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"
 	touch $@
 
 # What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,

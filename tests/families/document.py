@@ -34,6 +34,12 @@ its short ones. Transformers decides anew at every call. So it changes the frequ
 beyond the original length, and keeps the keys that it cached before. A compiled decoder equals Transformers on a whole
 sequence of `max_seq_len` tokens.
 
+## Cross-attention
+
+Keys and values of a context are computed once per context, by a graph of their own. With `w8a8` and `w4a8` its linears
+stay in float32. A decode step pays nothing for it. A layer's two weights take 8 * C * Hkv * D bytes, for a context of C
+features and Hkv heads of D, instead of 2 * C * Hkv * D in int8.
+
 ## What compiles
 
 | family | model | its structure | backends in every run |
