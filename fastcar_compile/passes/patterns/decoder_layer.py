@@ -135,7 +135,9 @@ class _Matcher:
                 continue
             if others[0] in reached or entry in ancestors_until(others, {entry}):
                 return node, others[0]
-        if all(is_op(n, aten.layer_norm, aten.rms_norm) for n in residual.users):
+        norms = list(residual.users)
+        normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
+        if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
             raise self._post_norm(residual)
         users = ", ".join(str(n.target) for n in sorted(residual.users))
         raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
