@@ -1,17 +1,19 @@
-# make demo | test | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | test | pytest | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test families fuzz lint docs bench sbom release clean
+.PHONY: demo test pytest families fuzz lint docs bench sbom release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
 
-test: lint
+test: lint pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 families: $(STAMP)
@@ -36,22 +38,27 @@ bench: $(STAMP)
 	    if [ -f "$$script" ]; then found=1; echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
 	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
 
-# torch goes first, so that resolving the rest finds it satisfied and does not replace it.
+# torch goes first, so that resolving the rest finds it satisfied and does not replace it. pip makes no bytecode: for
+# all files that takes most of a minute, and Python makes that of the files it imports.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"
 	touch $@
 
-# What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes.
+# What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,
+# so a copy gets the one that is installed. The environment has no pip, which a device does not need.
 EXTRAS ?=
 WHEEL   = $(wildcard dist/*.whl)
 sbom: $(STAMP)
 	@[ -f "$(WHEEL)" ] || { echo "dist/ needs one wheel: $(BIN)/python -m build --no-isolation" >&2; exit 1; }
 	rm -rf build/sbom
-	$(PYTHON) -m venv build/sbom
-	build/sbom/bin/python -m pip install --quiet "$(WHEEL)$(if $(EXTRAS),[$(EXTRAS)])"
-	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --of JSON \
+	$(PYTHON) -m venv --without-pip build/sbom
+	$(BIN)/python -m pip --python build/sbom/bin/python install --quiet "$(WHEEL)$(if $(EXTRAS),[$(EXTRAS)])"
+	version=$$(build/sbom/bin/python -c 'from importlib.metadata import version; print(version("fastcar_compile"))') && \
+	    sed "s/^dynamic = .*/version = \"$$version\"/" pyproject.toml >build/sbom/pyproject.toml
+	@grep -q '^version = "[0-9]' build/sbom/pyproject.toml
+	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject build/sbom/pyproject.toml --of JSON \
 	    -o "dist/sbom$(if $(EXTRAS),-$(EXTRAS)).cdx.json" build/sbom/bin/python
 
 # sdist, wheel, SBOM and their checksums, of a tagged commit.

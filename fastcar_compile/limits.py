@@ -54,3 +54,33 @@ THREADS = 4096
 
 EXPANDED_BYTES = 1 << 30
 """Of a stored tensor whose elements are repeated by its strides, beyond the bytes that are in the file."""
+
+PIXELS_BYTES = 64 * MIB
+"""Of a world's model that turns tokens into pictures."""
+
+STARTS_BYTES = 64 * MIB
+"""Of a world's starting contexts; one of 16 frames of 65 tokens takes 8 KiB."""
+
+START_FRAMES = 1024
+"""Frames of a world's starting context."""
+
+PICTURE_SIDE = 1024
+"""Pixels, or tokens, along a side of a world's frame."""
+
+FRAMES_PER_SECOND = 120
+"""Of a world."""
+
+BUTTONS = 32
+"""Buttons of a world's player."""
+
+ACTIONS = 256
+"""Actions of a world's player."""
+
+TEMPERATURE = 10.0
+"""Of a draw; codes are nearly equally probable there."""
+
+VISITORS = 64
+"""Players of one server."""
+
+MESSAGE_BYTES = 4096
+"""Of one message of a player's browser; the longest that its page sends has about 200."""

@@ -1,5 +1,5 @@
 // Activations, bit for bit as fastcar_compile.ops.activations defines them: act(x) = x * factor(x), where the factor is a
-// table of 513 knots, linear in between, in integers. ReLU needs no table.
+// table of 513 knots, linear in between, in integers. ReLU and its square need no table.
 #ifndef FASTCAR_ACTIVATION_HPP
 #define FASTCAR_ACTIVATION_HPP
 
@@ -8,7 +8,7 @@
 
 namespace fastcar {
 
-enum Activation { SILU, GELU, GELU_TANH, RELU };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
 // The table and the half width of its range, of each activation that has one.
 template <int ACTIVATION>
@@ -67,6 +67,15 @@ struct Activate<RELU> {
     static float of(float x) {
         FASTCAR_INLINE
         return x > 0.0f ? x : 0.0f;
+    }
+};
+
+template <>
+struct Activate<RELU2> {
+    static float of(float x) {
+        FASTCAR_INLINE
+        const float positive = Activate<RELU>::of(x);
+        return positive * positive;
     }
 };
 

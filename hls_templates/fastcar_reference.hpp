@@ -87,7 +87,9 @@ inline double exact_factor(const std::string& activation, double x) {
 }
 
 inline float activate(const std::string& activation, float x) {
-    if (activation == "relu") return x > 0.0f ? x : 0.0f;
+    const float positive = x > 0.0f ? x : 0.0f;
+    if (activation == "relu") return positive;
+    if (activation == "relu2") return positive * positive;
     const float limit = activation == "silu" ? 16.0f : 8.0f;
     const float scaled = fminf(limit, fmaxf(-limit, x)) * (16384.0f / limit);
     const int u = static_cast<int>(nearbyintf(scaled)) + 16384;

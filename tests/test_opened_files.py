@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -90,8 +89,8 @@ def test_a_folder_in_the_place_of_the_artifact_is_not_read(tmp_path: Path) -> No
 def test_a_large_file_is_read_once_where_a_caller_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "SETTLED_NS", 0)
     monkeypatch.setenv(digest.CACHE, str(tmp_path / "cache"))
-    readings, real = list[object](), hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda stream, name: readings.append(stream) or real(stream, name))
+    readings, real = list[int](), digest.blocks
+    monkeypatch.setattr(digest, "blocks", lambda descriptor: readings.append(descriptor) or real(descriptor))
     path = build(tmp_path / "out")
     readings.clear()
     for reread in (False, False, True, True):

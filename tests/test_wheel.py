@@ -70,9 +70,10 @@ def test_a_wheel_of_the_sdist_holds_what_one_of_the_tree_does(wheel: Path, sourc
 def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of a virtual environment with the package and its base dependencies, from the package index."""
     folder = tmp_path_factory.mktemp("device") / "venv"
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", str(wheel)]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=500, check=False)
+    venv.create(folder)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    command = [*pip, "install", "--quiet", "--no-compile", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 

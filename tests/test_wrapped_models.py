@@ -13,6 +13,7 @@ from torch import nn
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.structures import structures_of
 from fastcar_compile.frontend.unwrap import unwrapped
 
 SIZES: dict[str, Any] = {"batch_size": 1, "max_seq_len": 33, "tokens_per_frame": 8, "prefill_chunk": 1}
@@ -53,6 +54,17 @@ def test_a_compiled_block_is_captured_and_stays_compiled() -> None:
 def test_prompt_learning_is_refused() -> None:
     with pytest.raises(CompileError, match="prompt learning: it puts learned tokens or prefixes in front"):
         unwrapped(Adapted(PlainDecoder(), prompt_learning=True))
+
+
+def test_adapters_that_the_compiler_cannot_merge_are_named() -> None:
+    model = PlainDecoder()
+    assert structures_of(model) == []
+    block = next(m for m in model.children() if isinstance(m, nn.ModuleList))[0]
+    block.lora_magnitude_vector = nn.ModuleDict({"default": nn.Identity()})
+    (found,) = structures_of(model)
+    assert found.places[0].endswith(".0")
+    assert "DoRA adapters" in str(found.problem(model))
+    assert "merge_and_unload" in str(found.problem(model))
 
 
 def test_a_model_keeps_its_modes_and_gradients() -> None:

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 PACKAGE = "fastcar-compile"
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
-EXTRAS = ("", "compile", "onnxruntime", "train", "csim", "evaluate", "sign")
+EXTRAS = ("", "compile", "onnxruntime", "train", "csim", "evaluate", "sign", "play")
 """What users install; "" is a device. Tools of development are not distributed with anything."""
 
 ACCEPTED = frozenset(

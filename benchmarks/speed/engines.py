@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING
 
-from speed.base import Engine
+if TYPE_CHECKING:  # it imports torch, which takes seconds; a missing engine is told without
+    from speed.base import Engine
 
 OURS = "fastcar_compile"
 ENGINES: dict[str, tuple[str, str]] = {

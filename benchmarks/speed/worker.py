@@ -15,13 +15,15 @@ import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from speed.base import Engine
 from speed.engines import OURS, engine_class
 from speed.sizes import WARM_UP, Job
+
+if TYPE_CHECKING:
+    from speed.base import Engine
 
 CHECK_TOKENS = (3, 1, 4, 1, 5)
 """Tokens decoded from an empty cache. The last logits show whether all engines compute the same function."""

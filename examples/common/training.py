@@ -91,7 +91,7 @@ def update(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], toke
 class Checkpoint:
     """Weights, optimiser state, step and log in one safetensors file. An interrupted run continues from it."""
 
-    def __init__(self, path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._path, self._model, self._optimizers = path, model, optimizers
         self._saved = time.perf_counter()
 
@@ -116,10 +116,10 @@ class Checkpoint:
         """Save the state if SAVE_SECONDS have passed. A kill while writing leaves the previous file."""
         if time.perf_counter() - self._saved < SAVE_SECONDS:
             return
-        tensors = {f"m/{name}": t.detach().clone() for name, t in self._model.state_dict().items()}
+        tensors = {f"m/{name}": t.detach().contiguous().clone() for name, t in self._model.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, values in optimizer.state_dict()["state"].items():
-                tensors |= {f"o{number}/{index}/{key}": t.clone() for key, t in values.items()}
+                tensors |= {f"o{number}/{index}/{key}": t.contiguous().clone() for key, t in values.items()}
         tensors["log"] = torch.tensor(list(json.dumps(log).encode()), dtype=torch.uint8)
         tensors["step"] = torch.tensor(step)
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from fastcar_compile.cli.estimate import estimate_command
 from fastcar_compile.cli.evaluate import evaluate_command
 from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.opt import opt_command
+from fastcar_compile.cli.play import play_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.simulate import simulate_command
 from fastcar_compile.cli.targets import targets_command
@@ -41,6 +42,7 @@ COMMANDS = {
     "diff": diff_command,
     "opt": opt_command,
     "run": run_command,
+    "play": play_command,
     "verify": verify_command,
     "sign": sign_command,
     "verify-signature": verify_signature_command,

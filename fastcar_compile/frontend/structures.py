@@ -119,6 +119,12 @@ def _has_latents(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
 
 
+def _has_magnitudes(module: nn.Module) -> bool:
+    """Whether an adapter scales every row of its linear's weight, as peft's DoRA does."""
+    magnitudes = getattr(module, "lora_magnitude_vector", None)
+    return isinstance(magnitudes, nn.ModuleDict) and len(magnitudes) > 0
+
+
 def _has_bias(module: nn.Module) -> bool:
     names = ("build_alibi_tensor", "build_mpt_alibi_tensor", "relative_attention_bias", "alibi_slopes")
     return any(hasattr(module, name) for name in names) or _config_says("alibi")(module)
@@ -166,6 +172,12 @@ _STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
         _has_bias,
         "attention is compiled with a causal mask or a window, and nothing added to the scores",
         "compile a decoder with rotary or learned positions",
+    ),
+    (
+        "DoRA adapters",
+        _has_magnitudes,
+        "the norm of every weight is computed at each step, and the compiler merges adapters of plain LoRA alone",
+        "merge the adapters before compiling: model = model.merge_and_unload()",
     ),
 )
 

@@ -103,6 +103,12 @@ def activation_of(node: fx.Node) -> str | None:
     return "gelu_tanh" if approximate else name
 
 
+def squared_relu(node: fx.Node) -> fx.Node | None:
+    """Return the ReLU whose product with itself the node is, else None."""
+    (base, *others) = node.all_input_nodes or [node]
+    return base if is_op(node, aten.mul) and not others and is_op(base, aten.relu) else None
+
+
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return what the graph returns.
 

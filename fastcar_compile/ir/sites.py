@@ -12,7 +12,16 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of, replay_of, role_nodes
 from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.provenance import module_path_of, source_of
-from fastcar_compile.ir.query import activation_of, ancestors_until, between, is_op, node_arg, optional_arg, shape_of
+from fastcar_compile.ir.query import (
+    activation_of,
+    ancestors_until,
+    between,
+    is_op,
+    node_arg,
+    optional_arg,
+    shape_of,
+    squared_relu,
+)
 from fastcar_compile.ir.rings import softcap_of, window_of
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -180,7 +189,9 @@ class _Reader:
         inner = node_arg(linears[-1], 0)
         if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
             inner = node_arg(inner, 2)
-        factors = [node, linears[-2]] if len(linears) == 3 else [node]
+        squares = [user for user in node.users if squared_relu(user)]
+        name, result = ("relu2", squares[0]) if len(squares) == 1 else (name, node)
+        factors = [result, linears[-2]] if len(linears) == 3 else [result]
         found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
         direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)
         return name if direct else f"{name}, not directly between two linears"

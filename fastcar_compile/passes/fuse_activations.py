@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import descendants, evaluate, in_order, is_op
+from fastcar_compile.ir.query import descendants, evaluate, in_order, is_op, node_arg
 from fastcar_compile.ir.rewrite import call
 
 aten = torch.ops.aten
@@ -42,6 +42,7 @@ class FuseActivations(Pass):
        `0.5 * x * (1 + tanh(0.797885 * (x + 0.044715 * x ** 3)))` (GPT-2, Phi) and `x * sigmoid(x)` are found however
        they are written.
     3. Makes `silu(x)`, `gelu(x)` or `gelu(x, approximate="tanh")`.
+    4. Writes the square of a ReLU as a product, `r * r`: one rounding, the same on every backend.
     """
 
     name: ClassVar[str] = "fuse-activations"
@@ -49,7 +50,7 @@ class FuseActivations(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an activation to rewrite; what computes no known one stays as it is."""
-        return any([_fuse(module) for module in program.graphs()])
+        return any([_fuse(module) | _multiply_out(module.graph) for module in program.graphs()])
 
 
 def _fuse(module: fx.GraphModule) -> bool:
@@ -65,6 +66,17 @@ def _fuse(module: fx.GraphModule) -> bool:
         module.graph.eliminate_dead_code()
         modified = True
     return modified
+
+
+def _multiply_out(graph: fx.Graph) -> bool:
+    squares = [n for n in graph.nodes if is_op(n, aten.square) or (is_op(n, aten.pow) and n.args[1] == 2)]
+    found = [(n, node_arg(n, 0)) for n in squares if is_op(n.args[0], aten.relu)]
+    for node, relu in found:
+        with graph.inserting_after(node):
+            new = call(graph, aten.mul.Tensor, (relu, relu), origin=node, made_by=FuseActivations.name)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return bool(found)
 
 
 def _match(module: fx.GraphModule, seed: fx.Node) -> tuple[fx.Node, fx.Node, Any, dict[str, Any]] | None:

@@ -124,7 +124,8 @@ class Artifact {
 public:
     // `schema_version`: of the manifests that this program reads.
     // Throws Error: no artifact of this program there, a manifest that is damaged, or not what `trust` requires.
-    Artifact(const std::string& path, const Trust& trust, int schema_version) : folder_(path) {
+    Artifact(const std::string& path, const Trust& trust, int schema_version)
+        : folder_(path), whole_(!trust.digest.empty() || !trust.public_key.empty()) {
         const std::string manifest = small_file("manifest.json"), digest = sha256(manifest.data(), manifest.size());
         if (!trust.digest.empty() && trust.digest != DIGEST_PREFIX + digest) {
             throw Error("the artifact's digest is " + (DIGEST_PREFIX + digest) + ", not the pinned " + trust.digest, path,
@@ -141,8 +142,8 @@ public:
         }
     }
 
-    // Check files that are going to be used, and keep them; libraries as sealed copies. Throws Error: one is not as the manifest
-    // says.
+    // Check files that are going to be used, and keep them; libraries as sealed copies. Where a digest or a signature is
+    // required, it stands for the whole artifact: then check every other file too. Throws Error: one is not as the manifest says.
     void check(const std::vector<std::string>& data, const std::vector<std::string>& libraries) {
         for (const std::string& name : data) {
             if (data_.count(name) == 0) {
@@ -159,6 +160,9 @@ public:
                 compare(name, copy.bytes());
                 libraries_.emplace(name, std::move(copy));
             }
+        }
+        if (whole_) {
+            check_others();
         }
     }
 
@@ -238,6 +242,16 @@ private:
         }
     }
 
+    // Check the files that nothing here uses.
+    void check_others() const {
+        for (const auto& entry : entries_) {
+            if (data_.count(entry.first) == 0 && libraries_.count(entry.first) == 0) {
+                const auto file = open(entry.first);
+                compare(entry.first, Mapping(file.first, file.second, place(entry.first)));
+            }
+        }
+    }
+
     std::pair<Handle, uint64_t> open(const std::string& name) const {
         const auto entry = entries_.find(name);
         if (entry == entries_.end()) {
@@ -261,6 +275,7 @@ private:
     }
 
     Folder folder_;
+    bool whole_;
     Digests signed_;
     std::map<std::string, FileEntry> entries_;
     std::map<std::string, Mapping> data_;

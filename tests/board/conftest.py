@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -131,19 +132,17 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
     check_module("hls4ml")
     if not (XRT_HEADERS / "xrt" / "xrt_kernel.h").is_file():
         missing("package missing: libxrt-dev")
-    compiler = check_tool("g++")
+    root = shared_folder(tmp_path_factory)
 
     @cache
     def build(sources: Path, kernels: str) -> Path:
-        folder = tmp_path_factory.mktemp("fake_xrt")
-        (folder / "fake_names.hpp").write_text(argument_names(json.loads(kernels)))
-        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
-        include = [f"-I{folder}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(XRT_HEADERS)]
+        folder = root / f"fake_xrt_{hashlib.sha256(f'{sources} {kernels}'.encode()).hexdigest()[:16]}"
         library = folder / "libxrt_coreutil.so.2"
-        source = Path(__file__).parent / "fake_xrt.cpp"
-        command = [compiler, *options, *include, str(source), "-o", str(library), "-luuid"]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert built.returncode == 0, built.stderr
+        with FileLock(f"{folder}.lock"):
+            if not library.is_file():  # no other test process has built it
+                folder.mkdir()
+                (folder / "fake_names.hpp").write_text(argument_names(json.loads(kernels)))
+                build_fake(sources, library)
         return library
 
     def library(artifact: fc.Artifact) -> Path:
@@ -153,6 +152,16 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
         return build(artifact.path / "hls", json.dumps([k.model_dump() for k in (*accelerator.kernels, probe)]))
 
     return library
+
+
+def build_fake(sources: Path, library: Path) -> None:
+    """Compile fake_xrt.cpp with the kernels of a folder; fake_names.hpp lies beside the library."""
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+    include = [f"-I{library.parent}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(XRT_HEADERS)]
+    source = Path(__file__).parent / "fake_xrt.cpp"
+    command = [check_tool("g++"), *options, *include, str(source), "-o", str(library), "-luuid"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
 
 
 @pytest.fixture(scope="session")

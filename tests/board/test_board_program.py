@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trust import damage
 from trust.conftest import Keys
 
 import fastcar_compile as fc
@@ -107,44 +107,27 @@ def test_tokens_equal_those_of_the_session_here(built: Built) -> None:
     assert_same_tokens(built)
 
 
-FLIPS = int(os.environ.get("FLIPS", "12"))
-"""Of each file."""
+COUNT = damage.Count(int(os.environ.get("FLIPS", "80")), int(os.environ.get("TRUNCATIONS", "20")))
 
 
-def test_every_flip_is_refused_before_a_library_is_loaded(
+def test_every_flip_of_every_file_is_refused_before_a_library_is_loaded(
     built: Built, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the manifest with a digest and with a key, of the signature, of every file that the program uses."""
-    signed = replace(built, folder=tmp_path / "signed")
-    shutil.copytree(built.artifact.path, signed.folder)
-    fc.sign(signed.folder, keys.private)
-    words = ("--xclbin", built.xclbin, "--prompt", "16", "--num-tokens", 2)
-    digest, key = ("--digest", built.artifact.digest), ("--public-key", keys.public)
-    (library,) = signed.folder.glob("host/x86_64-linux-gnu/*/decoder.so")
-    monkeypatch.setenv("LD_DEBUG", "files")
-    assert "file=/proc/self/fd/" in signed.run(*words, *digest, *key).stderr
-    source = random.Random(2)
-    cases: list[tuple[Path, tuple[object, ...]]] = [
-        *((signed.folder / name, ()) for name in ("weights/model.safetensors", "weights/accelerator.safetensors")),
-        *((path, ()) for path in (signed.folder / "drs" / "table.bin", library)),
-        *((signed.folder / "manifest.json", trust) for trust in (digest, key)),
-        (signed.folder / "signature.json", key),
-    ]
-    for path, trust in cases:
-        data = path.read_bytes()
-        for number in range(FLIPS):
-            changed = bytearray(data)
-            if number % 6 == 5:
-                del changed[source.randrange(len(data)) :]
-            else:
-                changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
-            path.write_bytes(changed)
-            done = signed.run(*words, *trust)
-            assert (done.returncode, done.stdout) == (2, ""), (path, done.stderr)
-            assert "file=/proc/self/fd/" not in done.stderr
-            assert re.search("^error: the (file|artifact|signature|manifest)", done.stderr, re.MULTILINE), done.stderr
-        path.write_bytes(data)
-    assert signed.run(*words, *digest, *key).returncode == 0
+    """Of the manifest and all its files, also those that the program does not use, and of the signature."""
+    signed = tmp_path / "signed"
+    shutil.copytree(built.artifact.path, signed)
+    digest = ("--digest", fc.sign(signed, keys.private).digest)
+    (library,) = (p.relative_to(signed).as_posix() for p in signed.glob("host/x86_64-linux-gnu/*/decoder.so"))
+    used = ("weights/model.safetensors", "weights/accelerator.safetensors", "drs/table.bin", library)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(built.fake))
+    words = ("--xclbin", built.xclbin, "--prompt", "16", "--num-tokens", 2, "--meminfo", "none")
+    attempts = damage.attempts_of(
+        (built.program, signed, *words), {"digest": digest, "signature": ("--public-key", keys.public)}
+    )
+    assert [attempt() for attempt in attempts.values()] == [("", True), ("", True)]
+    results = list(damage.outcomes(signed, attempts, COUNT, often=used))
+    print(f"\n{damage.table(results)}")
+    assert [result for result in results if result.loaded or not result.error] == []
 
 
 def test_tokens_are_equal_with_linears_offloaded(

@@ -120,7 +120,6 @@ COSMOS_VIDEO2WORLD = [
         "cross-attention to text embeddings",
         Plain(CosmosUnmasked),
         _MLP,
-        hls=True,
         context=lambda: text()[:1],
     ),
 ]

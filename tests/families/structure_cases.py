@@ -99,7 +99,6 @@ STRUCTURES = [
         "Falcon",
         "new architecture: two norms, groups of key/value heads, `x @ w.T`, in-place sums",
         transformer(FalconForCausalLM, FalconConfig, **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
-        hls=True,
     ),
     Case(
         "falcon-7b",
@@ -119,7 +118,6 @@ STRUCTURES = [
         "rows folded around the MLP, ReLU, learned positions with an offset",
         transformer(OPTForCausalLM, OPTConfig, **_OPT),
         mlp=(r".*layers\.(\d+)\.fc1", r".*layers\.(\d+)\.fc2"),
-        hls=True,
     ),
     Case(
         "biogpt",
@@ -203,6 +201,13 @@ STRUCTURES = [
         "encoder and decoder",
         transformer(T5ForConditionalGeneration, T5Config, **_NONE, **_T5),
         refused="an encoder and a decoder: its decoder attends to what an encoder made",
+    ),
+    Case(
+        "opt-post-norm",
+        "OPT",
+        "norms behind the residual adds (350m)",
+        transformer(OPTForCausalLM, OPTConfig, **_OPT, do_layer_norm_before=False),
+        refused="the norm stands behind the residual add, so that the stream itself is normalised (post-norm)",
     ),
     Case(
         "gpt2-cross",

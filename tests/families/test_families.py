@@ -1,7 +1,7 @@
 """Every case of the list, against the independent reference.
 
 Every case runs as a rewritten graph. Those that `full` marks are compiled once too and run on every backend: they have
-between them every operator. FAMILIES=all (`make families`) compiles all of them.
+between them every operator. FAMILIES=all (`make families`) compiles all of them, and simulates the accelerator of each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_every_backend_decodes_as_the_original(case: Case, tmp_path: Path) -> No
         check(artifact.session(backend, record=True), case, *runs)
 
 
-@pytest.mark.parametrize("case", [c for c in RIGHT if c.hls and (EVERY or c.full)], ids=by_name)
+@pytest.mark.parametrize("case", [c for c in RIGHT if EVERY or c.hls], ids=by_name)
 def test_the_accelerator_decodes_as_the_cpu(
     case: Case, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
 ) -> None:
@@ -61,7 +61,7 @@ def test_the_accelerator_decodes_as_the_cpu(
     for session in (cpu, hls):
         session.set_threshold(thresholds)
     logits = [decode(session, case, inputs_of(case)) for session in (cpu, hls)]
-    assert 0.1 < cpu.stats.replay_ratio < 0.8
+    assert 0.1 < cpu.stats.eligible_replay_ratio < 0.9
     np.testing.assert_array_equal(cpu.stats.decisions, hls.stats.decisions)
     assert torch.equal(*logits)
 

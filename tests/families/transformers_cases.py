@@ -139,7 +139,6 @@ TRANSFORMERS = [
         "Llama",
         "biases in attention and MLP, tied embeddings",
         transformer(LlamaForCausalLM, LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-        hls=True,
     ),
     Case(
         "llama-head-dim",
@@ -199,7 +198,6 @@ TRANSFORMERS = [
         "Gemma 3",
         "local and global layers",
         _GEMMA3_WINDOWS,
-        hls=True,
     ),
     Case(
         "gemma2",
@@ -237,7 +235,6 @@ TRANSFORMERS = [
         "Gemma 1",
         "GeGLU, scaled embeddings",
         transformer(GemmaForCausalLM, GemmaConfig, head_dim=8),
-        hls=True,
     ),
     Case(
         "gemma3",
@@ -251,7 +248,6 @@ TRANSFORMERS = [
         "GPT-2",
         "learned positions, plain GELU",
         transformer(GPT2LMHeadModel, GPT2Config, **_NOT_GPT, **_GPT),
-        hls=True,
     ),
     Case(
         "gpt-bigcode",
@@ -340,7 +336,6 @@ TRANSFORMERS = [
         "Cohere",
         "attention and MLP in parallel, scaled logits",
         transformer(CohereForCausalLM, CohereConfig, logit_scale=0.5),
-        hls=True,
     ),
     Case(
         "cohere2",

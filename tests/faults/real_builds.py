@@ -154,8 +154,10 @@ def kill_one(path: Path, delay: float | None, event: int | None) -> Kill | None:
 
 
 def write(log: Path, text: str) -> None:
-    """Keep a text for the parent process."""
-    log.write_text(text)
+    """Keep a text for the parent process; a kill meanwhile leaves the one before."""
+    partial = log.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(log)
 
 
 def kill_at_event(folder: Path, number: int, log: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.query import is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.legalize_linears import LegalizeLinears
@@ -136,6 +136,32 @@ def test_gate_and_up_are_told_apart_by_what_is_activated() -> None:
     assert (site.mlp.activation, site.mlp.gated) == ("gelu", True)
     assert [w.removeprefix("blocks.0.mlp.") for w in site.mlp.weights] == ["gate.weight", "up.weight", "down.weight"]
     assert site.mlp.biases == (None, None, "blocks.0.mlp.down.bias")
+
+
+class Squared(TinyBlock):
+    """The square of a ReLU in a plain MLP."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        return h + self.mlp.down(torch.relu(self.mlp.up(self.norm_2(h))).square())
+
+
+class SquaredGate(UpFirst):
+    """A gated MLP whose gate is squared."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        return h + self.mlp.down(self.mlp.up(x) * torch.relu(self.mlp.gate(x)) ** 2)
+
+
+@pytest.mark.parametrize(("block", "gated"), [(Squared, False), (SquaredGate, True)])
+def test_a_squared_relu_is_a_product_and_one_activation(block: type[TinyBlock], gated: bool) -> None:
+    program = after(*analysis_pipeline(), blocks=(block,))
+    assert not [n for n in nodes_of(program) if is_op(n, aten.square, aten.pow) and is_op(node_arg(n, 0), aten.relu)]
+    (site,) = program.sites
+    assert (site.mlp.activation, site.mlp.gated) == ("relu2", gated)
+    np.testing.assert_array_equal(logits(program), logits(after(*BEFORE, blocks=(block,))))
 
 
 class Product(TinyBlock):

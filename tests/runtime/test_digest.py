@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fastcar_compile.artifact import digest
@@ -18,18 +21,45 @@ from fastcar_compile.errors import UserError
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each file that was read."""
     found: list[int] = []
-    real = hashlib.file_digest
+    real = digest.blocks
 
-    def counted(stream: object, *args: object) -> object:
+    def counted(descriptor: int) -> Generator[memoryview]:
         found.append(1)
-        return real(stream, *args)  # pyright: ignore[reportArgumentType]
+        return real(descriptor)
 
-    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setattr(digest, "blocks", counted)
     return found
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 9, 24, 1001])
+def test_every_byte_is_hashed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    real = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:5]], offset)
+
+    for name, size_in_bytes in (("_BLOCK", 8), ("_FETCHED", 16), ("_AHEAD", 64)):
+        monkeypatch.setattr(digest, name, size_in_bytes)
+    monkeypatch.setattr(os, "preadv", short)
+    data = np.random.default_rng(size).bytes(size)
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    assert Digests().of_path(path) == sha256(data)
+
+
+def test_a_reading_that_ends_early_leaves_no_thread(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(3 << 20))
+    before = threading.active_count()
+    with path.open("rb") as stream:
+        reading = digest.blocks(stream.fileno())
+        next(reading)
+        reading.close()
+    assert threading.active_count() == before
 
 
 def test_an_unchanged_file_is_read_once(tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,25 @@ def test_draws_follow_the_probabilities() -> None:
     assert np.abs(np.bincount(drawn, minlength=17) / 20_000 - expected).max() < 0.02
 
 
+def test_a_row_draws_the_same_among_few_tokens_as_among_all() -> None:
+    """With top_k alone the tokens that are left out are not summed. Equal logits at its edge stay in."""
+    sampling, random = Sampling(temperature=0.8, top_k=9, seed=3), np.random.default_rng(4)
+    quick, whole = sampling.start(SEEN[:1]), sampling.start(SEEN[:1])
+    rows = np.round(3 * random.standard_normal((400, 1, 60)), 1).astype(np.float32)
+    for row in rows:
+        assert sampling.few(row) == 9
+        assert quick(row) == whole._drawn(sampling.scores(row, SEEN[:1]))
+    assert [Sampling(top_k=k).few(rows[0]) for k in (59, 60)] == [59, None]
+    others = [
+        Sampling(),
+        Sampling(top_k=3, top_p=0.9),
+        Sampling(top_k=3, repetition_penalty=2),
+        Sampling(temperature=0),
+    ]
+    assert [other.few(rows[0]) for other in others] == [None] * 4
+    assert sampling.few(logits(2)) is None
+
+
 def test_a_token_that_was_drawn_is_penalised_next() -> None:
     choose = Sampling(temperature=0, repetition_penalty=1000.0).start(np.array([[1]]))
     scores = np.array([[5.0, 9.0, 4.0]], np.float32)

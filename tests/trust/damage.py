@@ -5,6 +5,10 @@
 Half of the cases are opened with a signature, half with a pinned digest. A fifth each hits the manifest and, where it
 is required, the signature; the others hit a file that is drawn among all files. So small files are hit as often as
 large ones. Prints a table; the exit code is 1 where anything was accepted or loaded.
+
+The same for the C++ host, which the test builds with a stand-in for XRT:
+
+    FLIPS=10000 TRUNCATIONS=1000 pytest -s --timeout 0 tests/board/test_board_program.py -k every_flip
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +33,12 @@ from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 
 Requirements = Mapping[str, Any]
 """Arguments of `load`."""
+
+Attempt = Callable[[], tuple[str, bool]]
+"""Opens the artifact: the error's type ("": accepted), and whether a library was loaded."""
+
+LINKED = re.compile(r"file=(\S+) \[\d+\];  generating link map")
+"""What the dynamic linker writes with LD_DEBUG=files before it maps a library."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,14 @@ class Result:
     case: Case
     error: str
     loaded: bool
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many cases of each."""
+
+    flips: int
+    truncations: int
 
 
 class Watch:
@@ -72,17 +93,67 @@ def libraries() -> set[str]:
     return {line[5] for line in lines if len(line) > 5 and "x" in line[1]}
 
 
-def cases(root: Path, required: Mapping[str, Requirements], flips: int, truncations: int, seed: int) -> Iterator[Case]:
-    """Yield the cases, the same for the same seed."""
+def attempts_here(root: Path, required: Mapping[str, Requirements]) -> dict[str, Attempt]:
+    """Return how this process opens an artifact, by what it requires."""
+    for each in required.values():
+        fc.load(root, **each).close()  # and imports what that needs
+    watch = Watch()
+
+    def attempt(requirements: Requirements) -> tuple[str, bool]:
+        try:
+            fc.load(root, **requirements).close()
+            error = ""
+        except fc.ArtifactError as refusal:
+            error = type(refusal).__name__
+        return error, watch.loaded()
+
+    return {kind: partial(attempt, each) for kind, each in required.items()}
+
+
+def attempts_of(command: Sequence[object], required: Mapping[str, Sequence[object]]) -> dict[str, Attempt]:
+    """Return how a host program opens an artifact and decodes, by the words that require something.
+
+    Args:
+        command: program and words; refused without its words, so that this shows the libraries of the program itself.
+    """
+    environment = os.environ | {"LD_DEBUG": "files"}
+
+    def run(words: Sequence[object]) -> tuple[str, set[str]]:
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, env=environment)
+        linked = set(LINKED.findall(done.stderr))
+        if done.returncode == 0:
+            return "", linked
+        refused = done.returncode == 2 and not done.stdout and re.search("^error: .", done.stderr, re.MULTILINE)
+        assert refused, (words, done.returncode, done.stderr)
+        return "error", linked
+
+    error, own = run(command[:1])
+    assert error
+    assert own
+
+    def attempt(words: Sequence[object]) -> tuple[str, bool]:
+        error, linked = run([*command, *words])
+        return error, bool(linked - own)
+
+    return {kind: partial(attempt, words) for kind, words in required.items()}
+
+
+def cases(root: Path, kinds: Sequence[str], count: Count, seed: int, often: Sequence[str]) -> Iterator[Case]:
+    """Yield the cases, the same for the same seed. often: files that a further fifth hits."""
     draw = random.Random(seed)
     sizes = {str(p.relative_to(root)): p.stat().st_size for p in sorted(root.rglob("*")) if p.is_file()}
     others = sorted(name for name in sizes.keys() - {SIGNATURE} if sizes[name])
-    for number in range(flips + truncations):
-        kind = draw.choice(sorted(required))
+    for number in range(count.flips + count.truncations):
+        kind = draw.choice(sorted(kinds))
         share = draw.random()
-        name = MANIFEST if share < 0.2 else SIGNATURE if share < 0.4 and kind == "signature" else draw.choice(others)
+        if share < 0.2:
+            name = MANIFEST
+        elif share < 0.4 and kind == "signature":
+            name = SIGNATURE
+        else:
+            name = draw.choice(often if often and share >= 0.8 else others)
         at = draw.randrange(sizes[name])
-        yield Case(name, at, draw.randrange(8) if number < flips else None, kind)
+        yield Case(name, at, draw.randrange(8) if number < count.flips else None, kind)
 
 
 def damaged(path: Path, case: Case) -> Callable[[], object]:
@@ -106,24 +177,23 @@ def restore(path: Path, at: int, kept: bytes) -> None:
 
 
 def outcomes(
-    root: Path, required: Mapping[str, Requirements], *, flips: int, truncations: int, seed: int = 1
+    root: Path, attempts: Mapping[str, Attempt], count: Count, seed: int = 1, often: Sequence[str] = ()
 ) -> Iterator[Result]:
-    """Yield what became of each case. The artifact is whole again afterwards."""
-    for each in required.values():
-        fc.load(root, **each).close()  # and imports what that needs
-    watch = Watch()
-    for case in cases(root, required, flips, truncations, seed):
+    """Yield what became of each case. The artifact is whole before and afterwards, and accepted."""
+    assert_accepted(attempts)
+    for case in cases(root, list(attempts), count, seed, often):
         undo = damaged(root / case.name, case)
         try:
-            fc.load(root, **required[case.required]).close()
-            error = ""
-        except fc.ArtifactError as refusal:
-            error = type(refusal).__name__
+            error, loaded = attempts[case.required]()
         finally:
             undo()
-        yield Result(case, error, watch.loaded())
-    for each in required.values():
-        fc.load(root, **each).close()
+        yield Result(case, error, loaded)
+    assert_accepted(attempts)
+
+
+def assert_accepted(attempts: Mapping[str, Attempt]) -> None:
+    """Raise AssertionError: something refuses what is not damaged."""
+    assert [error for attempt in attempts.values() for error, _ in [attempt()] if error] == []
 
 
 def group(name: str) -> str:
@@ -175,7 +245,8 @@ def main() -> None:
         signed = fc.sign(root, private)
         required = {"digest": {"digest": signed.digest}, "signature": {"require_signature": public}}
         results: list[Result] = []
-        for result in outcomes(root, required, flips=given.flips, truncations=given.truncations, seed=given.seed):
+        attempts, count = attempts_here(root, required), Count(given.flips, given.truncations)
+        for result in outcomes(root, attempts, count, given.seed):
             results.append(result)
             if os.isatty(2) or len(results) % 1000 == 0:
                 print(f"\r{len(results)}", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,8 @@ from trust.conftest import FILES, Keys
 def test_flips_and_truncations_of_every_file_are_refused(artifact: Path, keys: Keys) -> None:
     signed = fc.sign(artifact, keys.private)
     required = {"digest": {"digest": signed.digest}, "signature": {"require_signature": keys.public}}
-    results = list(damage.outcomes(artifact, required, flips=120, truncations=40))
+    attempts = damage.attempts_here(artifact, required)
+    results = list(damage.outcomes(artifact, attempts, damage.Count(120, 40)))
     assert [r for r in results if r.loaded or not r.error] == []
     hit = {(r.case.name, r.case.required) for r in results}
     assert hit == {(n, kind) for n in (*FILES, MANIFEST) for kind in required} | {(SIGNATURE, "signature")}

@@ -168,9 +168,13 @@ def is_shared(module: fx.GraphModule, node: fx.Node, source: fx.Node, query_head
     batch, heads, rows, dim = shape_of(source)
     if query_heads % heads:
         return False
-    label = torch.arange(batch * heads * rows * dim).view(batch, heads, rows, dim)
+    count = batch * heads * rows * dim  # of a long cache: narrow labels, and no second copy of what is seen
+    label = torch.arange(count, dtype=torch.int32 if count < 2**31 else torch.int64).view(batch, heads, rows, dim)
     seen = evaluate(module, node, {source: label})
-    return seen is not None and torch.equal(seen, label.repeat_interleave(query_heads // heads, 1))
+    if seen is None or seen.shape != (batch, query_heads, rows, dim):
+        return False
+    shape = (batch, heads, query_heads // heads, rows, dim)
+    return torch.equal(seen.reshape(shape), label[:, :, None].expand(shape))
 
 
 def same_graph(first: fx.GraphModule | None, second: fx.GraphModule | None) -> bool:

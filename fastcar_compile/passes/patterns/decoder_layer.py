@@ -14,7 +14,16 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import Role, assign_layers, mark
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import activation_of, ancestors, ancestors_until, between, is_op, node_arg, value_of
+from fastcar_compile.ir.query import (
+    activation_of,
+    ancestors,
+    ancestors_until,
+    between,
+    is_op,
+    node_arg,
+    squared_relu,
+    value_of,
+)
 from fastcar_compile.ir.sites import mlp_start
 from fastcar_compile.passes.patterns.residual_sum import reached_from
 
@@ -126,6 +135,10 @@ class _Matcher:
                 continue
             if others[0] in reached or entry in ancestors_until(others, {entry}):
                 return node, others[0]
+        norms = list(residual.users)
+        normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
+        if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
+            raise self._post_norm(residual)
         users = ", ".join(str(n.target) for n in sorted(residual.users))
         raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
 
@@ -156,6 +169,11 @@ class _Matcher:
             names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
             raise self._error(output, f"between residual and closing add: {names}", _EXPECTED)
 
+    def _post_norm(self, residual: fx.Node) -> CompileError:
+        what = f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
+        hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
+        return CompileError(f"{what} (post-norm)", where=where(residual), hint=hint)
+
     def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
         hint = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
@@ -167,6 +185,7 @@ def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
     *first, down = linears
     inner = node_arg(down, 0)
     factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
+    factors = [squared_relu(n) or n for n in factors]
     activated = [n for n in factors if activation_of(n)]
     if len(activated) != 1 or len(factors) != len(first):
         return None

@@ -23,6 +23,10 @@ onnxruntime: Any = import_module("onnxruntime")  # it has no types
 _NOWHERE = "/proc/self/no-such-folder"
 """Where onnxruntime looks for weights that are not among those in memory: without it, in the working directory."""
 
+_SPIN_US = "100"
+"""Microseconds that an idle thread waits for work before it sleeps: about what passes between two parallel operators.
+onnxruntime's own default is longer than a step, for which it would take a core from other sessions."""
+
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtStepper:
     """Open an artifact in onnxruntime; see OpenStepper."""
@@ -123,6 +127,7 @@ def _loaded(model: OnnxModel, threads: int | None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = thread_count(threads)
     options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", _NOWHERE)
     files = list(model.weights)
     buffers = [model.weights[name] for name in files]

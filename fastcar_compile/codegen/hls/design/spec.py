@@ -12,8 +12,8 @@ from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
 MAX_ROWS = 32
 """Bits of the Index Register."""
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""As in fastcar_activation.hpp; "gelu" is by erf."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""As in fastcar_activation.hpp; "gelu" is by erf, "relu2" is relu(x) squared."""
 
 WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
 
@@ -23,7 +23,11 @@ MOST_INPUTS = 1 << 16
 MOST_CHANNELS = 1 << 18
 """MOST_CHANNELS of fastcar_engine_core.hpp: word counts of a call stay int32."""
 
-_NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU"}
+_NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU", "relu2": "squared ReGLU"}
+"""Titles of gated MLPs."""
+
+TABLED = ("silu", "gelu", "gelu_tanh")
+"""Activations that read a table of factors."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from math import ceil
 
 from fastcar_compile.artifact.sections.accelerator import UsagePart
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, Product, float_words
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
 
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
@@ -134,7 +134,7 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     ports, axi = product.ports, product.ports // axi_words + ROW_PORTS
     operators, (sums, packs) = _float_operators(mlp, product), _adders(mlp.cores, ports, product.lanes)
     memories = _memories(mlp, product, axi_words, buffers)
-    blend = 0 if mlp.activation == "relu" else 2  # the table's: two products in integers
+    blend = 2 if mlp.activation in TABLED else 0  # the table's: two products in integers
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
     select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
     adders = sums + packs + select
@@ -206,9 +206,9 @@ class _Operators:
 
 def _float_operators(mlp: MlpSpec, product: Product) -> _Operators:
     """Return the float32 operators, counted in the sources."""
-    table = mlp.activation != "relu"
+    table = mlp.activation in TABLED
     # Per core: x * inverse and the rest of its rounding, four values at a time; scaling; the activation.
-    activate = (3 if table else 0) + (1 if mlp.gated else 0)
+    activate = (3 if table else 0) + int(mlp.activation == "relu2") + (1 if mlp.gated else 0)
     groups = 1 if product.bits == 4 else 0
     multiply = FLOATS_PER_WORD + 2 * product.port_lanes + activate
     add = FLOATS_PER_WORD + (1 + groups) * product.port_lanes + int(table)
@@ -232,5 +232,5 @@ def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) 
         (cores, 8 * product.lanes, passes * buffers.channel_words),
         (FLOATS_PER_WORD * cores, 32, passes * float_words(buffers.inputs)),
         (ports // axi_words, axi_words * WORD_BITS, FIFO_WORDS // axi_words),
-        *([] if mlp.activation == "relu" else [(cores, *FACTOR_ROM)]),
+        *([(cores, *FACTOR_ROM)] if mlp.activation in TABLED else []),
     ]

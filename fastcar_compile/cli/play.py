@@ -1,0 +1,119 @@
+"""`fastcar play`: a world model in the browser."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastcar_compile import limits
+from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.output import count_text, interactive, print_fields, print_json
+from fastcar_compile.cli.run import backend_names
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
+from fastcar_compile.extras import needs
+from fastcar_compile.parallel import usable_cores
+
+if TYPE_CHECKING:
+    from fastcar_compile import Artifact
+    from fastcar_compile.play.game import Stage
+
+LOCAL = "127.0.0.1"
+
+OPEN = "whoever reaches this machine there can play, and use its cores; there is no password, and nothing is encrypted"
+
+
+@command
+def play_command(
+    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    world: Annotated[Path, typer.Option(help="Folder of the world that the decoder was trained on.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password.")
+    ] = LOCAL,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 0,
+    visitors: Annotated[
+        int | None, typer.Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="cpu or onnxruntime.", autocompletion=backend_names)] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each player.")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    digest: DigestOption = None,
+    public_key: KeyOption = None,
+    policy: PolicyOption = None,
+    reread: RereadOption = True,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Play a compiled world model in the browser.
+
+    A local web server generates frames from the keys that you press, until Ctrl-C.
+    """
+    with needs("play"):
+        for name in ("starlette", "uvicorn", "websockets", "PIL"):
+            import_module(name)
+    from fastcar_compile.play.serve import serving
+
+    places = min(usable_cores(), limits.VISITORS) if visitors is None else visitors
+    with stages(as_json, "play") as show:
+        show("checking the files")
+        loaded = open_artifact(artifact, digest, public_key, policy, reread)
+        show("generating the first frames")
+        stage = _stage(loaded, world, backend, threads)
+        if not _is_local(host):
+            warnings.warn(f"{host} is open to others: {OPEN}", stacklevel=1)
+    with serving(stage, host=host, port=port, visitors=places) as listening:
+        _announce(stage, listening.url, places, as_json)
+        if browser and _has_screen() and not as_json:
+            import webbrowser
+
+            webbrowser.open(listening.url)
+        listening.wait()
+    return ExitCode.OK
+
+
+def _stage(loaded: Artifact, world: Path, backend: str, threads: int | None) -> Stage:
+    """Return what the visitors share, tried out.
+
+    Raises:
+        UserError: the world or the artifact cannot be read, or they do not fit each other.
+    """
+    from fastcar_compile.play.game import Stage, rehearsed
+    from fastcar_compile.play.pixels import Pixels
+    from fastcar_compile.play.track import Opener
+    from fastcar_compile.play.world import load_world
+
+    found = load_world(world)
+    found.check_decoder(loaded.config)
+    gates = [gate for gate in loaded.manifest.layers.gates if gate is not None]
+    name = f"{loaded.path.resolve().name}, {loaded.manifest.options.quant}"
+    with needs("play"):
+        pixels = Pixels(found, threads)
+    opener = Opener(loaded.session, backend, threads)
+    gate = gates[0] if gates else None
+    return rehearsed(Stage(name, gate, loaded.config.num_layers, found, pixels, opener))
+
+
+def _announce(stage: Stage, url: str, places: int, as_json: bool) -> None:
+    if as_json:
+        print_json({"url": url, "visitors": places})
+    else:
+        fields = {"playing": stage.world.file.name, "at": url, "players": f"{count_text(places, 'place')}, Ctrl-C ends"}
+        print_fields(fields)
+    sys.stdout.flush()
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _has_screen() -> bool:
+    """Return whether a browser can open a window: without one, some would take over the terminal."""
+    return interactive() and (sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))))

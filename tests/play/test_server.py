@@ -1,0 +1,292 @@
+"""The server: who may talk to it, how much, and what a visitor gets; then the page in Chromium."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from conftest import check_module, check_tool
+from PIL import Image
+from starlette.datastructures import Headers
+from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
+from starlette.websockets import WebSocketDisconnect
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.play import server
+from fastcar_compile.play.game import Stage
+from fastcar_compile.play.serve import serving
+from fastcar_compile.play.server import ASSETS, BURST, HEADERS, Budget, OwnNames, application, same_origin
+
+from .worlds import COLOURS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+HOST = "127.0.0.1"
+OWN = {"host": HOST, "origin": f"http://{HOST}"}
+
+
+@pytest.fixture
+def client(stage: Stage) -> Iterator[TestClient]:
+    """A client of a server with two places."""
+    with TestClient(application(stage, 2, HOST), base_url=f"http://{HOST}") as client:
+        yield client
+
+
+@contextmanager
+def visiting(client: TestClient, **headers: str) -> Iterator[WebSocketTestSession]:
+    with client.websocket_connect("/play", headers=OWN | headers) as player:
+        yield player
+
+
+def received(player: WebSocketTestSession, kind: str) -> tuple[dict[str, Any], bytes]:
+    """The next message of a kind, and what is behind its header."""
+    while True:
+        item = player.receive()
+        if item["type"] == "websocket.close":
+            raise WebSocketDisconnect(item["code"])
+        data: bytes | None = item.get("bytes")
+        if data is None:
+            header, body = json.loads(item["text"]), b""
+        else:
+            (length,) = struct.unpack_from("<I", data)
+            header, body = json.loads(data[4 : 4 + length]), data[4 + length :]
+        if header["type"] == kind:
+            return header, body
+
+
+def ask(player: WebSocketTestSession, kind: str, **fields: Any) -> None:
+    player.send_text(json.dumps({"type": kind, **fields}))
+
+
+def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for name, kind in ASSETS.items():
+        answer = client.get(f"/static/{name}")
+        assert answer.headers["content-type"].startswith(kind)
+        assert HEADERS.items() <= answer.headers.items()
+        assert "http" not in answer.text.replace("http://www.w3.org/", "").replace('"https:"', "")
+    assert client.get("/static/nothing.js").status_code == 404
+    assert client.get("/static/..%2fserver.py").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        *(
+            ("127.0.0.1:80", True),
+            ("localhost", True),
+            ("[::1]:8000", True),
+            ("192.168.0.7", True),
+            ("LOCALHOST:1", True),
+        ),
+        *(("evil.example", False), ("127.0.0.1.evil.example", False), ("", False), (None, False), ("[::1", False)),
+    ],
+)
+def test_another_name_is_refused(host: str | None, own: bool) -> None:
+    assert OwnNames.of(HOST).has(host) is own
+
+
+def test_a_rebound_name_gets_nothing(client: TestClient) -> None:
+    evil = {"host": "evil.example", "origin": "http://evil.example"}
+    assert client.get("/", headers=evil).status_code == 421
+    with pytest.raises(WebSocketDenialResponse) as caught:
+        client.websocket_connect("/play", headers=evil).__enter__()
+    assert caught.value.status_code == 421
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "", f"http://{HOST}:1", "file://", "http://[::1"])
+def test_another_page_cannot_play(client: TestClient, origin: str) -> None:
+    assert not same_origin(Headers({"host": HOST, "origin": origin}))
+    with pytest.raises(WebSocketDisconnect) as caught:
+        client.websocket_connect("/play", headers=OWN | {"origin": origin}).__enter__()
+    assert caught.value.code == 1008
+
+
+def test_frames_answer_to_keys_and_come_as_png(client: TestClient) -> None:
+    with visiting(client) as player:
+        hello, _ = received(player, "hello")
+        assert (hello["world"], hello["starts"], len(hello["levels"])) == ("Tiny", ["the hall", "the yard"], 101)
+        first, body = received(player, "frame")
+        assert (first["number"], first["sides"][0]["replayed"]) == (0, [])
+        status, _ = received(player, "status")
+        assert (status["mode"], status["threshold"], status["running"]) == ("replay", "compiled", False)
+        ask(player, "mode", value="both")
+        ask(player, "record", value=True)
+        ask(player, "keys", held=["left"])
+        ask(player, "run", value=True)
+        frame, body = received(player, "frame")
+        while frame["number"] < 5:
+            ask(player, "drawn", serial=frame["serial"])
+            frame, body = received(player, "frame")
+        assert (frame["action"], [side["side"] for side in frame["sides"]]) == ("turn left", ["dense", "replay"])
+        assert sum(side["bytes"] for side in frame["sides"]) == len(body)
+        with Image.open(io.BytesIO(body[: frame["sides"][0]["bytes"]])) as picture:
+            pixels = np.asarray(picture).reshape(-1, 3)
+        assert {tuple(pixel) for pixel in pixels.tolist()} <= {tuple(colour) for colour in COLOURS.tolist()}
+        ask(player, "record", value=False)
+        recording, gif = received(player, "recording")
+        assert (recording["name"], gif[:6]) == ("game.gif", b"GIF89a")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("x" * 5000, 1009), ("{}", 1008), ('{"type":"run","value":1}', 1008), (b"\0", 1009)]
+)
+def test_what_no_page_sends_ends_the_visit(client: TestClient, text: str | bytes, code: int) -> None:
+    with visiting(client) as player:
+        player.send({"type": "websocket.receive", "text" if isinstance(text, str) else "bytes": text})
+        with pytest.raises(WebSocketDisconnect) as caught:
+            received(player, "nothing")
+    assert caught.value.code == code
+
+
+def test_too_many_messages_end_the_visit(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = Budget(0.0)
+    assert all(budget.take(0.0) for _ in range(int(BURST)))
+    assert not budget.take(0.0)
+    assert budget.take(1.0)
+    monkeypatch.setattr(server, "RATE", 0.0)
+    with visiting(client) as player:
+        for _ in range(int(BURST) + 1):
+            ask(player, "drawn", serial=0)
+        assert "too many messages" in received(player, "ended")[0]["reason"]
+
+
+def test_places_are_limited_and_free_again(client: TestClient) -> None:
+    with visiting(client) as one, visiting(client) as two:
+        for player in (one, two):
+            received(player, "frame")
+        with visiting(client) as third:
+            assert received(third, "full")[0]["visitors"] == 2
+            with pytest.raises(WebSocketDisconnect) as caught:
+                received(third, "nothing")
+        assert caught.value.code == 1013
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with visiting(client) as again:
+            if again.receive_json()["type"] == "hello":
+                return
+        time.sleep(0.05)
+    pytest.fail("no place was given back")
+
+
+def test_a_port_that_is_taken_is_a_named_error(stage: Stage) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match="cannot listen: Address already in use") as caught:
+            serving(stage, host=HOST, port=port, visitors=1).__enter__()
+        assert caught.value.where == f"{HOST}:{port}"
+    with pytest.raises(InputError, match="cannot listen"):
+        serving(stage, host="no host", port=0, visitors=1).__enter__()
+
+
+def test_the_command_ends_with_130(built: tuple[Path, Path]) -> None:
+    artifact, world = built
+    words = [sys.executable, "-m", "fastcar_compile", "play", str(artifact), "--world", str(world), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("}\n"):
+            text += process.stdout.readline()
+        assert json.loads(text)["url"].startswith(f"http://{HOST}:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted\n"
+
+
+@contextmanager
+def browsing(url: str, pages: int) -> Iterator[list[Page]]:
+    """Pages in headless Chromium; at the end, that none wrote an error or asked for anything else."""
+    check_module("playwright")
+    path = check_tool("chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        errors: list[str] = []
+        requests: list[str] = []
+        found: list[Page] = []
+        for _ in range(pages):
+            page = browser.new_context(viewport={"width": 900, "height": 700}).new_page()
+            page.on("console", lambda message: errors.append(message.text))
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("request", lambda request: requests.append(request.url))
+            found.append(page)
+        yield found
+        browser.close()
+    assert errors == []
+    assert [address for address in requests if not address.startswith((url, "blob:"))] == []
+
+
+def frame_number(page: Page) -> int:
+    return int(page.locator("body").get_attribute("data-frame") or 0)
+
+
+def later(page: Page, frames: int = 12) -> None:
+    """Wait until the page has drawn so many frames more."""
+    last, deadline = frame_number(page) + frames, time.monotonic() + 60
+    while frame_number(page) < last:
+        assert time.monotonic() < deadline, f"no frame {last}"
+        page.wait_for_timeout(20)
+
+
+def share(page: Page) -> int:
+    return int(page.inner_text("#share .side-replay").removesuffix("%"))
+
+
+def test_two_play_in_browsers_and_a_third_is_told_that_it_is_full(stage: Stage) -> None:
+    with (
+        serving(stage, host=HOST, port=0, visitors=2) as listening,
+        browsing(listening.url, 3) as (one, two, third),
+    ):
+        for page in (one, two):
+            page.goto(listening.url)
+            page.wait_for_selector("body[data-state=paused]")
+        third.goto(listening.url)
+        third.wait_for_selector("body[data-state=full]")
+        assert third.inner_text("#cover-title") == "All 2 places are taken"
+
+        pixels = "document.querySelector('canvas.image').toDataURL()"
+        before = one.evaluate(pixels)
+        one.keyboard.down("ArrowLeft")
+        later(one)
+        assert one.evaluate(pixels) != before
+        assert "turn left" in one.inner_text("#parts")
+        one.keyboard.up("ArrowLeft")
+        assert frame_number(two) == 0, "the second visitor's game is its own"
+
+        shares: list[int] = []
+        for level in (0, 100):
+            one.locator("#threshold").fill(str(level))
+            later(one)
+            shares.append(share(one))
+        assert shares[0] == 0 < shares[1]
+
+        one.get_by_label("Side by side").check()
+        later(one)
+        assert one.locator("canvas.image").count() == 2
+        one.click("#record")
+        later(one)
+        with one.expect_download() as download:
+            one.click("#record")
+        assert download.value.suggested_filename == "game.gif"
+        one.keyboard.press("KeyP")
+        one.wait_for_selector("body[data-state=paused]")
+
+        two.close()
+        third.click("#cover")
+        third.wait_for_selector("body[data-state=paused]")

@@ -1,0 +1,193 @@
+"""The doom example: recording, tokenizer, training that goes on, rollouts, and the files that a world consists of."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_module
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FOLDER = EXAMPLES / "doom"
+NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", "measure", "train", "export")
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[SimpleNamespace]:
+    """The example's modules, imported as its own scripts import them."""
+    check_module("vector_quantize_pytorch")
+    before = list(sys.path)
+    sys.path[:0] = [str(FOLDER), str(EXAMPLES)]
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    finally:
+        sys.path[:] = before
+        for name in (*NAMES, "game", "common", "common.training", "common.progress", "common.likelihood"):
+            sys.modules.pop(name, None)
+
+
+def tiny() -> Qwen3ForCausalLM:
+    """A decoder of the example's vocabulary and window kind, small enough for a test."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=4096, use_sliding_window=True,
+        sliding_window=1040, layer_types=["sliding_attention"] * 2, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_split(example: SimpleNamespace) -> object:
+    """Two episodes of 20 frames that use few codes."""
+    rng = np.random.default_rng(0)
+    tokens = example.decoder.frame_tokens(rng.integers(0, 10, 40).astype(np.uint8), rng.integers(0, 3, (40, 64)))
+    bounds = np.array([[0, 20], [20, 40]])
+    return example.decoder.TokenSplit(tokens, np.zeros(40, np.uint8), bounds, ("a", "b"))
+
+
+def test_world_toml_names_every_token_and_button(example: SimpleNamespace) -> None:
+    world, format_ = tomllib.loads(example.export.world_toml()), example.world_format
+    assert math.prod(format_.LEVELS) == world["image"]["count"] == format_.CODES
+    assert math.prod(world["image"]["grid"]) + 1 == world["tokens_per_frame"]
+    tokens = [action["token"] for action in world["actions"]]
+    assert tokens == list(range(format_.CODES, format_.CODES + len(tokens)))
+    assert tokens[-1] < format_.VOCAB_SIZE
+    used = [button for action in world["actions"] for button in action["buttons"]]
+    assert set(used) == set(world["buttons"])
+    keys = [key for pressed in world["buttons"].values() for key in pressed]
+    assert len(keys) == len(set(keys))
+
+
+def test_an_episode_repeats_and_its_frames_show_what_they_are_called(
+    example: SimpleNamespace, require_module: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_module("vizdoom")
+    monkeypatch.chdir(tmp_path)  # the game makes a folder where it is started
+    game = importlib.import_module("game")
+    assert set(example.data.SPLITS["held_out_scenario"].scenarios) == {game.HELD_OUT}
+    assert game.HELD_OUT not in game.TRAINING
+    shard = example.data.record_shard("my_way_home", 7, 60)
+    again = game.episodes("my_way_home", 7, example.data.LONGEST)
+    first, end = next(shard.bounds())
+    np.testing.assert_array_equal(next(again).frames[: end - first], shard.frames[first:end])
+    again.close()
+    assert shard.frames.shape[1:] == (64, 64, 3)
+    assert len(shard.frames) == len(shard.actions) == len(shard.kinds) >= 60
+    change = np.abs(np.diff(shard.frames.astype(float), axis=0)).mean((1, 2, 3))
+    within = np.isin(np.arange(1, len(shard.kinds)), shard.starts, invert=True)
+    moving = np.isin(shard.kinds[1:], (game.TURNING, game.WALKING))
+    assert change[moving & within].mean() > 1.0
+    example.data.save_shard(shard, tmp_path / "s.safetensors")
+    loaded = example.data.load_shard(tmp_path / "s.safetensors")
+    np.testing.assert_array_equal(loaded.frames, shard.frames)
+    assert loaded.scenario == "my_way_home"
+
+
+def test_seeds_of_the_splits_are_apart(example: SimpleNamespace) -> None:
+    first = sorted(split.first_seed for split in example.data.SPLITS.values())
+    assert (np.diff(first) >= 10_000 * 5 * 20).all(), "room for 20 shards of 5 scenarios"
+
+
+def test_pixels_onnx_is_the_tokenizers_decoder(example: SimpleNamespace, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = example.autoencoder.Autoencoder().eval()
+    frames = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
+    codes = model.encode(frames)
+    assert codes.shape == (3, 64)
+    assert 0 <= codes.min() < codes.max() < example.world_format.CODES
+    example.export.write_pixels(model, tmp_path / "pixels.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "pixels.onnx")
+    made = session.run(None, {"tokens": codes.reshape(3, 8, 8)})[0]
+    assert (made.dtype, made.shape) == (np.uint8, frames.shape)
+    assert np.abs(made.astype(int) - model.decode(codes)).max() <= 1, "a value near the middle may round another way"
+
+
+def test_targets_are_image_tokens_after_the_first_frame(example: SimpleNamespace) -> None:
+    tokens = torch.from_numpy(tiny_split(example).take(np.array([0, 3]), 16))  # pyright: ignore[reportAttributeAccessIssue]
+    targets = example.train.targets_of(tokens)
+    assert (targets == example.train.IGNORED).sum(1).tolist() == [64 + 15, 64 + 15]
+    counted = targets != example.train.IGNORED
+    assert torch.equal(targets[counted], tokens[:, 1:][counted])
+
+
+def test_noise_changes_few_image_tokens_and_no_action(example: SimpleNamespace) -> None:
+    tokens = np.random.default_rng(0).integers(0, 1000, (4, 16, 65))
+    tokens[:, :, 0] = 1003
+    made = example.train.noisy(tokens.reshape(4, -1), np.random.default_rng(1)).reshape(tokens.shape)
+    assert (made[:, :, 0] == 1003).all()
+    assert made.max() == 1003
+    assert 0 < (made != tokens).mean() < example.train.NOISE
+
+
+def test_sequences_stay_inside_an_episode(example: SimpleNamespace) -> None:
+    starts = tiny_split(example).sequences(16)  # pyright: ignore[reportAttributeAccessIssue]
+    assert starts.tolist() == [0, 1, 2, 3, 4, 20, 21, 22, 23, 24]
+
+
+def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = example.train
+    monkeypatch.setattr(train, "build_model", tiny)
+    monkeypatch.setattr(train, "CONTEXT_FRAMES", 3)
+    monkeypatch.setattr(train, "WARM_UP_STEPS", 2)
+    monkeypatch.setattr(train, "AVERAGE", 0.5)
+    monkeypatch.setattr(sys.modules["common.training"], "SAVE_SECONDS", 0.0)
+    split = tiny_split(example)
+
+    def trained(steps: int, name: str) -> Qwen3ForCausalLM:
+        trainer = train.Trainer(train.Plan(steps, 2, 2, 2e-2, 4, 0), tmp_path / name)
+        trainer.run(split, split, train.Log(tmp_path / f"{name}.jsonl", trainer.first))
+        return trainer.averaged()
+
+    monkeypatch.setattr(train, "learning_rate", lambda step, plan: plan.rate)
+    whole = trained(8, "whole")
+    trained(4, "part")
+    resumed = trained(8, "part")
+    entries = sys.modules["common.progress"].read_log(tmp_path / "part.jsonl")
+    assert [entry["step"] for entry in entries] == [4, 8]
+    assert entries[1]["held_out_nll"] < entries[0]["held_out_nll"] < math.log(1024)
+    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_learning_rate_warms_up_stays_and_cools_down(example: SimpleNamespace) -> None:
+    plan = example.train.Plan(1000, 200, 8, 1.0, 50, 0)
+    rates = [example.train.learning_rate(step, plan) for step in (0, 99, 500, 800, 900, 1000)]
+    assert rates == pytest.approx([0.01, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_imagined_frames_follow_the_decoder(example: SimpleNamespace) -> None:
+    """With top_k 1 each token is the most likely image code after all tokens before it."""
+    model, split = tiny(), tiny_split(example)
+    context, actions, true = example.rollout.contexts_of(split, np.array([0, 2]), 2)
+    assert (context.shape, true.shape) == ((2, 1040), (2, 2, 64))
+    codes = example.rollout.imagine(model, context[:, :65], actions, example.rollout.Sampling(top_k=1))
+    frames = torch.cat([actions[..., None], torch.from_numpy(codes)], 2)
+    whole = torch.cat([context[:, :65], frames.flatten(1)], 1)
+    with torch.inference_mode():
+        best = model(whole).logits[:, 64:-1, :1000].argmax(-1)
+    expected = torch.cat([best[:, i * 65 + 1 : i * 65 + 65] for i in range(2)], 1)
+    assert torch.equal(expected, torch.from_numpy(codes).flatten(1))
+
+
+def test_a_jpeg_of_the_same_bits_fits(example: SimpleNamespace) -> None:
+    rows = np.linspace(0, 255, 64).astype(np.uint8)
+    frame = np.broadcast_to(rows[:, None, None], (64, 64, 3)).copy()
+    made = example.measure.jpeg(frame, example.measure.BITS)
+    psnr, ssim = example.measure.quality(made[None], frame[None])
+    assert made.shape == frame.shape
+    assert psnr > 25
+    assert ssim > 0.8
+    flat = example.measure.jpeg(frame, 1.0)
+    assert (flat == flat[0, 0]).all(), "nothing fits in one bit: the mean colour"
