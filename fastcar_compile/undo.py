@@ -6,6 +6,9 @@ in a finaliser. So the `fastcar` command does not raise one. Its handler calls `
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import shutil
 import signal
 import tempfile
@@ -35,10 +38,61 @@ def undone(action: Callable[[], object]) -> Generator[None]:
 
 @contextmanager
 def scratch_folder(parent: str | Path | None = None, prefix: str = "fastcar-") -> Generator[Path]:
-    """Yield a new folder in `parent`, or where the system has temporary files; it is removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    with undone(lambda: shutil.rmtree(folder, ignore_errors=True)):
-        yield folder
+    """Yield a new folder in `parent`, or where the system has temporary files; it is removed afterwards.
+
+    With a parent, those of the same prefix that killed processes left there are removed first. A folder belongs to a
+    living process while that process holds its lock, which the kernel ends with the process.
+    """
+    if parent is not None:
+        _remove_leftovers(Path(parent), prefix)
+    folder, lock = _locked_folder(parent, prefix)
+    try:
+        with undone(lambda: shutil.rmtree(folder, ignore_errors=True)):
+            yield folder
+    finally:
+        os.close(lock)
+
+
+def _locked_folder(parent: str | Path | None, prefix: str) -> tuple[Path, int]:
+    """Make a folder; return it and the descriptor that holds its lock, if its file system has locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            descriptor = _open(folder)
+        except FileNotFoundError:  # another process took it for a leftover before it was locked
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # the same, while that process removes it
+            os.close(descriptor)
+            continue
+        except OSError:
+            pass
+        if folder.exists():
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def _open(folder: str | Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    name = re.compile(rf"{re.escape(prefix)}[0-9a-z_]{{8}}")
+    for entry in sorted(os.scandir(parent), key=lambda e: e.name):
+        if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            _remove_leftover(entry.path)
+
+
+def _remove_leftover(folder: str) -> None:
+    """Remove a folder without an owner; do nothing where there is one, or where that cannot be known."""
+    with suppress(OSError):
+        descriptor = _open(folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

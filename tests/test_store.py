@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,21 @@ def test_refuses_a_foreign_folder_and_leaves_it_alone(tmp_path: Path, content: s
         build(path)
     assert snapshot(path) == before
     assert os.listdir(tmp_path) == ["home"]
+
+
+def test_refuses_to_lose_files_that_stand_in_an_artifact(tmp_path: Path) -> None:
+    path = build(tmp_path / "out")
+    (path / "hls").mkdir()
+    for name in ("engine.xclbin", "synthesis.log"):
+        (path / "hls" / name).write_text("eight hours of work")
+    before = snapshot(path)
+    with pytest.raises(ArtifactError) as refusal:
+        build(path, "new")
+    text = "has files that are not of its artifact, and would be lost: 'hls/engine.xclbin' and 1 more"
+    assert text in str(refusal.value)
+    assert snapshot(path) == before
+    shutil.rmtree(path / "hls")
+    build(path, "new")
 
 
 def test_refuses_a_file_and_a_link(tmp_path: Path) -> None:

@@ -198,10 +198,15 @@ def _check_destination(path: Path) -> None:
     try:
         data = json.loads((path / MANIFEST).read_bytes())
         ours = isinstance(data, dict) and "schema_version" in data and "fastcar_compile" in data["producer"]
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = False
+        names = {*data["files"], MANIFEST, SIGNATURE}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours, names = False, set[str]()
     if not ours:
         raise ArtifactError("the output folder exists and is not a fastcar artifact", where=str(path), hint=hint)
+    if foreign := [name for name, _ in walk(path) if name not in names]:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        what = f"the output folder has files that are not of its artifact, and would be lost: {foreign[0]!r}{more}"
+        raise ArtifactError(what, where=str(path), hint="move them elsewhere, or choose another output folder")
 
 
 def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | None) -> tuple[Manifest, str]:

@@ -85,7 +85,7 @@ def tune_decoder_command(
         )
         output.parent.mkdir(parents=True, exist_ok=True)
         # A kill while writing leaves no half of a decoder under the name that was asked for.
-        with scratch_folder(output.parent, f".{output.name}-") as scratch:
+        with scratch_folder(output.parent, f".{output.name}.tuning-") as scratch:
             whole, model = scratch / "whole", cast(Any, found.model)
             model.save_pretrained(whole / "model")
             found.gate.save(whole / "gate.safetensors")
