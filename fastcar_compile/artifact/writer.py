@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from fastcar_compile.artifact.atomic import replace_folder, sync
 from fastcar_compile.artifact.claim import Claim
@@ -196,9 +196,9 @@ def _check_destination(path: Path) -> None:
     if not any(path.iterdir()):
         return
     try:
-        data = json.loads((path / MANIFEST).read_bytes())
-        ours = isinstance(data, dict) and "schema_version" in data and "fastcar_compile" in data["producer"]
-        names = {*data["files"], MANIFEST, SIGNATURE}
+        data: Any = json.loads((path / MANIFEST).read_bytes())
+        ours = "schema_version" in data and "fastcar_compile" in data["producer"]
+        names = {*map(str, data["files"]), MANIFEST, SIGNATURE}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         ours, names = False, set[str]()
     if not ours:
