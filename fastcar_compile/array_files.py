@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile import limits
 from fastcar_compile.errors import InputError
+from fastcar_compile.values import refuse_pipe
 
 Array = NDArray[Any]
 
@@ -25,6 +26,7 @@ def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
         InputError: there is no such file, or it is not what numpy writes without pickle.
     """
     try:
+        refuse_pipe(path)
         if zipfile.is_zipfile(path):
             return _members(path)
         # A map is refused where the header promises more than the file has; reading would ask for the memory first.

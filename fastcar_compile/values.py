@@ -76,6 +76,12 @@ def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
     return Path(text)
 
 
+def refuse_pipe(path: Path) -> None:
+    """Raise OSError for a pipe: opening it may wait without end, and these formats are read at any place."""
+    if path.is_fifo():
+        raise OSError("it is a pipe, not a plain file")
+
+
 def check_function(what: str, value: Any) -> None:
     """Raise InputError unless `value` is None or can be called."""
     if value is not None and not callable(value):

@@ -19,6 +19,7 @@ from fastcar_compile.artifact.layout import weight_file
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.formats.dtypes import BY_SAFETENSORS, DTYPES, DType, dtype_of
 from fastcar_compile.strict_json import parse_json
+from fastcar_compile.values import refuse_pipe
 
 Array = NDArray[Any]
 
@@ -247,6 +248,7 @@ def load_tensors(path: str | Path) -> dict[str, Array]:
         ArtifactError: missing, or not a valid safetensors file.
     """
     try:
+        refuse_pipe(Path(path))
         data = np.memmap(path, np.uint8, "c")
     except (OSError, ValueError) as error:
         raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path), hint=_HINT) from error

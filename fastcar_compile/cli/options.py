@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastcar_compile.array_files import read_arrays
 from fastcar_compile.errors import UserError
+from fastcar_compile.values import refuse_pipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -163,6 +164,7 @@ def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
         if path.suffix == ".safetensors":
             from safetensors import numpy as safetensors
 
+            refuse_pipe(path)
             return cast("Any", safetensors).load_file(path)  # its members are typed in part
         if path.suffix in (".npy", ".npz"):
             hint = "write it again with numpy.save"

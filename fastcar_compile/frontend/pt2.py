@@ -34,6 +34,7 @@ from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.pt2_checks import check_program
 from fastcar_compile.frontend.pt2_tensors import Payloads, only_tensors
 from fastcar_compile.strict_json import parse_json
+from fastcar_compile.values import refuse_pipe
 
 _OLD = "serialized_exported_program.json"
 """In a file of torch 2.7 or older."""
@@ -49,6 +50,7 @@ def load_exported(path: Path) -> ExportedProgram:
         UserError: there is no such file, or it is not what torch.export.save writes.
     """
     try:
+        refuse_pipe(path)
         return _old_program(path) if _is_old(path) else _program(path)
     except UserError as error:
         raise type(error)(error.what, where=error.where or str(path), hint=error.hint) from error

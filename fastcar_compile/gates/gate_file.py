@@ -15,7 +15,7 @@ from torch import Tensor
 from fastcar_compile.errors import CompileError, InputError, UserError
 from fastcar_compile.gates.weights import FORMAT, HINT, VERSION
 from fastcar_compile.outputs import os_errors
-from fastcar_compile.values import path_of
+from fastcar_compile.values import path_of, refuse_pipe
 
 __all__ = ["HINT", "read_gate_file", "replace_file", "write_gate_file"]
 
@@ -28,6 +28,7 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
     """
     file_path = path_of("the gate's file", path)
     try:
+        refuse_pipe(file_path)
         with cast("Any", safe_open(str(file_path), "pt")) as file:  # its stub has no types
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

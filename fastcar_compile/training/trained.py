@@ -21,6 +21,7 @@ from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.gates.gate_file import HINT, read_gate_file, replace_file, write_gate_file
 from fastcar_compile.gates.weights import GateWeights
 from fastcar_compile.strict_json import parse_json
+from fastcar_compile.values import refuse_pipe
 
 SAVE_EVERY = 10
 """Steps between two saved states of a training."""
@@ -133,6 +134,7 @@ class TrainingState:
             raise UserError(f"the checkpoint cannot be read: {text}", where=str(self._path), hint=hint) from error
 
     def _restored(self, path: Path, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        refuse_pipe(path)
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("key") != self._key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import time
 import zipfile
@@ -110,6 +111,9 @@ MALFORMED: dict[str, bytes] = {
     "floats as tensors": save_tensors({"x": torch.zeros(2)}),
 }
 
+RANDOM_ACCESS = (".npy", ".npz", ".pt2", ".safetensors")
+"""Formats that are read at any place of the file."""
+
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "target": ("t.toml", load_target),
     "policy": ("p.toml", Policy.load),
@@ -191,6 +195,16 @@ def test_no_pickle_of_any_format_runs(format_name: str, tmp_path: Path) -> None:
         with pytest.raises(UserError):
             read(tmp_path / name)
         assert not place.exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("format_name", [name for name, (file, _) in READERS.items() if file[1:] in RANDOM_ACCESS])
+def test_a_pipe_is_refused_before_it_is_opened(format_name: str, tmp_path: Path) -> None:
+    """Nobody writes into it, so that opening it would wait without end."""
+    name, read = READERS[format_name]
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="it is a pipe, not a plain file"):
+        read(tmp_path / name)
 
 
 def test_a_manifest_is_what_it_was_before_all_this() -> None:
