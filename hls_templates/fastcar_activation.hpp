@@ -74,7 +74,7 @@ template <>
 struct Activate<RELU2> {
     static float of(float x) {
         FASTCAR_INLINE
-        const float positive = Activate<RELU>::of(x);
+        const float positive = x > 0.0f ? x : 0.0f;
         return positive * positive;
     }
 };

@@ -32,7 +32,7 @@ READ = {
     *("ARTIFACT", "MODEL", "DECODER", "PATH", "A", "B"),
     *("--target", "--gate-weights", "--videos", "--calibration-videos", "--cases", "--detokenize", "--start"),
     *("--prompt-file", "--thresholds", "--context", "--context-mask", "--trace", "--public-key", "--policy", "--key"),
-    *("--certificate", "--chain", "--identity-token-file", "--trust-config", "--passphrase-file", "--root"),
+    *("--certificate", "--chain", "--identity-token-file", "--trust-config", "--passphrase-file", "--root", "--world"),
 }
 
 

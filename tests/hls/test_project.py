@@ -124,7 +124,7 @@ def test_what_cannot_be_built_is_told() -> None:
     spec = MlpSpec(hidden=128, intermediate=352, batch=2, layers=4, cores=2)
     with pytest.raises(UserError, match=r"has 2 memory port.s. of 128 bits; the engine needs 3 of 128"):
         best(designs(spec, zcu102(2)))
-    known = "act one of silu, gelu, gelu_tanh, relu, and w8a8 or w4a8"
+    known = "act one of silu, gelu, gelu_tanh, relu, relu2, and w8a8 or w4a8"
     with pytest.raises(UserError, match=f"(?s)no HLS kernel for a plain w8a8 MLP with activation 'tanh'.*{known}"):
         best(designs(replace(spec, activation="tanh", gated=False), zcu102()))
     with pytest.raises(UserError, match=r"batch = 33 .*; cores = 0 "):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -26,6 +27,22 @@ _NOWHERE = "/proc/self/no-such-folder"
 _SPIN_US = "100"
 """Microseconds that an idle thread waits for work before it sleeps: about what passes between two parallel operators.
 onnxruntime's own default is longer than a step, for which it would take a core from other sessions."""
+
+
+_open: WeakSet[Any] = WeakSet()
+"""The inference sessions of this process."""
+
+
+def _keep_open_in_child() -> None:
+    """Keep the parent's sessions from ever being closed in a forked child, where closing one waits for its threads.
+
+    Their threads sleep, and a child has none of them.
+    """
+    for session in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+os.register_at_fork(after_in_child=_keep_open_in_child)
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtStepper:
@@ -133,9 +150,11 @@ def _loaded(model: OnnxModel, threads: int | None) -> Any:
     buffers = [model.weights[name] for name in files]
     try:
         options.add_external_initializers_from_files_in_memory(files, buffers, [b.nbytes for b in buffers])
-        return onnxruntime.InferenceSession(model.content, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(model.content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no public base class
         raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
+    _open.add(session)
+    return session
 
 
 def _zeros(specs: Iterable[State]) -> dict[str, Any]:
