@@ -94,11 +94,13 @@ def tokenize_split(model: Autoencoder, folder: Path, split: str) -> None:
         print(f"{split}: {target.name}", flush=True)
 
 
-def load_tokens(folder: Path, split: str) -> TokenSplit:
-    """Read the tokens of a split."""
+def load_tokens(folder: Path, split: str, chosen: tuple[str, ...] | None = None) -> TokenSplit:
+    """Read the tokens of a split, of all its scenarios or of the chosen ones."""
     tokens, kinds, bounds, scenarios, first = [], [], [], [], 0
     for path in shard_paths(folder, split):
         with safe_open(path.with_suffix(".tokens"), "numpy") as file:
+            if chosen is not None and file.metadata()["scenario"] not in chosen:
+                continue
             tokens.append(file.get_tensor("tokens"))
             kinds.append(file.get_tensor("kinds"))
             bounds.append(first + file.get_tensor("bounds"))

@@ -33,6 +33,9 @@ AVERAGE = 0.995
 NOISE = 0.08
 """Largest share of wrong image tokens in a frame of context. Generated frames have wrong tokens too."""
 
+SCENARIOS = ("health_gathering_supreme", "my_way_home", "deadly_corridor")
+"""What the decoder is trained on: three maps. The tokenizer has seen more."""
+
 IGNORED = -100
 """Target without a loss."""
 
@@ -148,7 +151,7 @@ def prepare(options: argparse.Namespace) -> tuple[TokenSplit, TokenSplit]:
     for split in SPLITS:
         if (options.data / split).is_dir():
             tokenize_split(autoencoder, options.data, split)
-    return load_tokens(options.data, "train"), load_tokens(options.data, "held_out")
+    return load_tokens(options.data, "train", SCENARIOS), load_tokens(options.data, "held_out", SCENARIOS)
 
 
 def main() -> None:
