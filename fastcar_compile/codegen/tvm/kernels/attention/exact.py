@@ -1,0 +1,370 @@
+"""Attention of `numerics="exact"`, bit for bit as fastcar_compile.ops.exact defines it.
+
+Two passes over the cached rows: one over the keys, whose logits are kept, and one over the values. Integer products are
+in int32 lanes on every instruction set; a fence stands where LLVM could contract a product with the sum behind it.
+"""
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile import exact
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS
+from fastcar_compile.codegen.tvm.kernels.cache.elements import power_of_two
+from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import INFINITY, NOT_A_NUMBER
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
+    Expr,
+    broadcast,
+    cast,
+    fence,
+    intrinsic,
+    magnitude_bits,
+    ramp,
+    reduce_add,
+    vector_lanes,
+)
+from fastcar_compile.ops.cached import (
+    BLOCK,
+    INT8_MAX,
+    LEAST_EXPONENT,
+    MANTISSA_BITS,
+    excess,
+    rounds_up,
+)
+from fastcar_compile.ops.cached import NOT_A_NUMBER as NAN_EXPONENT
+
+MINUS_INFINITY = -0x800000
+"""The bits of minus infinity, as TVM takes no such literal."""
+
+UNSEEN = -1
+"""Numerator of a cache row that the query does not see."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """D, S, and (sinks, window) of a ring cache."""
+
+    d: int
+    s: int
+    window: tuple[int, int] | None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.d // BLOCK)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of vectors that no block's end cuts."""
+        return vector_lanes(self.d)
+
+    def sees(self, row: Expr, position: Expr, newest: Expr) -> Expr:
+        """Return whether the token at `position` sees a cache row, in a cache written up to `newest`."""
+        if self.window is None:
+            return row <= position
+        sinks, size = self.window
+        ring = self.s - sinks
+        last = T.truncmod(T.max(newest - sinks, 0), ring)
+        held = newest - (last - (row - sinks)) - T.Select(row - sinks > last, ring, 0)
+        recent = T.And(T.And(held >= sinks, held > position - size), held <= position)
+        return T.Or(T.And(row < sinks, row <= position), T.And(row >= sinks, recent))
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The arguments of the kernel, and b, query head, key/value head, query row."""
+
+    q: Any
+    keys: Any
+    values: Any
+    table: Any
+    y: Any
+    at: tuple[Expr, Expr, Expr, Expr]
+
+
+@dataclass(frozen=True)
+class _Query:
+    """mantissas int32 [D], exponents int32 [n], and int32 [1]: whether it holds a NaN."""
+
+    mantissas: Any
+    exponents: Any
+    unknown: Any
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Temporaries of one query row.
+
+    Attributes:
+        logits: float32 [S]. weights: int32 [S], the numerators.
+        scaled: float32 [32], numerators of a tile times powers of two. integers: int32 [33], these as a wide block, and
+            its exponent.
+        acc: int32 [32], sums. total: float32 [1], of a logit.
+    """
+
+    logits: Any
+    weights: Any
+    scaled: Any
+    integers: Any
+    acc: Any
+    total: Any
+
+
+def _wide_exponent(bits: Expr) -> Expr:
+    """Return the exponent of a wide block whose largest magnitude has these bits."""
+    field = T.shift_right(bits + T.int32(rounds_up(exact.WIDE_BITS)), T.int32(MANTISSA_BITS))
+    return T.max(field - T.int32(excess(exact.WIDE_BITS)), T.int32(LEAST_EXPONENT))
+
+
+def _bounded(value: Expr) -> Expr:
+    return T.max(T.min(value, T.float32(INT8_MAX)), T.float32(-INT8_MAX))
+
+
+def _not_a_number() -> Expr:
+    return T.reinterpret("float32", T.int32(NOT_A_NUMBER))
+
+
+def _round_query(shape: _Shape) -> Callable[..., None]:
+    """Return the macro (o, query): the query's row in wide blocks."""
+    d = shape.d
+
+    @inlined
+    def round_query(o, query):
+        top = T.alloc_buffer((1,), "int32")
+        query.unknown[0] = 0
+        for e in range(shape.blocks):
+            top[0] = 0
+            for c in range(T.min(BLOCK, d - e * BLOCK)):
+                top[0] = T.max(top[0], magnitude_bits(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c], 1))
+            query.unknown[0] = T.max(query.unknown[0], T.Cast("int32", top[0] > T.int32(INFINITY)))
+            query.exponents[e] = _wide_exponent(T.min(top[0], T.reinterpret("int32", T.float32(INT8_MAX))))
+            for c in range(T.min(BLOCK, d - e * BLOCK)):
+                query.mantissas[e * BLOCK + c] = T.Cast(
+                    "int32",
+                    T.nearbyint(
+                        _bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
+                    ),
+                )
+
+    return round_query
+
+
+def _multiply_keys(shape: _Shape, scale: float) -> Callable[..., None]:
+    """Return the macro (o, query, sums, rows, position, newest, stat): the logits, and stat[0] their maximum.
+
+    unknown[0] becomes 1 where a logit is NaN.
+    """
+    d, lanes, factor = shape.d, shape.lanes, float(exact.logit_factor(scale))
+
+    def total_of(acc: Any) -> Expr:
+        return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
+
+    @inlined
+    def multiply_row(o, query, sums, j):
+        sums.total[0] = T.float32(0)
+        # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
+        for e in range(shape.blocks):
+            sums.acc[ramp(0, lanes)] = broadcast(T.int32(0), lanes)
+            for c in range(T.min(BLOCK, d - e * BLOCK) // lanes):
+                sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
+                    ramp(e * BLOCK + c * lanes, lanes)
+                ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
+            power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[0], o.at[2], j, d + e])
+            sums.total[0] = sums.total[0] + fence(
+                "float32", T.Cast("float32", total_of(sums.acc)) * power_of_two(T.max(T.min(power, 127), -126))
+            )
+            if o.keys[o.at[0], o.at[2], j, d + e] == T.int8(NAN_EXPONENT):
+                query.unknown[0] = 1
+        sums.logits[j] = sums.total[0] * T.float32(factor)
+
+    @inlined
+    def multiply_keys(o, query, sums, rows, position, newest, stat):
+        stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
+        for j in range(rows):
+            if shape.sees(j, position, newest):
+                multiply_row(o, query, sums, j)
+                if sums.logits[j] != sums.logits[j]:
+                    query.unknown[0] = 1
+                stat[0] = T.max(stat[0], sums.logits[j])
+
+    return multiply_keys
+
+
+def _weigh(shape: _Shape) -> Callable[..., None]:
+    """Return the macro (o, sums, rows, position, newest, stat, count): numerators, and their sum in count[0]."""
+
+    @inlined
+    def weigh(o, sums, rows, position, newest, stat, count):
+        units = T.alloc_buffer((1,), "int32")
+        count[0] = T.int64(0)
+        for j in range(rows):
+            sums.weights[j] = T.int32(UNSEEN)
+            if shape.sees(j, position, newest):
+                units[0] = T.Cast(
+                    "int32",
+                    T.nearbyint(
+                        T.max(sums.logits[j] - stat[0], T.float32(exact.EXP_LIMIT))
+                        * T.float32(1 << exact.EXP_INPUT_BITS)
+                    ),
+                )
+                shift: T.let = T.bitwise_and(0 - T.shift_right(units[0], exact.EXP_INPUT_BITS), 31)
+                knot: T.let = T.bitwise_and(T.shift_right(units[0], 8), exact.EXP_KNOTS - 1)
+                rest: T.let = T.bitwise_and(units[0], 255)
+                power: T.let = o.table[knot] + T.shift_right((o.table[knot + 1] - o.table[knot]) * rest + 128, 8)
+                sums.weights[j] = T.shift_right(power + T.shift_right(T.shift_left(1, shift), 1), shift)
+                count[0] = count[0] + T.Cast("int64", sums.weights[j])
+
+    return weigh
+
+
+def _add_values(shape: _Shape) -> Callable[..., None]:
+    """Return the macro (o, sums, rows, out, unknown): out float32 [n * 32] becomes the weighted values.
+
+    unknown int32 [n] becomes 1 where a block of a row that is seen holds a NaN.
+    """
+    d, lanes = shape.d, shape.lanes
+    vectors = BLOCK // lanes
+
+    @inlined
+    def scale_weights(o, sums, start, count, e, unknown):
+        for j in range(BLOCK):
+            sums.scaled[j] = T.float32(0)
+        for j in range(count):
+            exponent: T.let = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
+            if T.And(sums.weights[start + j] != T.int32(UNSEEN), exponent == NAN_EXPONENT):
+                unknown[e] = 1
+            sums.scaled[j] = T.Cast("float32", T.max(sums.weights[start + j], 0)) * power_of_two(
+                T.max(exponent - exact.EXP_BITS, -126)
+            )
+        sums.integers[0] = intrinsic(
+            "int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", magnitude_bits(sums.scaled[ramp(0, BLOCK)], BLOCK)
+        )
+        sums.integers[BLOCK] = _wide_exponent(sums.integers[0])
+        sums.integers[ramp(0, BLOCK)] = cast(
+            "int32",
+            T.nearbyint(sums.scaled[ramp(0, BLOCK)] * power_of_two(0 - sums.integers[BLOCK])),
+            BLOCK,
+        )
+
+    @inlined
+    def add_tile(o, sums, start, count, e, out):
+        for v in T.unroll(vectors):
+            sums.acc[ramp(v * lanes, lanes)] = broadcast(T.int32(0), lanes)
+        # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
+        for j in range(count):
+            for v in T.unroll(vectors):
+                if e * BLOCK + v * lanes < d:
+                    sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + sums.integers[j] * cast(
+                        "int32",
+                        o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)],
+                        lanes,
+                    )
+        for v in T.unroll(BLOCK):
+            out[e * BLOCK + v] = out[e * BLOCK + v] + fence(
+                "float32", T.Cast("float32", sums.acc[v]) * power_of_two(sums.integers[BLOCK])
+            )
+
+    @inlined
+    def add_values(o, sums, rows, out, unknown):
+        for e in range(shape.blocks):
+            unknown[e] = 0
+            for v in range(BLOCK):
+                out[e * BLOCK + v] = T.float32(0)
+        # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
+        for tile in range((rows + BLOCK - 1) // BLOCK):
+            for e in range(shape.blocks):
+                scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, unknown)
+                add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, out)
+
+    return add_values
+
+
+@kernel
+def exact_attention(
+    query: HeadShape,
+    cache: HeadShape,
+    scale: float,
+    window: tuple[int, int] | None = None,
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return attention of query rows [B, Hq, T, D] to the int8 rows [B, Hkv, S, .] that they see: float32 as query.
+
+    `window` is (sinks, window) of a ring cache; None: all rows up to the query's. Parallel over heads and query rows.
+    """
+    del isa
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    shape = _Shape(d, s, window)
+    n, size, knots = shape.blocks, d + shape.blocks, exact.EXP_KNOTS + 1
+    items = b * hq * t
+    loop = T.parallel if items > 1 and items * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
+    round_query, multiply_keys = _round_query(shape), _multiply_keys(shape, scale)
+    weigh, add_values = _weigh(shape), _add_values(shape)
+
+    @script.prim_func(private=True, s_tir=True)
+    def attend_exact(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, size), "int8"),
+        values: T.Buffer((b, hkv, s, size), "int8"),
+        position: T.Buffer((1,), "int64"),
+        table: T.Buffer((knots,), "int32"),
+        y: T.Buffer((b, hq, t, d), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for item in loop(items):
+            with T.sblock("row"):
+                T.reads(
+                    q[0:b, 0:hq, 0:t, 0:d],
+                    keys[0:b, 0:hkv, 0:s, 0:size],
+                    values[0:b, 0:hkv, 0:s, 0:size],
+                    position[0:1],
+                    table[0:knots],
+                )
+                T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                logits = T.alloc_buffer((s,), "float32")
+                weights = T.alloc_buffer((s,), "int32")
+                mantissas = T.alloc_buffer((d,), "int32")
+                exponents = T.alloc_buffer((n,), "int32")
+                unknown = T.alloc_buffer((1,), "int32")
+                scaled = T.alloc_buffer((BLOCK,), "float32")
+                integers = T.alloc_buffer((BLOCK + 1,), "int32")
+                acc = T.alloc_buffer((BLOCK,), "int32")
+                total = T.alloc_buffer((1,), "float32")
+                stat = T.alloc_buffer((2,), "float32")
+                count = T.alloc_buffer((1,), "int64")
+                out = T.alloc_buffer((n * BLOCK,), "float32")
+                columns = T.alloc_buffer((n,), "int32")
+                bi: T.let = item // (hq * t)
+                head: T.let = item // t % hq
+                i: T.let = item % t
+                first: T.let = T.Cast("int32", position[0])
+                place: T.let = first + i
+                newest: T.let = first + t - 1
+                rows: T.let = T.min((place if window is None else newest) + 1, s)
+                o = T.meta_var(_Operands(q, keys, values, table, y, (bi, head, head // (hq // hkv), i)))
+                own = T.meta_var(_Query(mantissas, exponents, unknown))
+                sums = T.meta_var(_Sums(logits, weights, scaled, integers, acc, total))
+                round_query(o, own)
+                multiply_keys(o, own, sums, rows, place, newest, stat)
+                weigh(o, sums, rows, place, newest, stat, count)
+                add_values(o, sums, rows, out, columns)
+                stat[1] = T.float32(1) / (T.Cast("float32", count[0]) * T.float32(2.0**-exact.EXP_BITS))
+                if magnitude_bits(stat[0], 1) >= T.int32(INFINITY):
+                    unknown[0] = 1
+                for c in range(d):
+                    y[bi, head, i, c] = T.Select(
+                        unknown[0] + columns[c // BLOCK] > 0, _not_a_number(), out[c] * stat[1]
+                    )
+
+    return attend_exact
