@@ -40,14 +40,14 @@ class ExactArithmetic(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every operation that has no exact form, and why."""
+        modified = any(rotations(module.graph) for module in program.graphs())
         problems = list(_rotate(program))
-        modified = False
         for module in program.graphs():
             for part in with_branches(module):
                 modified = _norms(part.graph) | _attentions(part.graph) | modified
             module.graph.eliminate_dead_code()
             module.recompile()
-            problems += inexact(module)
+        problems += inexact(program.graphs())
         if problems:
             raise CompileError.collect(problems)
         return modified

@@ -11,11 +11,13 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.modules import with_branches
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.schema import bound
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 MOVES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze),
+    *(aten.flatten, aten.unflatten, aten.movedim, aten.swapaxes, aten.roll, aten.flip),
     *(aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.narrow),
     *(aten.cat, aten.stack, aten.expand, aten.repeat, aten.clone, aten.contiguous, aten.alias, aten.detach),
     *(aten.to, aten._to_copy, aten.embedding, aten.index, aten.index_select, aten.where, aten.full, aten.zeros),
@@ -36,10 +38,10 @@ _REASONS = {
 }
 
 
-def inexact(module: fx.GraphModule) -> list[CompileError]:
-    """Return one error per kind of operator in a graph and its branches that backends may round differently."""
+def inexact(modules: Iterable[fx.GraphModule]) -> list[CompileError]:
+    """Return one error per kind of operator in graphs and their branches that backends may round differently."""
     found: dict[tuple[str, str], list[fx.Node]] = {}
-    for part in with_branches(module):
+    for part in (part for module in modules for part in with_branches(module)):
         for node, reason in _problems(part.graph.nodes):
             found.setdefault((str(node.target), reason), []).append(node)
     return [_error(operator, reason, nodes) for (operator, reason), nodes in found.items()]
@@ -76,8 +78,8 @@ def _problem(node: fx.Node) -> str | None:
 
 def _attention(node: fx.Node) -> str:
     """Return why an attention has no exact form."""
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # pyright: ignore
-    if given.get("softcap") is not None:
+    given = bound(node)
+    if given["softcap"] is not None:
         return "attention with a soft-cap is not defined bit for bit"
     if given.get("sink_query") is not None:
         return 'sparse attention with positions="cache" is not defined bit for bit'
