@@ -107,6 +107,13 @@ inline word_t replace_step(const word_t& word, uint32_t lane, int8_t value) {
     return pack_int8(lanes);
 }
 
+// Words of a tile of keys on one port, and the blocks in it.
+template <int BLOCKS>
+struct KeyTile {
+    static const int WORDS = BLOCKS * (1 + KEY_ROWS * BLOCK_WORDS);
+    static const int SUMS = BLOCKS * KEY_ROWS;
+};
+
 // A tile's words, read in one burst.
 template <int WORDS>
 void read_tile(const word_t* section, uint32_t first, uint32_t count, word_t tile[WORDS]) {

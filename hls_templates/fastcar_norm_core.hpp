@@ -5,6 +5,7 @@
 #define FASTCAR_NORM_CORE_HPP
 
 #include "fastcar_gate_core.hpp"
+#include "fastcar_numerics.hpp"
 
 namespace fastcar {
 namespace norm {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,11 +17,9 @@ from fastcar_compile.runtime.backends.hls_csim.build import build_library
 from fastcar_compile.runtime.backends.hls_csim.unit import aligned
 from step.values import Array
 
-SOURCE = "cores.cpp"
-
 
 class Cores:
-    """The functions of cores.cpp; arrays are copied to whole memory words and back."""
+    """The functions of a source beside this file; arrays are copied to whole memory words and back."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -47,25 +46,29 @@ def _passed(value: Array | int | float) -> ctypes.c_void_p | ctypes.c_uint32 | c
 
 
 @pytest.fixture(scope="session")
-def built_cores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Cores]:
-    """Builds the library at the first call."""
+def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cores]:
+    """`build_cores(name)`: the library of name.cpp."""
     folder = shared_folder(tmp_path_factory) / "step_cores"
+    folder.mkdir(exist_ok=True)
+    headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
 
-    def build() -> Cores:
-        folder.mkdir(exist_ok=True)
-        headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
-        source = {SOURCE: Path(__file__).with_name(SOURCE).read_bytes()}
-        with FileLock(folder / "lock"):
-            return Cores(build_library(headers | source, folder, [SOURCE]))
+    @cache
+    def build(name: str) -> Cores:
+        source = Path(__file__).with_name(f"{name}.cpp")
+        with FileLock(folder / "lock"):  # one test process builds it, all of them load it
+            return Cores(build_library(headers | {source.name: source.read_bytes()}, folder, [source.name]))
 
     return build
 
 
 @pytest.fixture
-def cores(
-    require_tool: Callable[[str], str], require_module: Callable[[str], None], built_cores: Callable[[], Cores]
-) -> Cores:
-    """The library; skips (or in CI fails) without g++ and the ap_types headers of hls4ml."""
+def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str], None]) -> None:
+    """Skips (or in CI fails) unless g++ and the ap_types headers of hls4ml are there."""
     require_tool("g++")
     require_module("hls4ml")
-    return built_cores()
+
+
+@pytest.fixture
+def cores(csim_tools: None, build_cores: Callable[[str], Cores]) -> Cores:
+    """Rows, norms and the cache."""
+    return build_cores("cores")
