@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = EXAMPLES / "doom"
-NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", "measure", "train", "export")
+NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", "measure", "report", "train", "export")
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +194,32 @@ def test_a_jpeg_of_the_same_bits_fits(example: SimpleNamespace) -> None:
     assert ssim > 0.8
     flat = example.measure.jpeg(frame, 1.0)
     assert (flat == flat[0, 0]).all(), "nothing fits in one bit: the mean colour"
+
+
+def test_what_is_measured_becomes_a_page(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    autoencoder, split = example.autoencoder.Autoencoder().eval(), tiny_split(example)
+    frames = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
+    held = example.measure.Held("my_way_home", "decoder", frames, split)
+    tiny().save_pretrained(tmp_path / "decoder")
+    options = SimpleNamespace(count=8, frames=1, decoder=tmp_path / "decoder", out=tmp_path / "measured")
+    found = example.measure.measure(held, options, autoencoder)
+    assert found["nll"]["still"] == found["nll"]["all"]
+    assert found["nll"]["all"]["frames"] == 8
+    assert len(found["rollout_psnr"]) == example.measure.ROLLOUTS
+    (options.out / "measured.json").write_text(json.dumps({"my_way_home": found}))
+    for name, value in (("tokenizer", "held_out_psnr"), ("decoder", "held_out_nll")):
+        entries = [{"step": step, "seconds": 3600 * step, "train_nll": 1.0, value: 2.0} for step in (1, 2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    arguments = {"--measured": options.out, "--out": tmp_path / "page"}
+    arguments |= {f"--{name}-log": tmp_path / f"{name}.jsonl" for name in ("tokenizer", "decoder")}
+    monkeypatch.setattr(sys, "argv", ["report.py", *(str(part) for pair in arguments.items() for part in pair)])
+    example.report.main()
+    text = (tmp_path / "page" / "results.md").read_text()
+    assert "2 steps in 2.0 h" in text
+    assert f"{found['nll']['all']['nll']:.2f} (8)" in text
+    shown = re.findall(r"\]\((pictures/[^)]*)\)", text)
+    assert "pictures/rollout_my_way_home_2.png" in shown
+    assert {f"pictures/{path.name}" for path in (tmp_path / "page/pictures").iterdir()} == set(shown)

@@ -13,6 +13,9 @@ from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from world_format import CONTEXT_FRAMES, FIRST_ACTION, TOKENS_PER_FRAME, VOCAB_SIZE
 
+SCENARIOS = ("health_gathering_supreme", "my_way_home", "deadly_corridor")
+"""What the decoder is trained on: three maps. The tokenizer has seen more."""
+
 LAYERS = 5
 LONGEST_SESSION = 4096
 """Frames that `max_position_embeddings` allows. The window makes positions relative, so training needs fewer."""

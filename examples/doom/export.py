@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from autoencoder import Autoencoder, load_autoencoder, to_frames
-from decoder import TokenSplit, load_decoder, load_tokens
+from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("build/doom/data"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "world")
     options = parser.parse_args()
-    split = load_tokens(options.data, "held_out")
+    split = load_tokens(options.data, "held_out", SCENARIOS)
     write_world(options.out, load_decoder(options.decoder), load_autoencoder(options.tokenizer), split)
 
 

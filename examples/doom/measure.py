@@ -1,4 +1,4 @@
-"""Measure tokenizer and decoder on held-out play, and draw reconstructions and rollouts."""
+"""Measure tokenizer and decoder on held-out play, scenario by scenario, and draw reconstructions and rollouts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 import io
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from autoencoder import Autoencoder, load_autoencoder
-from data import Shard, load_shard, shard_paths
-from decoder import TokenSplit, load_decoder, load_tokens
+from data import load_shard, shard_paths
+from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens
 from PIL import Image
 from rollout import Sampling, contexts_of, imagine
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
@@ -23,12 +22,21 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from world_format import CODES, CONTEXT_FRAMES, GRID, SIZE, TOKENS_PER_FRAME
 
+ROLES = ("decoder", "tokenizer", "nothing")
+"""What was trained on a scenario: decoder and tokenizer, the tokenizer alone, or nothing."""
+
 KINDS = ("still", "turning", "walking", "shooting")
 BITS = GRID * GRID * math.log2(CODES)
 """Bits of a frame's image tokens."""
 
 SHOWN_EVERY = 4
 """Frames between two that a strip of a rollout shows."""
+
+SHOWN_FRAMES = 12
+"""Frames in a strip of reconstructions."""
+
+ROLLOUTS = 2
+"""Rollouts of a scenario."""
 
 
 def quality(made: np.ndarray, true: np.ndarray) -> tuple[float, float]:
@@ -65,80 +73,102 @@ def jpeg(frame: np.ndarray, bits: float) -> np.ndarray:
     return result
 
 
-def reconstruction(model: Autoencoder, shards: Sequence[Shard], count: int) -> dict[str, dict[str, float]]:
-    """Return PSNR and SSIM by scenario, of the tokenizer and of a JPEG of the same bits, on `count` frames of each."""
-    result = {}
-    for shard in shards:
-        frames = shard.frames[np.linspace(0, len(shard.frames) - 1, count).astype(np.int64)]
-        psnr, ssim = quality(model.decode(model.encode(frames)), frames)
-        jpeg_psnr, jpeg_ssim = quality(np.stack([jpeg(frame, BITS) for frame in frames]), frames)
-        result[shard.scenario] = {"psnr": psnr, "ssim": ssim, "jpeg_psnr": jpeg_psnr, "jpeg_ssim": jpeg_ssim}
-    return result
-
-
-@torch.inference_mode()
-def nll_by_kind(model: PreTrainedModel, split: TokenSplit, count: int) -> dict[str, float]:
-    """Return the NLL in nats per image token of `count` sequences' last frames: by kind of motion, and of all.
-
-    Every frame has 15 true frames before it.
-    """
-    every = split.sequences(CONTEXT_FRAMES)
-    starts = every[np.linspace(0, len(every) - 1, count).astype(np.int64)]
-    losses = []
-    for part in torch.from_numpy(split.take(starts, CONTEXT_FRAMES)).split(8):
-        logits = model(part[:, :-1], use_cache=False, logits_to_keep=TOKENS_PER_FRAME - 1).logits
-        last = part[:, -(TOKENS_PER_FRAME - 1) :]
-        losses.append(cross_entropy(logits.transpose(1, 2), last, reduction="none").mean(1))
-    nll, kinds = torch.cat(losses).numpy(), split.kinds[starts + CONTEXT_FRAMES - 1]
-    found = {name: float(nll[kinds == kind].mean()) for kind, name in enumerate(KINDS) if (kinds == kind).any()}
-    return {**found, "all": float(nll.mean())}
-
-
 @dataclass(frozen=True)
 class Held:
-    """A held-out split: its pictures and its tokens, in the same order."""
+    """Held-out play of one scenario: its pictures and its tokens, in the same order."""
 
+    scenario: str
+    role: str
     frames: np.ndarray
     split: TokenSplit
 
-    @classmethod
-    def load(cls, folder: Path, name: str) -> Held:
-        """Read a split."""
-        frames = np.concatenate([load_shard(path).frames for path in shard_paths(folder, name)])
-        return cls(frames, load_tokens(folder, name))
+    def chosen(self, length: int, count: int) -> np.ndarray:
+        """Return int64 [count]: evenly spaced first frames of sequences of `length` frames."""
+        every = self.split.sequences(length)
+        return every[np.linspace(0, len(every) - 1, count).astype(np.int64)]
 
 
-def one_step(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, count: int) -> dict[str, float]:
+def load_held_out(folder: Path) -> list[Held]:
+    """Return all held-out play: what the decoder knows first, then what nothing was trained on last."""
+    found = []
+    for split in ("held_out", "held_out_scenario"):
+        shards: dict[str, list[np.ndarray]] = {}
+        for path in shard_paths(folder, split):
+            shard = load_shard(path)
+            shards.setdefault(shard.scenario, []).append(shard.frames)
+        for name, frames in shards.items():
+            trained = ROLES[0] if name in SCENARIOS else ROLES[1]
+            role = ROLES[2] if split == "held_out_scenario" else trained
+            found.append(Held(name, role, np.concatenate(frames), load_tokens(folder, split, (name,))))
+    return sorted(found, key=lambda held: (ROLES.index(held.role), held.scenario))
+
+
+def reconstruction(model: Autoencoder, held: Held, count: int) -> dict[str, float]:
+    """Return PSNR and SSIM of the tokenizer and of a JPEG of the same bits, on `count` frames."""
+    frames = held.frames[np.linspace(0, len(held.frames) - 1, count).astype(np.int64)]
+    psnr, ssim = quality(model.decode(model.encode(frames)), frames)
+    jpeg_psnr, jpeg_ssim = quality(np.stack([jpeg(frame, BITS) for frame in frames]), frames)
+    return {"psnr": psnr, "ssim": ssim, "jpeg_psnr": jpeg_psnr, "jpeg_ssim": jpeg_ssim}
+
+
+@torch.inference_mode()
+def nll_by_kind(model: PreTrainedModel, held: Held, count: int) -> dict[str, dict[str, float]]:
+    """Return the NLL in nats per image token of `count` sequences' last frames: kind of motion -> frames, nll.
+
+    Every frame has 15 true frames before it. `all` is every frame.
+    """
+    starts = held.chosen(CONTEXT_FRAMES, count)
+    losses = []
+    for part in torch.from_numpy(held.split.take(starts, CONTEXT_FRAMES)).split(8):
+        logits = model(part[:, :-1], use_cache=False, logits_to_keep=TOKENS_PER_FRAME - 1).logits
+        last = part[:, -(TOKENS_PER_FRAME - 1) :]
+        losses.append(cross_entropy(logits.transpose(1, 2), last, reduction="none").mean(1))
+    nll, kinds = torch.cat(losses).numpy(), held.split.kinds[starts + CONTEXT_FRAMES - 1]
+    groups = {name: nll[kinds == kind] for kind, name in enumerate(KINDS)} | {"all": nll}
+    return {name: {"frames": len(of), "nll": float(of.mean())} for name, of in groups.items() if len(of)}
+
+
+def one_step(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, count: int) -> dict[str, dict[str, float]]:
     """Return PSNR and SSIM against the true pixels of one frame after 16 true ones: drawn, most likely, and copied."""
-    every = held.split.sequences(CONTEXT_FRAMES + 1)
-    starts = every[np.linspace(0, len(every) - 1, count).astype(np.int64)]
+    starts = held.chosen(CONTEXT_FRAMES + 1, count)
     context, actions, codes = contexts_of(held.split, starts, 1)
     true = held.frames[starts + CONTEXT_FRAMES]
     made = {
         "drawn": imagine(model, context, actions, Sampling())[:, 0],
-        "most_likely": imagine(model, context, actions, Sampling(top_k=1))[:, 0],
-        "true_tokens": codes[:, 0],
-        "frame_before": held.split.tokens[starts + CONTEXT_FRAMES - 1, 1:].astype(np.int64),
+        "most likely": imagine(model, context, actions, Sampling(top_k=1))[:, 0],
+        "true tokens": codes[:, 0],
+        "frame before": held.split.tokens[starts + CONTEXT_FRAMES - 1, 1:].astype(np.int64),
     }
-    result = {}
-    for name, tokens in made.items():
-        result[f"{name}_psnr"], result[f"{name}_ssim"] = quality(autoencoder.decode(tokens), true)
-    return result
+    pairs = {name: quality(autoencoder.decode(tokens), true) for name, tokens in made.items()}
+    return {name: {"psnr": psnr, "ssim": ssim} for name, (psnr, ssim) in pairs.items()}
 
 
-def rollouts(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, frames: int, out: Path) -> dict[str, float]:
-    """Draw one rollout of each scenario beside the truth and return its PSNR against the true pixels."""
-    every = held.split.sequences(CONTEXT_FRAMES + frames)
-    names = np.repeat(held.split.scenarios, np.diff(held.split.bounds, axis=1)[:, 0])[every]
-    starts = np.array([every[names == name][np.count_nonzero(names == name) // 3] for name in np.unique(names)])
-    context, actions, _ = contexts_of(held.split, starts, frames)
-    codes = imagine(model, context, actions, Sampling())
-    result = {}
-    for name, start, made in zip(np.unique(names), starts, codes, strict=True):
-        pictures, true = autoencoder.decode(made), held.frames[start + CONTEXT_FRAMES :][:frames]
+def rollout(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, options: argparse.Namespace) -> list[float]:
+    """Draw ROLLOUTS rollouts beside the truth and return the mean PSNR of each against the true pixels."""
+    starts = held.chosen(CONTEXT_FRAMES + options.frames, ROLLOUTS + 2)[1:-1]
+    context, actions, _ = contexts_of(held.split, starts, options.frames)
+    found = []
+    for number, (start, made) in enumerate(zip(starts, imagine(model, context, actions, Sampling()), strict=True), 1):
+        pictures, true = autoencoder.decode(made), held.frames[start + CONTEXT_FRAMES :][: options.frames]
         shown = slice(SHOWN_EVERY - 1, None, SHOWN_EVERY)
-        write_strip({f"{name}: game": true[shown], "decoder": pictures[shown]}, out / f"rollout_{name}.png")
-        result[str(name)] = quality(pictures, true)[0]
+        rows = {f"{held.scenario} {number}: game": true[shown], "decoder": pictures[shown]}
+        write_strip(rows, options.out / f"rollout_{held.scenario}_{number}.png")
+        found.append(quality(pictures, true)[0])
+    return found
+
+
+def measure(held: Held, options: argparse.Namespace, autoencoder: Autoencoder) -> dict[str, object]:
+    """Return everything about one scenario and draw its pictures."""
+    result: dict[str, object] = {"role": held.role, "frames": len(held.frames)}
+    result["reconstruction"] = reconstruction(autoencoder, held, options.count // 4)
+    frames = held.frames[:: len(held.frames) // SHOWN_FRAMES][:SHOWN_FRAMES]
+    rows = {f"{held.scenario}: game": frames, "tokens": autoencoder.decode(autoencoder.encode(frames))}
+    write_strip(rows, options.out / f"tokens_{held.scenario}.png")
+    if options.decoder is not None:
+        model = load_decoder(options.decoder)
+        result["nll"] = nll_by_kind(model, held, options.count)
+        result["one_step"] = one_step(model, autoencoder, held, options.count // 4)
+        result["rollout_psnr"] = rollout(model, autoencoder, held, options)
     return result
 
 
@@ -151,29 +181,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/doom/measured"))
     parser.add_argument("--count", type=int, default=200, help="frames or sequences of a figure")
     parser.add_argument("--frames", type=int, default=64, help="of a rollout")
+    parser.add_argument("--scenarios", nargs="*", help="default: all")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     autoencoder = load_autoencoder(options.tokenizer)
-    measured: dict[str, dict[str, object]] = {}
-    for name in ("held_out", "held_out_scenario"):
-        shards = [load_shard(path) for path in shard_paths(options.data, name)]
-        measured[name] = {"reconstruction": reconstruction(autoencoder, shards, options.count // 4)}
-        for shard in shards:
-            frames = shard.frames[:: len(shard.frames) // 12][:12]
-            rows = {f"{shard.scenario}: game": frames, "tokens": autoencoder.decode(autoencoder.encode(frames))}
-            write_strip(rows, options.out / f"tokens_{shard.scenario}.png")
-        if options.decoder is not None:
-            model, held = load_decoder(options.decoder), Held.load(options.data, name)
-            measured[name] |= {
-                "nll": nll_by_kind(model, held.split, options.count),
-                "one_step": one_step(model, autoencoder, held, options.count // 4),
-                "rollout_psnr": rollouts(model, autoencoder, held, options.frames, options.out),
-            }
-    text = json.dumps(measured, indent=1)
-    (options.out / "measured.json").write_text(text + "\n")
-    print(text)
+    measured: dict[str, object] = {}
+    for held in load_held_out(options.data):
+        if options.scenarios is None or held.scenario in options.scenarios:
+            measured[held.scenario] = measure(held, options, autoencoder)
+            print(held.scenario, json.dumps(measured[held.scenario]), flush=True)
+    (options.out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

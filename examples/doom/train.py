@@ -19,7 +19,7 @@ from autoencoder import load_autoencoder
 from common.progress import Log
 from common.training import Checkpoint, build_optimizers
 from data import SPLITS
-from decoder import TokenSplit, build_model, load_tokens, tokenize_split
+from decoder import SCENARIOS, TokenSplit, build_model, load_tokens, tokenize_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -32,9 +32,6 @@ AVERAGE = 0.995
 
 NOISE = 0.08
 """Largest share of wrong image tokens in a frame of context. Generated frames have wrong tokens too."""
-
-SCENARIOS = ("health_gathering_supreme", "my_way_home", "deadly_corridor")
-"""What the decoder is trained on: three maps. The tokenizer has seen more."""
 
 IGNORED = -100
 """Target without a loss."""
