@@ -20,7 +20,7 @@ families: $(STAMP)
 	FAMILIES=all $(BIN)/python -m pytest -n auto tests/families
 
 # Seconds of each fuzzer; two run at a time.
-FUZZ_SECONDS ?= 60
+FUZZ_SECONDS ?= 25
 fuzz: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
 

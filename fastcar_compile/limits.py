@@ -76,6 +76,9 @@ BUTTONS = 32
 ACTIONS = 256
 """Actions of a world's player."""
 
+LEAST_TEMPERATURE = 1e-30
+"""Of a draw, if it is not 0. Any float32 logit that is divided by it is still a finite float64."""
+
 TEMPERATURE = 10.0
 """Of a draw; codes are nearly equally probable there."""
 

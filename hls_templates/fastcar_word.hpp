@@ -93,6 +93,20 @@ inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
 #endif
 }
 
+inline word_t pack_int8(const int8_t lanes[INT8_LANES]) {
+    FASTCAR_INLINE
+    word_t word = 0;
+#if defined(FASTCAR_WORD_BYTES)
+    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
+#else
+    FASTCAR_UNROLL
+    for (int i = 0; i < INT8_LANES; ++i) {
+        word.range(8 * i + 7, 8 * i) = static_cast<uint8_t>(lanes[i]);
+    }
+#endif
+    return word;
+}
+
 inline void unpack_int4(const word_t& word, int8_t lanes[INT4_LANES]) {
     FASTCAR_INLINE
     int8_t bytes[INT8_LANES];

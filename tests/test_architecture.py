@@ -36,7 +36,7 @@ LIGHT = (
         "registry",
         "version",
     ),
-    *("formats", "drs", "gates", "config", "targets", "artifact", "trust", "runtime", "play"),
+    *("formats", "drs", "step", "gates", "config", "targets", "artifact", "trust", "runtime", "play"),
 )
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import sys
 import warnings
+import webbrowser
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ import typer
 
 from fastcar_compile import limits
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.output import count_text, interactive, print_fields, print_json
+from fastcar_compile.cli.output import count_text, interactive, print_fields, print_json, print_text
 from fastcar_compile.cli.run import backend_names
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.extras import needs
@@ -68,10 +69,9 @@ def play_command(
             warnings.warn(f"{host} is open to others: {OPEN}", stacklevel=1)
     with serving(stage, host=host, port=port, visitors=places) as listening:
         _announce(stage, listening.url, places, as_json)
-        if browser and _has_screen() and not as_json:
-            import webbrowser
-
-            webbrowser.open(listening.url)
+        if browser and not as_json and not _opened(listening.url):
+            print_text("No browser can be opened here. Open the address yourself.")
+        sys.stdout.flush()
         listening.wait()
     return ExitCode.OK
 
@@ -104,7 +104,6 @@ def _announce(stage: Stage, url: str, places: int, as_json: bool) -> None:
     else:
         fields = {"playing": stage.world.file.name, "at": url, "players": f"{count_text(places, 'place')}, Ctrl-C ends"}
         print_fields(fields)
-    sys.stdout.flush()
 
 
 def _is_local(host: str) -> bool:
@@ -114,6 +113,7 @@ def _is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def _has_screen() -> bool:
-    """Return whether a browser can open a window: without one, some would take over the terminal."""
-    return interactive() and (sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))))
+def _opened(url: str) -> bool:
+    """Open the page, and return whether a browser did. Without a screen, some would take over the terminal."""
+    screen = sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    return interactive() and screen and webbrowser.open(url)

@@ -23,6 +23,8 @@ from fastcar_compile.inspection.speed import speed_page
 
 LINK = f"{HLS}/link.cfg"
 STYLES = ("parts.css", "page.css", "graph.css")
+BASE = "base.css"
+"""What the pages of fastcar share, before the styles of this one."""
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
     *("search.js", "replay.js", "time_drawing.js", "time_line.js", "processes.js", "speed.js", "memory.js", "main.js"),
@@ -90,7 +92,8 @@ def page_html(data: PageData) -> str:
     surrogate pair, which no encoding has, is escaped too: a name of a file can hold one.
     """
     folder = files("fastcar_compile.inspection") / "static"
-    style = "\n".join((folder / name).read_text("utf-8") for name in STYLES)
+    sheets = (files("fastcar_compile") / "static" / BASE, *(folder / name for name in STYLES))
+    style = "\n".join(sheet.read_text("utf-8") for sheet in sheets)
     script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
     text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
     return Template((folder / "page.html").read_text("utf-8")).substitute(

@@ -80,6 +80,13 @@ class Restart(_Message):
         return Beginning(self.start, self.seed, self.temperature, self.top_k)
 
 
+class Limit(_Message):
+    """At most the world's frames per second, or as many as this machine generates."""
+
+    type: Literal["limit"]
+    value: bool
+
+
 class Record(_Message):
     """Begin a recording, or end it and send it."""
 
@@ -87,7 +94,7 @@ class Record(_Message):
     value: bool
 
 
-Request = Keys | Drawn | Run | Visible | SetMode | SetThreshold | Restart | Record
+Request = Keys | Drawn | Run | Visible | SetMode | SetThreshold | Restart | Limit | Record
 _REQUEST = TypeAdapter[Request](Annotated[Request, Field(discriminator="type")])
 
 
@@ -143,6 +150,7 @@ class Status(_Message):
 
     Args:
         threshold: one for all layers; "compiled": those of the artifact; None: never.
+        limited: at most the world's frames per second.
         recorded: frames of the recording; None: there is no recording.
         note: something to tell the player.
     """
@@ -155,6 +163,7 @@ class Status(_Message):
     seed: int
     temperature: float
     top_k: int
+    limited: bool
     recorded: int | None
     note: str = ""
 

@@ -1,8 +1,10 @@
-"""When the next frame is due: at most the world's frames per second, and never more than the page draws."""
+"""When the next frame is due: at the world's speed or without that limit, and never more than the page draws."""
 
 from __future__ import annotations
 
 from collections import deque
+
+from fastcar_compile import limits
 
 IN_FLIGHT = 3
 """Frames that were sent and are not drawn yet. More would only make the game answer later."""
@@ -16,11 +18,12 @@ class Pace:
 
     Attributes:
         running: the player wants to play. visible: somebody sees the page. sent: serial number of the last frame.
+        limited: at most the world's frames per second.
     """
 
     def __init__(self, frames_per_second: float) -> None:
         self._period = 1 / frames_per_second
-        self.running, self.visible = False, True
+        self.running, self.visible, self.limited = False, True, True
         self.sent = self._drawn = 0
         self._due = 0.0
         self._times = deque[float](maxlen=AVERAGED + 1)
@@ -42,7 +45,8 @@ class Pace:
 
     def begun(self, now: float) -> None:
         """Set the time of the frame after the one that is begun now. A late one is not made up for."""
-        self._due = max(self._due + self._period, now)
+        period = self._period if self.limited else 1 / limits.FRAMES_PER_SECOND
+        self._due = max(self._due + period, now)
 
     def made(self, now: float) -> float | None:
         """Count a frame, and return frames per second lately; None after a pause."""

@@ -29,6 +29,7 @@ from fastcar_compile.play.visit import Visit
 
 ASSETS = {
     "play.html": "text/html",
+    "base.css": "text/css",
     "play.css": "text/css",
     "connection.js": "text/javascript",
     "controls.js": "text/javascript",
@@ -38,6 +39,9 @@ ASSETS = {
     "icon.svg": "image/svg+xml",
 }
 """Files of the page, and their types."""
+
+SHARED = ("base.css",)
+"""Those that other pages of fastcar have too."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -255,8 +259,8 @@ def application(stage: Stage, visitors: int, host: str) -> ASGIApp:
     Args:
         visitors: players at most. host: where it listens.
     """
-    folder = files("fastcar_compile.play") / "static"
-    content = {name: (folder / name).read_bytes() for name in ASSETS}
+    folders = {name: files("fastcar_compile" if name in SHARED else "fastcar_compile.play") for name in ASSETS}
+    content = {name: (folder / "static" / name).read_bytes() for name, folder in folders.items()}
 
     async def page(request: Request) -> Response:
         return Response(content["play.html"], media_type="text/html")

@@ -16,6 +16,7 @@ from fastcar_compile.play.messages import (
     Ended,
     FrameHeader,
     Keys,
+    Limit,
     Record,
     RecordingHeader,
     Request,
@@ -141,6 +142,9 @@ class Visit:
                 case Visible():
                     self._pace.visible = request.value
                     self._pace.paused()
+                case Limit():
+                    self._pace.limited = request.value
+                    self._pace.paused()
                 case Record():
                     self._record(request.value)
                 case _:
@@ -229,6 +233,7 @@ class Visit:
             seed=beginning.seed,
             temperature=beginning.temperature,
             top_k=beginning.top_k,
+            limited=self._pace.limited,
             recorded=self._recorded,
             note=self._note,
         )

@@ -19,6 +19,7 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -27,7 +28,7 @@ from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.artifact.tensor_files import tensors_of
 from fastcar_compile.errors import ArtifactError, InputError, describe_validation
 from fastcar_compile.strict_json import parse_json
-from fastcar_compile.values import path_of
+from fastcar_compile.values import path_of, refuse_pipe
 
 WORLD, STARTS, PIXELS = "world.toml", "starts.safetensors", "pixels.onnx"
 HINT = "docs/tutorial/play.md describes the files of a world"
@@ -86,6 +87,13 @@ class SamplingDefaults(_Part):
     temperature: Annotated[float, Field(ge=0, le=limits.TEMPERATURE, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=limits.SIZE)] = 0
 
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, value: float) -> float:
+        if 0 < value < limits.LEAST_TEMPERATURE:
+            raise ValueError(f"it is 0 (the likeliest code), or at least {limits.LEAST_TEMPERATURE:g}")
+        return value
+
 
 class Action(_Part):
     """What a frame is made under. token: its decoder token. buttons: those that are held."""
@@ -101,7 +109,7 @@ class WorldFile(_Part):
     Args:
         tokens_per_frame: the action token and the image tokens.
         context_frames: frames of a start.
-        frames_per_second: of the recorded game, and at most of the live one.
+        frames_per_second: of the recorded game, and of the live one unless the player lifts the limit.
         buttons: name -> values of KeyboardEvent.code that press it.
     """
 
@@ -190,6 +198,7 @@ def load_world(folder: str | Path) -> World:
 
 def _content(path: Path, most: int) -> bytes:
     try:
+        refuse_pipe(path)
         with path.open("rb") as stream:
             data = stream.read(most + 1)
     except OSError as error:

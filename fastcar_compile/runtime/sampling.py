@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile import limits
 from fastcar_compile.checked import checked
 from fastcar_compile.errors import InputError
 from fastcar_compile.values import number, whole
@@ -64,8 +65,10 @@ class Sampling:
             object.__setattr__(self, "top_k", whole("the top_k", self.top_k, 1))
         if self.top_p is not None:
             object.__setattr__(self, "top_p", number("the top_p", self.top_p))
+        least = limits.LEAST_TEMPERATURE
+        drawn = least <= self.temperature < math.inf
         problems = [
-            (not 0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number"),
+            (self.temperature != 0 and not drawn, "temperature", f"0 (greedy), or a number from {least:g} on"),
             (self.top_p is not None and not 0 < self.top_p <= 1, "top_p", "a share between 0 and 1"),
             (not 0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number; 1 is none"),
             (not math.isfinite(self.guidance), "guidance", "a number; 1 is none"),
@@ -152,8 +155,8 @@ class TokenChoice:
     def _drawn(self, scores: Scores) -> Tokens:
         """Return the first token of every row whose cumulated probability exceeds a uniform number."""
         weights = np.exp(scores - scores.max(-1, keepdims=True)).cumsum(-1)
-        limits = self._random.random((len(weights), 1)) * weights[:, -1:]
-        return (weights > limits).argmax(-1)
+        reached = self._random.random((len(weights), 1)) * weights[:, -1:]
+        return (weights > reached).argmax(-1)
 
     def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
         """Return what `_drawn` does of one row, in half the time: tokens that are left out add zero to the sum."""

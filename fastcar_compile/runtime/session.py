@@ -135,7 +135,8 @@ class Session:
         return self._position
 
     def _filled(self, thresholds: Sequence[float | None]) -> Array:
-        return np.array([self._never if t is None else t for t in thresholds], np.float32)
+        with np.errstate(over="ignore"):  # a threshold beyond float32 is infinite: every score passes, or none
+            return np.array([self._never if t is None else t for t in thresholds], np.float32)
 
     def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
         """Set one threshold for every layer that may replay, one per layer, or calibrated ones, from the next step on.

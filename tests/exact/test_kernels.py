@@ -11,7 +11,7 @@ import tvm
 from tvm.tirx import PrimFunc
 
 from fastcar_compile import exact
-from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
 from fastcar_compile.codegen.tvm.kernels.norm.exact import exact_norm, exact_norm_quantize, exact_rotary
 from fastcar_compile.codegen.tvm.target import host_target
@@ -27,7 +27,7 @@ LEAST = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())[-1]
 class Library:
     """A compiled kernel."""
 
-    def __init__(self, kernel: PrimFunc, isa: object = None) -> None:
+    def __init__(self, kernel: PrimFunc, isa: InstructionSet | None = None) -> None:
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
         self.function = tvm.compile(module, target=host_target(isa))["main"]
 
@@ -72,7 +72,7 @@ def test_rotary() -> None:
     ],
 )
 def test_attention(
-    query: tuple[int, int, int, int], rows: tuple[int, int], window: tuple[int, int] | None, isa: object
+    query: tuple[int, int, int, int], rows: tuple[int, int], window: tuple[int, int] | None, isa: InstructionSet | None
 ) -> None:
     """One row and several, whole blocks and not, grouped heads, rings; on this CPU and on the smallest one."""
     batch, _, steps, dim = query

@@ -126,7 +126,7 @@ def test_numerators() -> None:
     true = np.exp2(points.astype(np.float64)) * 2**24
     step = 2.0**-17 * np.log(2)  # half a step of the input
     assert (np.abs(exact.numerators(points) - true) <= 0.51 + true * (step + 2.0**-20)).all()
-    assert exact.numerators(np.float32([-31, -1e30])).tolist() == [0, 0]
+    assert exact.numerators(np.array([-31, -1e30], np.float32)).tolist() == [0, 0]
 
 
 def test_wide_mantissas_are_two_limbs() -> None:

@@ -18,6 +18,8 @@ STRUCTURED = {
     "signature": mutate.json_text,
     "model": mutate.json_text,
     "tensors": mutate.tensor_file,
+    "world": mutate.world_file,
+    "message": mutate.json_lines,
 }
 """Fuzzers whose inputs are changed as values; those of the others as bytes."""
 

@@ -82,6 +82,27 @@ def tensor_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
     return found if len(found) <= most else mutate(data, most)
 
 
+def world_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
+    """Another file of a world: a safetensors file, whose length has zeros in it, or a TOML text, which has none."""
+    change = tensor_file if b"\0" in data[:8] else toml_text
+    return change(data, most, seed, mutate)
+
+
+def json_lines(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
+    """Other lines of JSON: one of them changed, left out, moved or repeated."""
+    draw = random.Random(seed)
+    lines = data.split(b"\n")
+    line = lines.pop(draw.randrange(len(lines)))
+    kept = draw.randrange(6)
+    if kept > 1:
+        line = json_text(line, most, seed, mutate)
+    copies = (0, 2, 1, 1, 1, 1)[kept] if lines else 1
+    for _ in range(copies):
+        lines.insert(draw.randint(0, len(lines)), line)
+    found = b"\n".join(lines)
+    return found if len(found) <= most else mutate(data, most)
+
+
 def _change(value: Any, draw: random.Random, mutate: Mutate) -> None:
     places = _places(value)
     if not places:

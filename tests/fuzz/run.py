@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     known = [*PYTHON, *CPP]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=", ".join(known))
-    parser.add_argument("--seconds", type=int, default=60, help="of each fuzzer")
+    parser.add_argument("--seconds", type=int, default=25, help="of each fuzzer")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="fuzzers at a time")
     options = parser.parse_args(arguments)
     names: list[str] = options.names or known

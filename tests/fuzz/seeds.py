@@ -60,6 +60,21 @@ issuer = "b"
 trust_config = "c.json"
 """
 
+MESSAGES = (
+    {"type": "visible", "value": True},
+    {"type": "limit", "value": False},
+    {"type": "keys", "held": ["left", "forward"]},
+    {"type": "run", "value": True},
+    {"type": "mode", "value": "both"},
+    {"type": "threshold", "value": 0.5},
+    {"type": "record", "value": True},
+    {"type": "restart", "start": 1, "seed": 7, "temperature": 0.8, "top_k": 4},
+    {"type": "threshold", "value": "compiled"},
+    {"type": "threshold", "value": None},
+    {"type": "drawn", "serial": 1},
+    {"type": "record", "value": False},
+)
+
 
 def seeds(name: str) -> dict[str, bytes]:
     """File name -> content, for the fuzzer of this name."""
@@ -121,6 +136,18 @@ def _tensors() -> dict[str, bytes]:
     return found
 
 
+def _world() -> dict[str, bytes]:
+    from play.worlds import write_world
+
+    with TemporaryDirectory() as name:
+        folder = write_world(Path(name))
+        return {file: (folder / file).read_bytes() for file in ("world.toml", "starts.safetensors")}
+
+
+def _message() -> dict[str, bytes]:
+    return {"all.jsonl": "\n".join(json.dumps(message) for message in MESSAGES).encode()}
+
+
 _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {
     "manifest": _manifest,
     "table": _table,
@@ -128,6 +155,8 @@ _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {
     "signature": _signature,
     "model": _model,
     "tensors": _tensors,
+    "world": _world,
+    "message": _message,
 }
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""

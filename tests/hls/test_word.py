@@ -20,6 +20,7 @@ int main() {
     int8_t lanes[16];
     fastcar::unpack_int8(word, lanes);
     for (int i = 0; i < 16; ++i) printf("%d ", lanes[i]);
+    printf("%d ", fastcar::pack_int8(lanes) == word ? 1 : 0);
     float in[4] = {1.5f, -0.0f, 1e-40f, -3e38f};
     const fastcar::word_t packed = fastcar::pack_float(in);
     for (int i = 0; i < 4; ++i) {
@@ -30,7 +31,7 @@ int main() {
 }
 """
 BITS = ("3fc00000", "80000000", "000116c2", "ff61b1e6")
-EXPECTED = [str((37 * i + 200 + 128) % 256 - 128) for i in range(16)] + [b for b in BITS for _ in range(2)]
+EXPECTED = [str((37 * i + 200 + 128) % 256 - 128) for i in range(16)] + ["1"] + [b for b in BITS for _ in range(2)]
 
 
 @pytest.mark.parametrize("options", [[], ["-DFASTCAR_WORD_BY_RANGE"]], ids=["bytes", "ranges"])

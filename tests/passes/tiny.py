@@ -85,6 +85,8 @@ class RootMeanSquare(nn.Module):
 class Rotated(TinyBlock):
     """Root-mean-square norms, and rotary positions."""
 
+    frequencies: Tensor
+
     def __init__(self, batch: int = BATCH) -> None:
         super().__init__(batch)
         self.norm_1, self.norm_2 = RootMeanSquare(), RootMeanSquare()

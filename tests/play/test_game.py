@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from fastcar_compile import limits
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
 from fastcar_compile.play import visit
@@ -155,6 +156,10 @@ def test_the_pace_is_the_worlds_at_most_and_the_pages_at_most() -> None:
         pace.made(9.0)
     assert pace.wait(9.5) is None
     pace.drawn(pace.sent)
+    pace.limited = False
+    pace.begun(20.0)
+    pace.begun(20.0)
+    assert pace.wait(20.0) == pytest.approx(1 / limits.FRAMES_PER_SECOND), "the world's limit is lifted"
     pace.visible = False
     assert pace.wait(99.0) is None
 

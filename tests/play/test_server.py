@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
+from fastcar_compile.cli import play
 from fastcar_compile.errors import InputError
 from fastcar_compile.play import server
 from fastcar_compile.play.game import Stage
@@ -124,6 +125,9 @@ def test_frames_answer_to_keys_and_come_as_png(client: TestClient) -> None:
         assert (first["number"], first["sides"][0]["replayed"]) == (0, [])
         status, _ = received(player, "status")
         assert (status["mode"], status["threshold"], status["running"]) == ("replay", "compiled", False)
+        ask(player, "limit", value=False)
+        while status["limited"]:
+            status, _ = received(player, "status")
         ask(player, "mode", value="both")
         ask(player, "record", value=True)
         ask(player, "keys", held=["left"])
@@ -208,6 +212,17 @@ def test_the_command_ends_with_130(built: tuple[Path, Path]) -> None:
         assert process.stderr.read() == "interrupted\n"
 
 
+def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(play, "interactive", lambda: True)
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) is None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name, shown in (("DISPLAY", ""), ("WAYLAND_DISPLAY", ""), ("DISPLAY", ":0")):
+        monkeypatch.setenv(name, shown)
+        assert play._opened("http://page") is bool(shown)
+    assert opened == ["http://page"]
+
+
 @contextmanager
 def browsing(url: str, pages: int) -> Iterator[list[Page]]:
     """Pages in headless Chromium; at the end, that none wrote an error or asked for anything else."""
@@ -260,6 +275,7 @@ def test_two_play_in_browsers_and_a_third_is_told_that_it_is_full(stage: Stage) 
         third.wait_for_selector("body[data-state=full]")
         assert third.inner_text("#cover-title") == "All 2 places are taken"
 
+        one.get_by_label("Limit to the game's 100.0 frames / s").uncheck()
         pixels = "document.querySelector('canvas.image').toDataURL()"
         before = one.evaluate(pixels)
         one.keyboard.down("ArrowLeft")

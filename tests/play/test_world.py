@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_the_action_has_most_of_the_held_buttons(folder: Path) -> None:
         ("aspect = [4, 3]", "aspect = [1000, 3]", "the aspect makes a pixel 333 times as wide as high"),
         ("frames_per_second = 100.0", "frames_per_second = inf", "frames_per_second"),
         ("temperature = 1.0", "temperature = nan", "sampling.temperature"),
+        ("temperature = 1.0", "temperature = 1e-310", "it is 0 (the likeliest code), or at least 1e-30"),
         ('buttons = ["fire"]', 'buttons = ["jump"]', "buttons that there are not: jump"),
         ("buttons = []", 'buttons = ["fire"]', "one action must have no buttons"),
         ('name = "Tiny"', 'name = "\\u001b[2J"', "name: String should match pattern"),
@@ -86,6 +88,11 @@ def big(folder: Path) -> None:
         file.truncate(limits.STARTS_BYTES + 1)
 
 
+def pipe(folder: Path) -> None:
+    (folder / "starts.safetensors").unlink()
+    os.mkfifo(folder / "starts.safetensors")
+
+
 def with_token(token: int, place: int) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         tokens = starts()
@@ -99,6 +106,7 @@ def with_token(token: int, place: int) -> Callable[[Path], None]:
     ("change", "text"),
     [
         (lambda folder: (folder / "starts.safetensors").unlink(), "cannot be read: No such file"),
+        (pipe, "it is a pipe"),
         (cut, "the tensor file cannot be read"),
         (big, "has more than"),
         (with_token(13, 0), None),

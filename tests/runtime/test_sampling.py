@@ -97,6 +97,7 @@ def test_a_token_that_was_drawn_is_penalised_next() -> None:
     ("options", "text"),
     [
         ({"temperature": -1.0}, "the temperature is -1.0"),
+        ({"temperature": 1e-310}, "the temperature is 1e-310"),  # logits divided by it are infinite
         ({"top_k": 0}, "the top_k is 0"),
         ({"top_p": 0.0}, "the top_p is 0.0"),
         ({"repetition_penalty": 0.0}, "the repetition_penalty is 0.0"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -93,5 +94,5 @@ def _computes_floats(node: fx.Node) -> bool:
 
 def _is_float(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
+    values = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)

@@ -74,6 +74,7 @@ const connection = new Connection({
     controls.build(message.buttons);
     at("start").replaceChildren(...message.starts.map((name) => new Option(name)));
     at("top-k").max = message.codes;
+    at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
     at("no-replay").hidden = message.gate !== null;
     at("replay-settings").hidden = message.gate === null;
@@ -88,6 +89,7 @@ const connection = new Connection({
     for (const input of document.querySelectorAll("[name=mode]")) input.checked = input.value === message.mode;
     at("replay-settings").classList.toggle("off", message.mode === "dense");
     at("start").selectedIndex = message.start;
+    at("limit").checked = message.limited;
     for (const [id, value] of [["seed", message.seed], ["temperature", message.temperature], ["top-k", message.top_k]]) {
       if (document.activeElement !== at(id)) at(id).value = value;
     }
@@ -204,6 +206,7 @@ at("start").addEventListener("change", () => status && restart());
 at("record").addEventListener("click", () => connection.send("record", { value: status?.recorded === null }));
 at("compiled").addEventListener("click", () => connection.send("threshold", { value: "compiled" }));
 at("heat").addEventListener("change", showLegend);
+at("limit").addEventListener("change", () => connection.send("limit", { value: at("limit").checked }));
 at("threshold").addEventListener("input", () => {
   connection.send("threshold", { value: hello.levels[at("threshold").valueAsNumber] });
 });

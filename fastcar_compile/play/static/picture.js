@@ -2,7 +2,7 @@
 
 const NAMES = { dense: "Dense", replay: "Replay" };
 const HEAT = [25, 200, 255];
-const OPAQUE = 0.55; // of a token that every layer replayed: the picture stays visible
+const OPAQUE = 0.36; // of a token that every layer replayed: whoever plays still sees the picture
 
 export class Pictures {
   constructor(place) {

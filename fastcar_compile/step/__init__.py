@@ -1,0 +1,1 @@
+"""A decode step for the engine: what it keeps in memory."""

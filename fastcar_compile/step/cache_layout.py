@@ -1,0 +1,127 @@
+"""Where the engine's key/value cache lies in memory: a section per weight port (hls_templates/fastcar_cache_core.hpp).
+
+The rows are those of an int8 cache of every backend: D mantissas, then an exponent per block of 32. The engine wants
+keys row by row. Of values, it wants 16 positions of one element side by side: its array sums over the lanes of a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+BLOCK = 32
+"""Elements of a row that share an exponent; positions of a tile of values."""
+
+LANES = 16
+"""int8 values of a memory word; rows of a tile of keys on one port."""
+
+BLOCK_WORDS = BLOCK // LANES
+"""Memory words of a block."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """One head's keys or values on the weight ports.
+
+    Args:
+        ports: weight ports. head_dim: elements of a row, a multiple of 32. positions: that the cache holds.
+    """
+
+    ports: int
+    head_dim: int
+    positions: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return self.head_dim // BLOCK
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of keys; one has 16 rows on every port."""
+        return -(-self.positions // (self.ports * LANES))
+
+    @property
+    def key_tile_words(self) -> int:
+        """Memory words of a tile of keys on one port: exponents of each block, then the rows."""
+        return self.blocks + LANES * self.blocks * BLOCK_WORDS
+
+    @property
+    def key_words(self) -> int:
+        """Memory words of one port's keys."""
+        return self.key_tiles * self.key_tile_words
+
+    @property
+    def value_tiles(self) -> int:
+        """Tiles of values; one has 32 positions."""
+        return -(-self.positions // BLOCK)
+
+    @property
+    def slots(self) -> int:
+        """Elements of a block on one port."""
+        return -(-BLOCK // self.ports)
+
+    @property
+    def value_head_words(self) -> int:
+        """Memory words of exponents in a tile of values on one port: those of all ports in turn."""
+        return -(-BLOCK_WORDS * self.blocks // self.ports)
+
+    @property
+    def value_tile_words(self) -> int:
+        """Memory words of a tile of values on one port."""
+        return self.value_head_words + self.blocks * self.slots * BLOCK_WORDS
+
+    @property
+    def value_words(self) -> int:
+        """Memory words of one port's values."""
+        return self.value_tiles * self.value_tile_words
+
+    def pack_keys(self, rows: Array) -> Array:
+        """Return int8 [ports, key_words, 16] of int8 rows [positions, head_dim + blocks]."""
+        mantissas, exponents = self._split(rows, self.key_tiles * LANES * self.ports)
+        own = mantissas.reshape(self.key_tiles, LANES, self.ports, -1).transpose(2, 0, 1, 3)
+        heads = exponents.reshape(self.key_tiles, LANES, self.ports, self.blocks).transpose(2, 0, 3, 1)
+        words = own.reshape(self.ports, self.key_tiles, -1, LANES)
+        return np.concatenate([heads, words], 2).reshape(self.ports, self.key_words, LANES)
+
+    def unpack_keys(self, words: Array) -> Array:
+        """Return the rows of `pack_keys`."""
+        heads, own = np.split(words.reshape(self.ports, self.key_tiles, -1, LANES), [self.blocks], 2)
+        mantissas = own.reshape(self.ports, self.key_tiles, LANES, -1).transpose(1, 2, 0, 3)
+        return self._join(mantissas, heads.transpose(1, 3, 0, 2))
+
+    def pack_values(self, rows: Array) -> Array:
+        """Return int8 [ports, value_words, 16] of int8 rows [positions, head_dim + blocks]."""
+        tiles, blocks, ports = self.value_tiles, self.blocks, self.ports
+        mantissas, exponents = self._split(rows, tiles * BLOCK)
+        halves = mantissas.reshape(tiles, BLOCK_WORDS, LANES, blocks, BLOCK)
+        padded = np.pad(halves, [(0, 0)] * 4 + [(0, self.slots * ports - BLOCK)])
+        own = padded.reshape(tiles, BLOCK_WORDS, LANES, blocks, self.slots, ports).transpose(5, 0, 3, 4, 1, 2)
+        heads = exponents.reshape(tiles, BLOCK_WORDS, LANES, blocks).transpose(0, 3, 1, 2)
+        in_turn = np.zeros((tiles, self.value_head_words * ports, LANES), np.int8)
+        in_turn[:, : BLOCK_WORDS * blocks] = heads.reshape(tiles, -1, LANES)
+        spread = in_turn.reshape(tiles, -1, ports, LANES).transpose(2, 0, 1, 3)
+        return np.concatenate([spread, own.reshape(ports, tiles, -1, LANES)], 2).reshape(ports, -1, LANES)
+
+    def unpack_values(self, words: Array) -> Array:
+        """Return the rows of `pack_values`."""
+        tiles, blocks, ports = self.value_tiles, self.blocks, self.ports
+        spread, own = np.split(words.reshape(ports, tiles, -1, LANES), [self.value_head_words], 2)
+        padded = own.reshape(ports, tiles, blocks, self.slots, BLOCK_WORDS, LANES).transpose(1, 4, 5, 2, 3, 0)
+        mantissas = padded.reshape(tiles * BLOCK, blocks, -1)[..., :BLOCK]
+        in_turn = spread.transpose(1, 2, 0, 3).reshape(tiles, -1, LANES)[:, : BLOCK_WORDS * blocks]
+        return self._join(mantissas, in_turn.reshape(tiles, blocks, BLOCK_WORDS, LANES).transpose(0, 2, 3, 1))
+
+    def _split(self, rows: Array, count: int) -> tuple[Array, Array]:
+        """Return mantissas and exponents of `count` rows; those that are missing are zeros."""
+        padded = np.pad(rows, [(0, count - len(rows)), (0, 0)])
+        return padded[:, : self.head_dim], padded[:, self.head_dim :]
+
+    def _join(self, mantissas: Array, exponents: Array) -> Array:
+        parts = [mantissas.reshape(-1, self.head_dim), exponents.reshape(-1, self.blocks)]
+        return np.concatenate(parts, 1)[: self.positions]

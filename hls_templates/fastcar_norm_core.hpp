@@ -1,0 +1,97 @@
+// RMSNorm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per clock.
+// The row is rounded to integers of at most 2^18 in magnitude first, so one 64-bit addition per clock closes the loop, and a
+// square takes one multiplier of 27 by 18 bits and a few LUT.
+#ifndef FASTCAR_NORM_CORE_HPP
+#define FASTCAR_NORM_CORE_HPP
+
+#include "fastcar_gate_core.hpp"
+#include "fastcar_numerics.hpp"
+
+namespace fastcar {
+namespace norm {
+
+static const uint32_t LEAST_FIELD = 94;  // exponent field that scales a row of small values
+static const int SCALE_FIELD = 144;      // a row is divided by 2^(field - SCALE_FIELD)
+static const int DROPPED_BITS = 6;       // of the 24 that the largest value has
+
+inline uint32_t field_of(uint32_t largest) {
+    FASTCAR_INLINE
+    const uint32_t field = tas::exponent_of(largest);
+    return field > LEAST_FIELD ? field : LEAST_FIELD;
+}
+
+// The magnitude of a value in units of 2^(field - SCALE_FIELD), rounded half to even: at most 2^18.
+inline uint32_t whole_magnitude(uint32_t bits, uint32_t field) {
+    FASTCAR_INLINE
+    const uint32_t own = tas::exponent_of(bits);
+    const int shift = static_cast<int>(field) + DROPPED_BITS - static_cast<int>(own != 0 ? own : 1u);
+    return static_cast<uint32_t>(tas::scaled_down(tas::mantissa_of(bits), shift));
+}
+
+inline uint64_t squares_step(uint64_t sum, const word_t& word, uint32_t field) {
+    FASTCAR_INLINE
+    uint64_t square[FLOAT_LANES];
+    FASTCAR_PARTITION(square, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        const uint64_t size = whole_magnitude(lane_bits(word, lane), field);
+        square[lane] = size * size;
+    }
+    return sum + ((square[0] + square[1]) + (square[2] + square[3]));
+}
+
+// 1 / sqrt(mean + epsilon). A NaN where the row has a value that is not finite; 0 where the mean is infinite.
+inline float inverse_root(uint64_t sum, uint32_t largest, float inverse_size, float epsilon) {
+    FASTCAR_INLINE
+    const float scale = gate::power_of_two(static_cast<int>(field_of(largest)) - SCALE_FIELD);
+    const float mean = static_cast<float>(static_cast<int64_t>(sum)) * inverse_size;
+    const float spread = mean * scale * scale + epsilon;
+    const bool infinite = bits_of_float(spread) == INFINITY_BITS;
+    const float inverse = infinite ? 0.0f : 1.0f / gate::square_root(infinite ? 1.0f : spread);
+    return gate::finite_or_nan(largest, inverse);
+}
+
+inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
+    FASTCAR_INLINE
+    float y[FLOAT_LANES];
+    FASTCAR_PARTITION(y, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        y[lane] = unpack_float(x, lane) * inverse * unpack_float(weight, lane);
+    }
+    return pack_float(y);
+}
+
+// `words` words of x from `first` on -> the same words of y: a whole row, or one head of it. inverse_size: float32(1 / values).
+template <int WORDS, int WEIGHT_WORDS>
+void normalize(const word_t x[WORDS], uint32_t first, uint32_t words, const word_t weight[WEIGHT_WORDS], float inverse_size,
+               float epsilon, word_t y[WORDS]) {
+    FASTCAR_NO_INLINE
+    uint32_t largest = 0;
+find_largest:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WEIGHT_WORDS)
+        largest = gate::larger(largest, gate::largest_lane(x[first + i]));
+    }
+    const uint32_t field = field_of(largest);
+    uint64_t sum = 0;
+add_squares:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WEIGHT_WORDS)
+        sum = squares_step(sum, x[first + i], field);
+    }
+    const float inverse = inverse_root(sum, largest, inverse_size, epsilon);
+scale_words:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WEIGHT_WORDS)
+        y[first + i] = scale_word(x[first + i], weight[i], inverse);
+    }
+}
+
+}  // namespace norm
+}  // namespace fastcar
+
+#endif

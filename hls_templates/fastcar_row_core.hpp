@@ -1,0 +1,90 @@
+// Operations on float32 rows of a decode step that stay on chip: residual and rotary position embedding. Plain functions over
+// words, no streams; four values per clock. docs/reference/numerics.md defines the arithmetic: one rounding per operation.
+#ifndef FASTCAR_ROW_CORE_HPP
+#define FASTCAR_ROW_CORE_HPP
+
+#include "fastcar_word.hpp"
+
+namespace fastcar {
+namespace row {
+
+// ---- residual
+
+inline word_t add_step(const word_t& left, const word_t& right) {
+    FASTCAR_INLINE
+    float sum[FLOAT_LANES];
+    FASTCAR_PARTITION(sum, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        sum[lane] = unpack_float(left, lane) + unpack_float(right, lane);
+    }
+    return pack_float(sum);
+}
+
+// x + y -> x. A word is written once and read once, so no word meets itself again.
+template <int WORDS>
+void add_row(word_t x[WORDS], const word_t y[WORDS], uint32_t words) {
+    FASTCAR_NO_INLINE
+add_words:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WORDS)
+        const word_t before = x[i];
+        x[i] = add_step(before, y[i]);
+    }
+}
+
+// ---- rotary position embedding
+
+// Heads of a row in words, and the part of a head that rotates: its first 2 * half_words words. Element i of the first half
+// is paired with element i of the second.
+struct Rotation {
+    uint32_t words;       // of the row
+    uint32_t head_words;  // of a head
+    uint32_t half_words;  // of half of what rotates
+};
+
+// One word of a half against the same word of the other half: own * cos - other * sin in the first half, + in the second.
+inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& cosine, const word_t& sine, bool first_half) {
+    FASTCAR_INLINE
+    float turned[FLOAT_LANES];
+    FASTCAR_PARTITION(turned, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        const float straight = unpack_float(own, lane) * unpack_float(cosine, lane);
+        const float crossed = unpack_float(other, lane) * unpack_float(sine, lane);
+        turned[lane] = first_half ? straight - crossed : straight + crossed;
+    }
+    return pack_float(turned);
+}
+
+// All heads of a row, a word per clock: two words are read, the table's words too, and one is written to another row.
+// What does not rotate is copied. cosine, sine: half_words words of this position.
+template <int WORDS, int HALF_WORDS>
+void rotate_row(const word_t from[WORDS], const word_t cosine[HALF_WORDS], const word_t sine[HALF_WORDS], const Rotation& shape,
+                word_t to[WORDS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t half = shape.half_words;
+    uint32_t word = 0;   // of the head
+    uint32_t place = 0;  // of the half
+rotate_words:
+    for (uint32_t i = 0; i < shape.words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WORDS)
+        const bool first_half = word < half;
+        const bool rotates = word < 2 * half;
+        const uint32_t partner = rotates ? (first_half ? i + half : i - half) : i;
+        const uint32_t at = rotates ? place : 0;
+        const word_t turned = rotate_step(from[i], from[partner], cosine[at], sine[at], first_half);
+        to[i] = rotates ? turned : from[i];
+        const bool last_of_head = word + 1 == shape.head_words;
+        const bool last_of_half = last_of_head || place + 1 == half;
+        word = last_of_head ? 0 : word + 1;
+        place = last_of_half ? 0 : place + 1;
+    }
+}
+
+}  // namespace row
+}  // namespace fastcar
+
+#endif

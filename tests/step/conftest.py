@@ -1,0 +1,74 @@
+"""The cores of a decode step as a library, built once for all test processes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import shared_folder
+from filelock import FileLock
+
+from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.runtime.backends.hls_csim.unit import aligned
+from step.values import Array
+
+
+class Cores:
+    """The functions of a source beside this file; arrays are copied to whole memory words and back."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def __call__(self, name: str, *arguments: Array | int | float) -> list[Array]:
+        """Call `step_<name>`; return its arrays as they are afterwards, and what the function returned last."""
+        copies = [_words(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        done = getattr(self._library, f"step_{name}")(*(_passed(a) for a in copies))
+        given = [a for a in arguments if isinstance(a, np.ndarray)]
+        made = [a for a in copies if isinstance(a, np.ndarray)]
+        views = [m.view(g.dtype)[: g.size].reshape(g.shape) for m, g in zip(made, given, strict=True)]
+        return [*views, np.array(done)]
+
+
+def _words(array: Array) -> Array:
+    """Return a copy of the bytes at an address of whole memory words."""
+    return aligned(np.frombuffer(array.tobytes(), np.uint8).copy())
+
+
+def _passed(value: Array | int | float) -> ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_float:
+    if isinstance(value, np.ndarray):
+        return ctypes.c_void_p(value.ctypes.data)
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_uint32(value)
+
+
+@pytest.fixture(scope="session")
+def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cores]:
+    """`build_cores(name)`: the library of name.cpp."""
+    folder = shared_folder(tmp_path_factory) / "step_cores"
+    folder.mkdir(exist_ok=True)
+    headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
+
+    @cache
+    def build(name: str) -> Cores:
+        source = Path(__file__).with_name(f"{name}.cpp")
+        with FileLock(folder / "lock"):  # one test process builds it, all of them load it
+            return Cores(build_library(headers | {source.name: source.read_bytes()}, folder, [source.name]))
+
+    return build
+
+
+@pytest.fixture
+def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str], None]) -> None:
+    """Skips (or in CI fails) unless g++ and the ap_types headers of hls4ml are there."""
+    require_tool("g++")
+    require_module("hls4ml")
+
+
+@pytest.fixture
+def cores(csim_tools: None, build_cores: Callable[[str], Cores]) -> Cores:
+    """Rows, norms and the cache."""
+    return build_cores("cores")

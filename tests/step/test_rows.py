@@ -1,0 +1,64 @@
+"""Rows on chip against numpy, bit for bit: residual, rotary position embedding and RMSNorm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from step.conftest import Cores
+from step.values import Array, assert_same, random_row
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+def test_the_residual_is_one_addition(cores: Cores, hostile: bool) -> None:
+    rng = np.random.default_rng(1)
+    x, y = random_row(rng, 2, 256, hostile=hostile)
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = np.concatenate([x[:240] + y[:240], x[240:]])
+    assert_same(cores("add", x, y, 60)[0], want)
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "rotary"), [(1, 8, 8), (3, 32, 32), (2, 80, 32), (4, 64, 64), (5, 16, 8)])
+def test_half_rotation(cores: Cores, heads: int, dim: int, rotary: int, hostile: bool) -> None:
+    rng = np.random.default_rng(dim)
+    x = random_row(rng, heads, dim, hostile=hostile)
+    cosine, sine = random_row(rng, 2, rotary // 2, hostile=False)
+    first, second, rest = np.split(x, [rotary // 2, rotary], 1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], 1)
+    got = cores("rotate", x, cosine, sine, x.size // 4, dim // 4, rotary // 8, np.zeros_like(x))
+    assert_same(got[3], want)
+
+
+def normalized(x: Array, weight: Array, epsilon: float) -> Array:
+    """docs/reference/numerics.md in numpy, one row."""
+    if not np.isfinite(x).all():
+        return np.full_like(x, np.nan)
+    place = max(int(np.abs(x).max().view(np.uint32) >> 23), 94) - 144
+    whole = [int(f) for f in np.rint(np.ldexp(x.astype(np.float64), -place))]
+    mean = np.float32(sum(f * f for f in whole)) * np.float32(1 / x.size)
+    spread = mean * np.float32(2.0**place) * np.float32(2.0**place) + np.float32(epsilon)
+    return x * (np.float32(1) / np.sqrt(spread)) * weight
+
+
+@pytest.mark.parametrize("size", [-44, -30, -8, -3, 0, 3, 18, 33])
+@pytest.mark.parametrize(("count", "epsilon"), [(256, 1e-5), (12, 1e-6), (4, 0.0), (132, 1e-12)])
+def test_root_mean_square(cores: Cores, count: int, epsilon: float, size: int) -> None:
+    """Rows of all magnitudes, equal values, an outlier, zeros; the first words are another row's."""
+    rng = np.random.default_rng(count)
+    rows = (rng.normal(size=(6, count)) * 10.0**size).astype(np.float32)
+    rows[1] = rows[1, 0]
+    rows[2, -1] *= np.float32(1e4)
+    rows[3, 1:] = 0
+    rows[4] *= np.exp2(rng.integers(-24, 1, count)).astype(np.float32)
+    rows[5, rng.integers(count)] = (np.nan, np.inf, -np.inf)[count % 3]
+    weight = rng.normal(size=count).astype(np.float32)
+    words, before = count // 4, 64 - count // 4
+    for row in (*rows, np.zeros(count, np.float32)):
+        x = np.concatenate([np.ones(4 * before, np.float32), row])
+        with np.errstate(all="ignore"):
+            got = cores("normalize", x, before, words, weight, float(np.float32(1 / count)), epsilon, np.zeros_like(x))
+            want = normalized(row, weight, epsilon)
+        assert_same(got[2][4 * before :], want)
+        assert not got[2][: 4 * before].any()
