@@ -67,7 +67,7 @@ def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
         scale = power_of_two(shift)
         root = np.sqrt((mean * scale) * scale + np.float32(epsilon))
         y = (x * (np.float32(1) / root)) * weight
-    return np.where(finite, y, np.float32(np.nan))
+    return np.where(finite, y, np.float32(np.nan)).astype(np.float32)
 
 
 def rotary(x: Floats, table: Floats, position: int) -> Floats:

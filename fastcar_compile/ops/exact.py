@@ -15,7 +15,7 @@ from fastcar_compile.ops.cached import BLOCK, MANTISSA_BITS, NOT_A_NUMBER, block
 from fastcar_compile.ops.operator import operator
 from fastcar_compile.ops.window import row_of
 
-_EXP_TABLE = torch.from_numpy(exact.EXP_TABLE)
+_EXP_TABLE = torch.from_numpy(exact.EXP_TABLE).to(torch.int32)
 
 
 @operator("exact_norm", reason="Root-mean-square norm whose sum is exact, so that every backend has the same bits.")
@@ -192,9 +192,9 @@ def _logits(query: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _numerators(differences: Tensor) -> Tensor:
-    """Return 2^differences as int64 of 2^-24; NaN counts as the limit, and its row is NaN in the end."""
+    """Return 2^differences as int32 of 2^-24; NaN counts as the limit, and its row is NaN in the end."""
     limited = differences.nan_to_num(nan=exact.EXP_LIMIT).clamp(min=exact.EXP_LIMIT)
-    units = torch.round(limited * float(1 << exact.EXP_INPUT_BITS)).to(torch.int64)
+    units = torch.round(limited * float(1 << exact.EXP_INPUT_BITS)).to(torch.int32)
     shift, fraction = -(units >> exact.EXP_INPUT_BITS), units & ((1 << exact.EXP_INPUT_BITS) - 1)
     knot, rest = fraction >> 8, fraction & 255
     table = _EXP_TABLE.to(differences.device)

@@ -50,6 +50,14 @@ MINUS_INFINITY = -0x800000
 UNSEEN = -1
 """Numerator of a cache row that the query does not see."""
 
+LANES = 16
+"""Numerators of a vector."""
+
+
+def tiles_of(rows: Any) -> Any:
+    """Return the tiles that hold so many rows."""
+    return (rows + BLOCK - 1) // BLOCK
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -107,7 +115,7 @@ class _Sums:
     """Temporaries of one query row.
 
     Attributes:
-        logits: float32 [S]. weights: int32 [S], the numerators.
+        logits: float32 [S] and whole tiles. weights: int32, alike, the numerators.
         scaled: float32 [32], numerators of a tile times powers of two. integers: int32 [33], these as a wide block, and
             its exponent.
         acc: int32 [32], sums. total: float32 [1], of a logit.
@@ -163,9 +171,14 @@ def _round_query(shape: _Shape) -> Callable[..., None]:
 def _multiply_keys(shape: _Shape, scale: float) -> Callable[..., None]:
     """Return the macro (o, query, sums, rows, position, newest, stat): the logits, and stat[0] their maximum.
 
-    unknown[0] becomes 1 where a logit is NaN.
+    The logit of a row that is not seen is NaN, up to the end of the last tile. query.unknown[0] becomes 1 where one that
+    is seen is NaN.
     """
     d, lanes, factor = shape.d, shape.lanes, float(exact.logit_factor(scale))
+    loop = T.unroll if d % BLOCK == 0 else T.serial
+
+    def vectors_of(e: Expr) -> Expr:
+        return BLOCK // lanes if d % BLOCK == 0 else T.min(BLOCK, d - e * BLOCK) // lanes
 
     def total_of(acc: Any) -> Expr:
         return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
@@ -174,9 +187,9 @@ def _multiply_keys(shape: _Shape, scale: float) -> Callable[..., None]:
     def multiply_row(o, query, sums, j):
         sums.total[0] = T.float32(0)
         # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
-        for e in range(shape.blocks):
+        for e in T.unroll(shape.blocks):
             sums.acc[ramp(0, lanes)] = broadcast(T.int32(0), lanes)
-            for c in range(T.min(BLOCK, d - e * BLOCK) // lanes):
+            for c in loop(vectors_of(e)):
                 sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
                     ramp(e * BLOCK + c * lanes, lanes)
                 ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
@@ -191,41 +204,64 @@ def _multiply_keys(shape: _Shape, scale: float) -> Callable[..., None]:
     @inlined
     def multiply_keys(o, query, sums, rows, position, newest, stat):
         stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
-        for j in range(rows):
-            if shape.sees(j, position, newest):
+        for j in range(tiles_of(rows) * BLOCK):
+            sums.logits[j] = _not_a_number()
+            if T.And(j < rows, shape.sees(j, position, newest)):
                 multiply_row(o, query, sums, j)
-                if sums.logits[j] != sums.logits[j]:
+                if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):  # TVM takes x != x for false
                     query.unknown[0] = 1
                 stat[0] = T.max(stat[0], sums.logits[j])
 
     return multiply_keys
 
 
-def _weigh(shape: _Shape) -> Callable[..., None]:
-    """Return the macro (o, sums, rows, position, newest, stat, count): numerators, and their sum in count[0]."""
+def _knot(units: Expr) -> Expr:
+    return T.bitwise_and(T.shift_right(units, 8), exact.EXP_KNOTS - 1)
 
-    @inlined
-    def weigh(o, sums, rows, position, newest, stat, count):
-        units = T.alloc_buffer((1,), "int32")
-        count[0] = T.int64(0)
-        for j in range(rows):
-            sums.weights[j] = T.int32(UNSEEN)
-            if shape.sees(j, position, newest):
-                units[0] = T.Cast(
-                    "int32",
-                    T.nearbyint(
-                        T.max(sums.logits[j] - stat[0], T.float32(exact.EXP_LIMIT))
-                        * T.float32(1 << exact.EXP_INPUT_BITS)
-                    ),
+
+def _power(low: Expr, high: Expr, units: Expr) -> Expr:
+    """Return 2^(units / 65536) as integers of 2^-24, from the knots around the fraction."""
+
+    def each(value: int) -> Expr:
+        return T.Broadcast(T.int32(value), LANES)
+
+    shift = T.bitwise_and(each(0) - T.shift_right(units, each(exact.EXP_INPUT_BITS)), each(31))
+    power = low + T.shift_right((high - low) * T.bitwise_and(units, each(255)) + each(128), each(8))
+    return T.shift_right(power + T.shift_right(T.shift_left(each(1), shift), each(1)), shift)
+
+
+@inlined
+def _weigh(o, sums, rows, stat, count):
+    """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to count[0]."""
+    units = T.alloc_buffer((LANES,), "int32")
+    low = T.alloc_buffer((LANES,), "int32")
+    high = T.alloc_buffer((LANES,), "int32")
+    count[0] = T.int64(0)
+    for part in range(tiles_of(rows) * (BLOCK // LANES)):
+        # T.max gives its second operand where the first is a NaN.
+        units[ramp(0, LANES)] = cast(
+            "int32",
+            T.nearbyint(
+                T.max(
+                    sums.logits[ramp(part * LANES, LANES)] - T.Broadcast(stat[0], LANES),
+                    T.Broadcast(T.float32(exact.EXP_LIMIT), LANES),
                 )
-                shift: T.let = T.bitwise_and(0 - T.shift_right(units[0], exact.EXP_INPUT_BITS), 31)
-                knot: T.let = T.bitwise_and(T.shift_right(units[0], 8), exact.EXP_KNOTS - 1)
-                rest: T.let = T.bitwise_and(units[0], 255)
-                power: T.let = o.table[knot] + T.shift_right((o.table[knot + 1] - o.table[knot]) * rest + 128, 8)
-                sums.weights[j] = T.shift_right(power + T.shift_right(T.shift_left(1, shift), 1), shift)
-                count[0] = count[0] + T.Cast("int64", sums.weights[j])
-
-    return weigh
+                * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
+            ),
+            LANES,
+        )
+        for v in T.unroll(LANES):
+            low[v] = o.table[_knot(units[v])]
+            high[v] = o.table[_knot(units[v]) + 1]
+        sums.weights[ramp(part * LANES, LANES)] = T.Select(
+            magnitude_bits(sums.logits[ramp(part * LANES, LANES)], LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
+            _power(low[ramp(0, LANES)], high[ramp(0, LANES)], units[ramp(0, LANES)]),
+            T.Broadcast(T.int32(UNSEEN), LANES),
+        )
+        count[0] = count[0] + T.Cast(
+            "int64",
+            reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
+        )
 
 
 def _add_values(shape: _Shape) -> Callable[..., None]:
@@ -235,54 +271,64 @@ def _add_values(shape: _Shape) -> Callable[..., None]:
     """
     d, lanes = shape.d, shape.lanes
     vectors = BLOCK // lanes
+    whole = ramp(0, BLOCK)
+
+    def largest(values: Expr) -> Expr:
+        return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
 
     @inlined
     def scale_weights(o, sums, start, count, e, unknown):
-        for j in range(BLOCK):
-            sums.scaled[j] = T.float32(0)
+        sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
         for j in range(count):
-            exponent: T.let = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
-            if T.And(sums.weights[start + j] != T.int32(UNSEEN), exponent == NAN_EXPONENT):
-                unknown[e] = 1
-            sums.scaled[j] = T.Cast("float32", T.max(sums.weights[start + j], 0)) * power_of_two(
-                T.max(exponent - exact.EXP_BITS, -126)
-            )
-        sums.integers[0] = intrinsic(
-            "int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", magnitude_bits(sums.scaled[ramp(0, BLOCK)], BLOCK)
+            sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
+        unknown[e] = T.max(
+            unknown[e],
+            largest(
+                T.Select(
+                    sums.integers[whole] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
+                    sums.weights[ramp(start, BLOCK)] - T.Broadcast(T.int32(UNSEEN), BLOCK),
+                    T.Broadcast(T.int32(0), BLOCK),
+                )
+            ),
         )
-        sums.integers[BLOCK] = _wide_exponent(sums.integers[0])
-        sums.integers[ramp(0, BLOCK)] = cast(
+        sums.scaled[whole] = cast(
+            "float32", T.max(sums.weights[ramp(start, BLOCK)], T.Broadcast(T.int32(0), BLOCK)), BLOCK
+        ) * power_of_two(
+            T.max(
+                sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK),
+                T.Broadcast(T.int32(-126), BLOCK),
+            ),
+            BLOCK,
+        )
+        sums.integers[BLOCK] = _wide_exponent(largest(magnitude_bits(sums.scaled[whole], BLOCK)))
+        sums.integers[whole] = cast(
             "int32",
-            T.nearbyint(sums.scaled[ramp(0, BLOCK)] * power_of_two(0 - sums.integers[BLOCK])),
+            T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)),
             BLOCK,
         )
 
     @inlined
     def add_tile(o, sums, start, count, e, out):
-        for v in T.unroll(vectors):
-            sums.acc[ramp(v * lanes, lanes)] = broadcast(T.int32(0), lanes)
+        sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
         # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
         for j in range(count):
             for v in T.unroll(vectors):
                 if e * BLOCK + v * lanes < d:
-                    sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + sums.integers[j] * cast(
-                        "int32",
-                        o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)],
-                        lanes,
-                    )
-        for v in T.unroll(BLOCK):
-            out[e * BLOCK + v] = out[e * BLOCK + v] + fence(
-                "float32", T.Cast("float32", sums.acc[v]) * power_of_two(sums.integers[BLOCK])
-            )
+                    sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + broadcast(
+                        sums.integers[j], lanes
+                    ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
+        out[ramp(e * BLOCK, BLOCK)] = out[ramp(e * BLOCK, BLOCK)] + fence(
+            f"float32x{BLOCK}",
+            cast("float32", sums.acc[whole], BLOCK) * T.Broadcast(power_of_two(sums.integers[BLOCK]), BLOCK),
+        )
 
     @inlined
     def add_values(o, sums, rows, out, unknown):
         for e in range(shape.blocks):
             unknown[e] = 0
-            for v in range(BLOCK):
-                out[e * BLOCK + v] = T.float32(0)
+            out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
         # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
-        for tile in range((rows + BLOCK - 1) // BLOCK):
+        for tile in range(tiles_of(rows)):
             for e in range(shape.blocks):
                 scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, unknown)
                 add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, out)
@@ -310,7 +356,7 @@ def exact_attention(
     items = b * hq * t
     loop = T.parallel if items > 1 and items * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
     round_query, multiply_keys = _round_query(shape), _multiply_keys(shape, scale)
-    weigh, add_values = _weigh(shape), _add_values(shape)
+    add_values, held = _add_values(shape), tiles_of(s) * BLOCK
 
     @script.prim_func(private=True, s_tir=True)
     def attend_exact(
@@ -332,8 +378,8 @@ def exact_attention(
                     table[0:knots],
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
-                logits = T.alloc_buffer((s,), "float32")
-                weights = T.alloc_buffer((s,), "int32")
+                logits = T.alloc_buffer((held,), "float32")
+                weights = T.alloc_buffer((held,), "int32")
                 mantissas = T.alloc_buffer((d,), "int32")
                 exponents = T.alloc_buffer((n,), "int32")
                 unknown = T.alloc_buffer((1,), "int32")
@@ -357,7 +403,7 @@ def exact_attention(
                 sums = T.meta_var(_Sums(logits, weights, scaled, integers, acc, total))
                 round_query(o, own)
                 multiply_keys(o, own, sums, rows, place, newest, stat)
-                weigh(o, sums, rows, place, newest, stat, count)
+                _weigh(o, sums, rows, stat, count)
                 add_values(o, sums, rows, out, columns)
                 stat[1] = T.float32(1) / (T.Cast("float32", count[0]) * T.float32(2.0**-exact.EXP_BITS))
                 if magnitude_bits(stat[0], 1) >= T.int32(INFINITY):
