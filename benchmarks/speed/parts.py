@@ -35,7 +35,7 @@ ATTENTION, LINEARS, MLP, HEAD = (
 )
 KV, GATE, INPUT, OTHER = "appending keys and values", "gate and replay caches", "embedding and RoPE tables", "residuals"
 CALLS = "virtual machine and Python"
-PARTS = (ATTENTION, LINEARS, MLP, HEAD, KV, GATE, INPUT, OTHER, CALLS)
+PARTS: tuple[str, ...] = (ATTENTION, LINEARS, MLP, HEAD, KV, GATE, INPUT, OTHER, CALLS)
 
 _BY_ARGUMENT = (
     (("lm_head", "model.norm"), HEAD),
