@@ -79,7 +79,7 @@ def rotary(x: Floats, table: Floats, position: int) -> Floats:
     half = table.shape[1] // 2
     cos, sin = rows[:, :half], rows[:, half:]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], -1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], -1).astype(np.float32)
 
 
 @dataclass(frozen=True)
