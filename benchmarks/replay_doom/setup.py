@@ -56,7 +56,7 @@ class Counts:
     batch: int = 4
     tas: int = 60
     learned: int = 150
-    tuned: int = 240
+    tuned: int = 120
     rollouts: int = 6
     rollout_frames: int = 64
 
