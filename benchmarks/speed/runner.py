@@ -129,7 +129,8 @@ def prepare(job: Job) -> None:
     folder = Path(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
     done, log = folder / "prepared.json", folder / "prepare.log"
-    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(job.to_json())):
+    built = json.dumps(job.built_from(), sort_keys=True)
+    if done.exists() and done.read_text() == built:
         return
     with log.open("w") as errors:
         place = Path(__file__).parent.parent
@@ -141,7 +142,7 @@ def prepare(job: Job) -> None:
             raise WorkerError(f"not prepared within {SECONDS} s") from error
     if code:
         raise WorkerError(_reason(log))
-    done.write_text(json.dumps(job.to_json()))
+    done.write_text(built)
 
 
 @contextmanager
