@@ -172,6 +172,41 @@ void append_key(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[B
     }
 }
 
+// The key of row `row` of this port as float32 words, exactly: four elements per clock. A block with a NaN gives NaNs.
+template <int BLOCKS, int WORDS>
+void load_key(const word_t* section, uint32_t first, uint32_t row, uint32_t blocks, uint32_t target, word_t words[WORDS]) {
+    FASTCAR_NO_INLINE
+    word_t head[BLOCKS];
+    word_t mantissas[BLOCKS * BLOCK_WORDS];
+    const uint32_t tile = first + row / KEY_ROWS * (blocks + KEY_ROWS * blocks * BLOCK_WORDS);
+    read_tile<BLOCKS>(section, tile, blocks, head);
+    read_tile<BLOCKS * BLOCK_WORDS>(section, tile + blocks + row % KEY_ROWS * blocks * BLOCK_WORDS, blocks * BLOCK_WORDS,
+                                    mantissas);
+    const uint32_t count = blocks * BLOCK_FLOAT_WORDS;
+expand_words:
+    for (uint32_t i = 0; i < count; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(8, BLOCKS * BLOCK_FLOAT_WORDS)
+        int8_t lanes[INT8_LANES];
+        int8_t exponents[INT8_LANES];
+        float values[FLOAT_LANES];
+        FASTCAR_PARTITION(lanes, 0)
+        FASTCAR_PARTITION(exponents, 0)
+        FASTCAR_PARTITION(values, 0)
+        unpack_int8(mantissas[i / FLOAT_LANES], lanes);
+        unpack_int8(head[i / BLOCK_FLOAT_WORDS], exponents);
+        const int8_t exponent = exponents[row % KEY_ROWS];
+        const bool known = exponent != BLOCK_OF_NAN;
+        const float scale = gate::power_of_two(known ? exponent : 0);
+        FASTCAR_UNROLL
+        for (int c = 0; c < FLOAT_LANES; ++c) {
+            const float value = static_cast<float>(lanes[i % FLOAT_LANES * FLOAT_LANES + c]) * scale;
+            values[c] = known ? value : float_of_bits(gate::NOT_A_NUMBER);
+        }
+        words[target + i] = pack_float(values);
+    }
+}
+
 // Words of a block of values and of the exponents of all blocks, on one port.
 template <int BLOCKS, int PORTS>
 struct ValueTile {

@@ -7,6 +7,7 @@
 
 #include "fastcar_attention_csim.hpp"
 #include "fastcar_csim.hpp"
+#include "fastcar_drs.hpp"
 #include "fastcar_norm_core.hpp"
 #include "fastcar_row_core.hpp"
 #include "fastcar_step_program.hpp"
@@ -22,10 +23,13 @@ struct StepMemory {
     word_t* values;
     const word_t* input;
     word_t* output;
+    word_t* replay;
 };
 
-// An engine for step programs.
-template <class C, class D>
+static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided, replayed or kept
+
+// An engine for step programs. T: its controller (fastcar_drs_config.hpp).
+template <class C, class D, class T>
 class StepEngine {
   public:
     uint32_t load(const word_t* memory, uint32_t bytes) {
@@ -37,10 +41,20 @@ class StepEngine {
         return status == step::OK && !held ? static_cast<uint32_t>(step::BAD_HEADER) : status;
     }
 
-    // One step at `position`. Returns false where an instruction needs more than this engine has; the step ends there.
-    bool run(const StepMemory& memory, uint32_t position) {
+    // Loads the control table; returns the controller's status.
+    uint32_t load_table(const word_t* table, uint32_t bytes) {
+        crc_ = bytes >= 16 ? lane_bits(table[0], 2) : 0;
+        const drs::Call none = {0, 0, 0, 0, 0, drs::NO_LAYER, 0, 0};
+        return control(drs::OP_TABLE, table, bytes, none, nullptr);
+    }
+
+    // One step at `position`, decode forward `step` or NO_STEP. Returns false where an instruction needs more than this engine
+    // has; the step ends there.
+    bool run(const StepMemory& memory, uint32_t position, uint32_t step) {
         memory_ = memory;
         position_ = position;
+        step_ = step;
+        computing_ = 0xFFFFFFFFu;
         for (uint32_t i = 0; i < program_.count; ++i) {
             if (!execute(step::fields_of(program_.words + i * step::INSTRUCTION_BEATS))) {
                 return false;
@@ -63,6 +77,11 @@ class StepEngine {
                 return append(f);
             case step::OP_ATTEND:
                 return attention_of(f);
+            case step::OP_DECIDE:
+                return decide(f);
+            case step::OP_REPLAY:
+                replay(f);
+                return true;
             default:
                 for (uint32_t b = 0; b < program_.sizes.rows; ++b) {
                     row_operation(f, b);
@@ -146,6 +165,9 @@ class StepEngine {
             return false;
         }
         for (uint32_t b = 0; b < program_.sizes.rows; ++b) {
+            if (((computing_ >> b) & 1u) == 0) {
+                continue;
+            }
             multiply(first, weights, rows_[f.word[step::MLP_SOURCE]][b], nullptr);
             multiply(last, second, nullptr, rows_[f.word[step::MLP_TARGET]][b]);
         }
@@ -209,7 +231,73 @@ class StepEngine {
         return true;
     }
 
+    uint32_t control(uint32_t op, const word_t* table, uint32_t bytes, const drs::Call& call, const word_t* chain) {
+        core_t core_of[INDEX_REGISTER_BITS];
+        pass_t pass_of[INDEX_REGISTER_BITS];
+        drs::control<T>(op, table, bytes, call, query_, key_, chain, core_of, pass_of, answer_);
+        return lane_bits(answer_[0], 0);
+    }
+
+    // q of all rows and the cached keys of position - stride, as the controller reads them.
+    void gather(const Fields& f) {
+        const uint32_t blocks = f.word[step::DECIDE_BLOCKS], heads = f.word[step::DECIDE_KEY_HEADS];
+        const uint32_t head_words = blocks * cache::BLOCK_FLOAT_WORDS, query_words = f.word[step::DECIDE_HEADS] * head_words;
+        const uint32_t stride = f.word[step::DECIDE_STRIDE], before = position_ > stride ? position_ - stride : 0;
+        const uint32_t row = row_of(before, f.word[step::DECIDE_SINKS], f.word[step::DECIDE_RING]);
+        const word_t* section = memory_.keys + static_cast<uint64_t>(row % C::PORTS) * program_.sizes.key_words;
+        const uint32_t size = static_cast<uint32_t>(step::key_words_of(program_.sizes, blocks));
+        for (uint32_t b = 0; b < program_.sizes.rows; ++b) {
+            memcpy(static_cast<void*>(query_ + b * query_words), rows_[f.word[step::DECIDE_SOURCE]][b],
+                   sizeof(word_t) * query_words);
+        }
+        for (uint32_t number = 0; number < program_.sizes.rows * heads; ++number) {
+            cache::load_key<D::BLOCKS, D::ROWS * D::ROW_WORDS>(section, f.word[step::DECIDE_KEYS] + number * size,
+                                                               row / C::PORTS, blocks, number * head_words, key_);
+        }
+    }
+
+    bool decide(const Fields& f) {
+        computing_ = 0xFFFFFFFFu;
+        const uint32_t blocks = f.word[step::DECIDE_BLOCKS], head_words = blocks * cache::BLOCK_FLOAT_WORDS;
+        if (step_ == NO_STEP || blocks > D::BLOCKS) {
+            return blocks <= D::BLOCKS;
+        }
+        gather(f);
+        const uint32_t rows = program_.sizes.rows;
+        word_t* chain = memory_.replay + f.word[step::DECIDE_CHAIN] + step_ % f.word[step::DECIDE_STRIDE] * step::CHAIN_BEATS;
+        const drs::Call call = {crc_, f.layer, step_, rows * f.word[step::DECIDE_HEADS] * head_words,
+                                rows * f.word[step::DECIDE_KEY_HEADS] * head_words, drs::NO_LAYER, MOST_RECORDS, 0xFFFFFFFFu};
+        const bool done = control(drs::OP_GATE, nullptr, 0, call, chain) == drs::OK;
+        computing_ = lane_bits(answer_[0], 2);
+        for (uint32_t i = 0; done && i < step::CHAIN_BEATS; ++i) {
+            chain[i] = answer_[drs::R_CHAIN / FLOAT_LANES + i];
+        }
+        return done;
+    }
+
+    void replay(const Fields& f) {
+        const uint32_t words = f.word[step::REPLAY_COUNT], rows = program_.sizes.rows;
+        for (uint32_t b = 0; b < rows; ++b) {
+            word_t* own = rows_[f.word[step::REPLAY_SOURCE]][b];
+            if (step_ != NO_STEP) {
+                word_t* kept = memory_.replay + f.word[step::REPLAY_CACHE] + (step_ % f.word[step::REPLAY_SLOTS] * rows + b) * words;
+                const bool computes = ((computing_ >> b) & 1u) != 0;
+                memcpy(static_cast<void*>(computes ? kept : own), computes ? own : kept, sizeof(word_t) * words);
+            }
+            row::add_row<D::ROW_WORDS>(rows_[f.word[step::REPLAY_TARGET]][b], own, words);
+        }
+        computing_ = 0xFFFFFFFFu;
+    }
+
+    static const uint32_t MOST_RECORDS = 128;
+
     step::Program<D::INSTRUCTIONS> program_;
+    uint32_t crc_;
+    uint32_t step_;
+    uint32_t computing_;
+    word_t query_[D::ROWS * D::ROW_WORDS];
+    word_t key_[D::ROWS * D::ROW_WORDS];
+    word_t answer_[(drs::R_RECORDS + 2 * MOST_RECORDS) / FLOAT_LANES + 1];
     StepMemory memory_;
     uint32_t position_;
     word_t rows_[step::ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS];

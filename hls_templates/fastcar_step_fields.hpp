@@ -17,7 +17,9 @@ enum StepOpcode {
     OP_APPEND_VALUES = 7,
     OP_ATTEND = 8,
     OP_ADD = 9,
-    OP_END = 10,
+    OP_DECIDE = 10,
+    OP_REPLAY = 11,
+    OP_END = 12,
 };
 
 enum Place {
@@ -120,6 +122,28 @@ enum AddField {
     ADD_TARGET = 2,
     ADD_COUNT = 3,
     ADD_WORDS = 4,
+};
+
+enum DecideField {
+    DECIDE_SOURCE = 1,
+    DECIDE_HEADS = 2,
+    DECIDE_KEY_HEADS = 3,
+    DECIDE_BLOCKS = 4,
+    DECIDE_KEYS = 5,
+    DECIDE_SINKS = 6,
+    DECIDE_RING = 7,
+    DECIDE_STRIDE = 8,
+    DECIDE_CHAIN = 9,
+    DECIDE_WORDS = 10,
+};
+
+enum ReplayField {
+    REPLAY_SOURCE = 1,
+    REPLAY_TARGET = 2,
+    REPLAY_COUNT = 3,
+    REPLAY_SLOTS = 4,
+    REPLAY_CACHE = 5,
+    REPLAY_WORDS = 6,
 };
 
 enum EndField {

@@ -22,7 +22,7 @@ static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
 
 enum Status { OK, TOO_SHORT, BAD_MAGIC, BAD_VERSION, BAD_LENGTH, BAD_CRC, BAD_HEADER, BAD_INSTRUCTION };
 
-// Words 5 to 14 of the header.
+// Words 5 to 15 of the header.
 struct Sizes {
     uint32_t rows;
     uint32_t ports;
@@ -34,6 +34,7 @@ struct Sizes {
     uint32_t value_words;
     uint32_t input_words;
     uint32_t output_words;
+    uint32_t replay_words;
 };
 
 // INSTRUCTIONS: what the engine holds.
@@ -160,6 +161,31 @@ inline bool attend_fits(const Fields& f, const Sizes& sizes) {
            inside(f.word[ATTEND_VALUES], cached, value_words_of(sizes, blocks), sizes.value_words);
 }
 
+static const uint32_t CHAIN_BEATS = INDEX_REGISTER_BITS / FLOAT_LANES;  // memory words of the chain counts of a slot
+
+inline bool decide_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t key_heads = f.word[DECIDE_KEY_HEADS];
+    const uint32_t blocks = f.word[DECIDE_BLOCKS];
+    const uint64_t heads = f.word[DECIDE_HEADS];
+    const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) &&
+                       counts(blocks) && counts(f.word[DECIDE_STRIDE]);
+    return small && heads % (small ? key_heads : 1u) == 0 && ring_fits(f.word[DECIDE_SINKS], f.word[DECIDE_RING], sizes) &&
+           inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
+           inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.rows) * key_heads, key_words_of(sizes, blocks),
+                  sizes.key_words) &&
+           inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
+}
+
+inline bool replay_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t slots = f.word[REPLAY_SLOTS];
+    return on_chip(f.word[REPLAY_SOURCE]) && on_chip(f.word[REPLAY_TARGET]) &&
+           f.word[REPLAY_SOURCE] != f.word[REPLAY_TARGET] && counts(f.word[REPLAY_COUNT]) && counts(f.word[REPLAY_SLOTS]) &&
+           f.word[REPLAY_COUNT] <= sizes.row_words &&
+           inside(f.word[REPLAY_CACHE], slots * sizes.rows, f.word[REPLAY_COUNT], sizes.replay_words);
+}
+
 inline bool rest_is_zero(const Fields& f, int used) {
     FASTCAR_INLINE
     uint32_t any = 0;
@@ -198,6 +224,10 @@ inline bool instruction_fits(const Fields& f, const Sizes& sizes) {
             return rest_is_zero(f, ADD_WORDS) && on_chip(f.word[ADD_SOURCE]) && on_chip(f.word[ADD_TARGET]) &&
                    f.word[ADD_SOURCE] != f.word[ADD_TARGET] && counts(f.word[ADD_COUNT]) &&
                    f.word[ADD_COUNT] <= sizes.row_words;
+        case OP_DECIDE:
+            return rest_is_zero(f, DECIDE_WORDS) && decide_fits(f, sizes);
+        case OP_REPLAY:
+            return rest_is_zero(f, REPLAY_WORDS) && replay_fits(f, sizes);
         case OP_END:
             return rest_is_zero(f, END_WORDS);
         default:
@@ -210,7 +240,7 @@ inline bool sizes_are_valid(const Sizes& sizes) {
     return sizes.rows >= 1 && sizes.rows <= MAX_ROWS && sizes.ports >= 1 && sizes.ports <= MAX_PORTS &&
            counts(sizes.row_words) && counts(sizes.positions) && sizes.constant_words <= MOST_WORDS &&
            sizes.weight_words <= MOST_WORDS && sizes.key_words <= MOST_WORDS && sizes.value_words <= MOST_WORDS &&
-           sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS;
+           sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS && sizes.replay_words <= MOST_WORDS;
 }
 
 // CRC-32 of the words 3 to `words` - 1.
@@ -279,9 +309,9 @@ read_header:
         return BAD_CRC;
     }
     const Sizes sizes = {header[5], header[6],  header[7],  header[8],  header[9],
-                         header[10], header[11], header[12], header[13], header[14]};
+                         header[10], header[11], header[12], header[13], header[14], header[15]};
     const bool length = count <= INSTRUCTIONS && words == HEADER_WORDS + count * INSTRUCTION_WORDS;
-    if (!sizes_are_valid(sizes) || count == 0 || !length || header[15] != 0) {
+    if (!sizes_are_valid(sizes) || count == 0 || !length) {
         return BAD_HEADER;
     }
     program.sizes = sizes;

@@ -78,11 +78,23 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class ReplayPlan:
+    """Replay of MLP outputs.
+
+    Args:
+        stride: forwards from one frame to the next. gated: per layer, whether its gate is in the control table.
+    """
+
+    stride: int
+    gated: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """A decoder whose layers are alike: norm, q/k/v, RoPE, attention, o, norm, MLP; then a norm and the head.
 
     Args:
-        mlp_words: of an MLP's weights on one port. head: None: the step gives the normed rows. epsilon: of the norms.
+        mlp_words: of an MLP's weights on one port. epsilon: of the norms. replay: of MLPs; None: there is none.
     """
 
     layers: int
@@ -95,6 +107,11 @@ class StepPlan:
     o: LinearPlan
     mlp_words: int
     head: LinearPlan
+    replay: ReplayPlan | None = None
+
+    def is_gated(self, layer: int) -> bool:
+        """Return whether a layer may replay."""
+        return self.replay is not None and self.replay.gated[layer]
 
 
 def build_step(plan: StepPlan) -> StepProgram:
@@ -102,12 +119,15 @@ def build_step(plan: StepPlan) -> StepProgram:
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
     of the last norm, then the RoPE table. In a section of `weights`, layer by layer: q/k/v, o, the MLP; then the head.
-    In a section of the caches: layer, row, key head.
+    In a section of the caches: layer, row, key head. In the replay buffer: chain counts by layer and slot, then MLP
+    outputs by layer, slot and row.
 
     Raises:
         UserError: sizes that the engine cannot compute, all of them.
     """
     wrong = plan.attention.problems()
+    if plan.replay is not None and len(plan.replay.gated) != plan.layers:
+        wrong.append(f"gates of {len(plan.replay.gated)} layers for {plan.layers} layers")
     if plan.hidden % LANES:
         wrong.append(f"a hidden size of {plan.hidden} (a multiple of {LANES})")
     if not wrong:
@@ -132,6 +152,8 @@ class _Builder:
         cached = plan.rows * heads.key_heads
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = plan.layers * self.norm_words
+        self.slots = 0 if plan.replay is None else plan.replay.stride
+        self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * plan.rows * self.words
 
     def program(self) -> StepProgram:
         """Return the program; it is not checked yet."""
@@ -149,6 +171,7 @@ class _Builder:
             value_words=plan.layers * self.layer_values,
             input_words=plan.rows * self.words,
             output_words=plan.rows * output,
+            replay_words=plan.layers * (self.layer_chains + self.layer_outputs),
         )
         layers = (i for layer in range(plan.layers) for i in self._layer(layer))
         return StepProgram(sizes, (step.Load(0, Place.X, self.words), *layers, *self._last()))
@@ -163,7 +186,9 @@ class _Builder:
         yield step.Add(layer, Place.Y, Place.X, self.words)
         yield self._norm(layer, norms + self.words)
         yield step.Mlp(layer, Place.A, Place.Y, weights + plan.qkv.words + plan.o.words)
-        yield step.Add(layer, Place.Y, Place.X, self.words)
+        cache = plan.layers * self.layer_chains + layer * self.layer_outputs
+        replay = step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
+        yield replay if plan.is_gated(layer) else step.Add(layer, Place.Y, Place.X, self.words)
 
     def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
         heads, head_words = self.heads, self.head_words
@@ -183,6 +208,9 @@ class _Builder:
             yield self._rotation(layer, (k, turned[1]), query, heads.key_heads)
             q, k = turned
         yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
+        if self.plan.is_gated(layer):
+            counts = (heads.heads, heads.key_heads, blocks)
+            yield step.Decide(layer, q, *counts, keys, *ring, self.slots, chain=layer * self.layer_chains)
         cached = (keys, values, *ring, heads.cache.window)
         yield step.Attend(layer, q, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
 

@@ -21,6 +21,9 @@ LANES = 4
 BLOCK_WORDS = BLOCK // LANES
 """Memory words of a block of float32 values."""
 
+CHAIN_WORDS = 8
+"""Memory words of the chain counts of a slot: 32 rows."""
+
 MAX_CHANNELS = 1 << 18
 
 
@@ -54,7 +57,9 @@ class Opcode(IntEnum):
     APPEND_VALUES = 7
     ATTEND = 8
     ADD = 9
-    END = 10
+    DECIDE = 10
+    REPLAY = 11
+    END = 12
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,52 @@ class Add(Instruction):
 
 
 @dataclass(frozen=True)
+class Decide(Instruction):
+    """The layer's gate by the control table, with q of the source and the cached key of position - stride.
+
+    The replay buffer has 32 chain counts per slot, those of the layer from word `chain` on.
+    """
+
+    opcode = Opcode.DECIDE
+    source: Place
+    heads: int
+    key_heads: int
+    blocks: int
+    keys: int
+    sinks: int
+    ring: int
+    stride: int
+    chain: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks, self.stride)
+        if not small or self.heads % self.key_heads:
+            return False
+        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
+        inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
+        keys = self.keys + room.rows * self.key_heads * layout_of(room, self.blocks).key_words <= room.key_words
+        return ring and inside and keys and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
+
+
+@dataclass(frozen=True)
+class Replay(Instruction):
+    """Adds the source where a row computes, and keeps it in the slot; elsewhere adds what the slot holds."""
+
+    opcode = Opcode.REPLAY
+    source: Place
+    target: Place
+    count: int
+    slots: int
+    cache: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
+        return small and self.cache + self.slots * room.rows * self.count <= room.replay_words
+
+
+@dataclass(frozen=True)
 class End(Instruction):
     """The step is done."""
 
@@ -295,7 +346,8 @@ class End(Instruction):
 
 
 KINDS: dict[int, type[Instruction]] = {
-    kind.opcode: kind for kind in (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, End)
+    kind.opcode: kind
+    for kind in (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End)
 }
 
 

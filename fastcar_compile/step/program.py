@@ -55,7 +55,7 @@ class StepProgram:
         """Return the binary form; same program, same bytes."""
         count = len(self.instructions)
         sizes = [getattr(self.sizes, field.name) for field in fields(self.sizes)]
-        words = [HEADER_WORDS + count * INSTRUCTION_WORDS, count, *sizes, 0]
+        words = [HEADER_WORDS + count * INSTRUCTION_WORDS, count, *sizes]
         words += [word for instruction in self.instructions for word in instruction.words]
         body = struct.pack(f"<{len(words)}I", *words)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
@@ -80,7 +80,7 @@ def check(data: bytes, capacity: int = MAX_INSTRUCTIONS) -> Status:
     if zlib.crc32(data[12:]) != crc:
         return Status.BAD_CRC
     length = words == HEADER_WORDS + count * INSTRUCTION_WORDS
-    if not (_sizes(data).is_valid() and count >= 1 and length and not any(data[60:64])):
+    if not (_sizes(data).is_valid() and count >= 1 and length):
         return Status.BAD_HEADER
     return Status.BAD_INSTRUCTION if _instructions(data) is None else Status.OK
 

@@ -9,6 +9,9 @@ from functools import singledispatchmethod
 import numpy as np
 
 from fastcar_compile import exact
+from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.simulator import LayerCall, run_layer
+from fastcar_compile.drs.table import Status as TableStatus
 from fastcar_compile.errors import InternalError
 from fastcar_compile.step import instructions as step
 from fastcar_compile.step.cache_layout import BLOCK, Array, CacheLayout
@@ -19,6 +22,10 @@ Product = Callable[[Array], Array]
 """A linear or an MLP: float32 [rows, inputs] -> [rows, channels]."""
 
 
+NO_STEP = 0xFFFFFFFF
+"""Number of a forward that is no decode forward."""
+
+
 @dataclass
 class Memory:
     """What a step reads and changes.
@@ -26,12 +33,15 @@ class Memory:
     Args:
         constants: float32 [constant_words * 4]. products: by the word at which their weights begin.
         keys, values: int8 [ports, section words, 16].
+        replay: uint32 [replay_words, 4]: chain counts, and float32 outputs of MLPs. table: the control table.
     """
 
     constants: Array
     products: Mapping[int, Product]
     keys: Array
     values: Array
+    replay: Array
+    table: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -61,11 +71,18 @@ class StepSimulator:
         self._rows = np.zeros((step.ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)
         self._input = np.zeros((0, 0), np.float32)
         self._output = np.zeros((0, 0), np.float32)
-        self._position = 0
+        self._position, self._step = 0, NO_STEP
+        self._computing = np.ones(sizes.rows, bool)
+        self.decided: dict[int, Array] = {}
+        """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
 
-    def run(self, rows: Array, position: int) -> Array:
-        """Return the output of one step, float32 [rows, channels]: `rows` float32 [rows, hidden] at `position`."""
-        self._input, self._position = rows, position
+    def run(self, rows: Array, position: int, decode_step: int = NO_STEP) -> Array:
+        """Return the output of one step, float32 [rows, channels]: `rows` float32 [rows, hidden] at `position`.
+
+        Args:
+            decode_step: number of the decode forward. NO_STEP: of a prompt, which neither replays nor fills a cache.
+        """
+        self._input, self._position, self._step = rows, position, decode_step
         for instruction in self.program.instructions:
             self._execute(instruction)
         return self._output
@@ -98,7 +115,7 @@ class StepSimulator:
     @_execute.register
     def _(self, mlp: step.Mlp) -> None:
         y = self.memory.products[mlp.weights](self._rows[mlp.source])
-        self._rows[mlp.target, :, : y.shape[1]] = y
+        self._rows[mlp.target, self._computing, : y.shape[1]] = y[self._computing]
 
     @_execute.register
     def _(self, rotate: step.Rotate) -> None:
@@ -159,5 +176,49 @@ class StepSimulator:
         self._rows[add.target, :, : LANES * add.count] += self._rows[add.source, :, : LANES * add.count]
 
     @_execute.register
+    def _(self, decide: step.Decide) -> None:
+        self._computing[:] = True
+        if self._step == NO_STEP:
+            return
+        sizes, layout = self.program.sizes, step.layout_of(self.program.sizes, decide.blocks)
+        before = max(self._position - decide.stride, 0)
+        row = _Ring(decide.sinks, decide.ring).row(before)
+        places = (decide.keys + n * layout.key_words for n in range(sizes.rows * decide.key_heads))
+        rows = [layout.unpack_keys(self.memory.keys[:, at : at + layout.key_words])[row] for at in places]
+        key = loaded(np.stack(rows), layout.head_dim).reshape(sizes.rows, decide.key_heads, -1)
+        query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
+        slot = decide.chain + self._step % decide.stride * step.CHAIN_WORDS
+        chain = self.memory.replay[slot : slot + step.CHAIN_WORDS].reshape(-1)
+        heads = pack_heads(query.reshape(sizes.rows, decide.heads, -1))
+        trace = run_layer(
+            self.memory.table, LayerCall(decide.layer, self._step, heads, pack_heads(key), chain.view(np.int32))
+        )
+        if trace.status is not TableStatus.OK:
+            raise InternalError(f"the control table of a step program: {trace.status.name}")
+        chain[: sizes.rows] = trace.chain
+        self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(sizes.rows)]
+        self.decided[decide.layer] = self._computing.copy()
+
+    @_execute.register
+    def _(self, replay: step.Replay) -> None:
+        own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
+        added = own
+        if self._step != NO_STEP:
+            rows = self.program.sizes.rows
+            first = replay.cache + self._step % replay.slots * rows * replay.count
+            kept = self.memory.replay[first : first + rows * replay.count].view(np.float32).reshape(rows, -1)
+            kept[self._computing] = own[self._computing]
+            added = kept
+        target[:, : LANES * replay.count] += added
+        self._computing[:] = True
+
+    @_execute.register
     def _(self, end: step.End) -> None:
         """Nothing is left to do."""
+
+
+def loaded(rows: Array, head_dim: int) -> Array:
+    """Return the float32 values [..., head_dim] of cached rows."""
+    exponents = rows[..., head_dim:].astype(np.int32)
+    with np.errstate(invalid="ignore"):
+        return rows[..., :head_dim] * (exponents + 127 << 23).view(np.float32).repeat(BLOCK, -1)

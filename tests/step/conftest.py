@@ -47,24 +47,24 @@ def _passed(value: Array | int | float) -> ctypes.c_void_p | ctypes.c_uint32 | c
 
 
 class Build(Protocol):
-    """`build(name, config)`: a library of a source beside this file."""
+    """`build(name, texts)`: a library of a source beside this file."""
 
-    def __call__(self, name: str, config: str = "") -> Cores: ...
+    def __call__(self, name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores: ...
 
 
 @pytest.fixture(scope="session")
 def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """`build_cores(name, config)`: the library of name.cpp, with this text for fastcar_config.hpp."""
+    """`build_cores(name, texts)`: the library of name.cpp, with these headers besides those of the package."""
     folder = shared_folder(tmp_path_factory) / "step_cores"
     folder.mkdir(exist_ok=True)
     headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
 
     @cache
-    def build(name: str, config: str = "") -> Cores:
+    def build(name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores:
         source = Path(__file__).with_name(f"{name}.cpp")
-        texts = headers | {source.name: source.read_bytes(), "fastcar_config.hpp": config.encode()}
+        own = {source.name: source.read_bytes(), **{header: text.encode() for header, text in texts}}
         with FileLock(folder / "lock"):  # one test process builds it, all of them load it
-            return Cores(build_library(texts, folder, [source.name]))
+            return Cores(build_library(headers | own, folder, [source.name]))
 
     return build
 

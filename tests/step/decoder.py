@@ -9,15 +9,17 @@ from hls.library import design, linear, random_layer, random_linear, reference
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
+from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.score import float32
-from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, StepPlan, build_step
+from fastcar_compile.drs.table import AttentionShape, DrsTable
+from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan, build_step
 from fastcar_compile.step.cache_layout import LANES, CacheLayout
 from fastcar_compile.step.instructions import Linear, Mlp
 from fastcar_compile.step.program import StepProgram
 from fastcar_compile.step.simulator import Memory, Product
 from step.values import Array
 
-HIDDEN, VOCAB, LAYERS, ROWS = 64, 17, 2, 2
+HIDDEN, VOCAB, LAYERS, ROWS, FRAME = 64, 17, 2, 2, 5
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Decoder:
 
     made: Design
     program: StepProgram
+    table: DrsTable
     weights: dict[int, list[LinearWeights]]
     constants: Array
     stream: Array
@@ -47,12 +50,19 @@ class Decoder:
         """Memory with empty caches."""
         sizes = self.program.sizes
         keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
-        return Memory(self.constants, self.products, keys, values)
+        replay = np.zeros((sizes.replay_words, 4), np.uint32)
+        return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes())
 
 
-def decoder(attention: AttentionPlan, quant: str, seed: int = 0) -> Decoder:
-    """A decoder of two layers and two rows."""
-    rng = np.random.default_rng(seed)
+def decoder(
+    attention: AttentionPlan, quant: str, gated: tuple[bool, ...], max_chain: int | None, seed: int = 0
+) -> Decoder:
+    """A decoder of two layers and two rows, those of `gated` with TAS. About half of the forwards replay."""
+    shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
+    scales = [0.25 if gate else None for gate in gated]
+    sizes = (LAYERS, ROWS, 1, FRAME, [0.0] * LAYERS)
+    table = build_table(*sizes, attention=shape, scales=scales, max_chain=max_chain)
+    rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     linears = [("qkv", HIDDEN, query + 2 * key, False), ("o", query, HIDDEN, True), ("head", HIDDEN, VOCAB, False)]
     made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant)
@@ -61,6 +71,7 @@ def decoder(attention: AttentionPlan, quant: str, seed: int = 0) -> Decoder:
         *(LAYERS, ROWS, made.ports, HIDDEN, float32(1e-5), attention, plans["qkv"], plans["o"]),
         mlp_words=made.section_words,
         head=plans["head"],
+        replay=ReplayPlan(FRAME, gated) if any(gated) else None,
     )
     program = build_step(plan)
     weights, sections = {}, []
@@ -77,7 +88,7 @@ def decoder(attention: AttentionPlan, quant: str, seed: int = 0) -> Decoder:
         else:
             continue
         sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
-    return Decoder(made, program, weights, _constants(program, attention, rng), np.concatenate(sections, 1))
+    return Decoder(made, program, table, weights, _constants(program, attention, rng), np.concatenate(sections, 1))
 
 
 def _plan(made: Design, name: str) -> LinearPlan:

@@ -6,12 +6,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, StepPlan
+from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
 
 HEADS = AttentionPlan(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CachePlan(0, 40))
 
 
-def plan(attention: AttentionPlan = HEADS, layers: int = 2, rows: int = 2) -> StepPlan:
+def plan(
+    attention: AttentionPlan = HEADS, layers: int = 2, rows: int = 2, replay: ReplayPlan | None = None
+) -> StepPlan:
     """A decoder of four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     return StepPlan(
@@ -25,6 +27,7 @@ def plan(attention: AttentionPlan = HEADS, layers: int = 2, rows: int = 2) -> St
         o=LinearPlan(query, 64, tile=4, tiles=4, words=256),
         mlp_words=1024,
         head=LinearPlan(64, 17, tile=1, tiles=5, words=256),
+        replay=replay,
     )
 
 

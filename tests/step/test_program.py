@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastcar_compile.errors import UserError
-from fastcar_compile.step.builder import CachePlan, build_step
+from fastcar_compile.step.builder import CachePlan, ReplayPlan, build_step
 from fastcar_compile.step.instructions import KINDS, Add, Attend, End, Load, Norm, Opcode, Place, cpp_constants
 from fastcar_compile.step.program import Status, StepProgram, check, read_program
 from step.conftest import Cores
@@ -25,9 +25,10 @@ CAPACITY = 64
 PROGRAM = build_step(plan())
 NORMED = build_step(plan(replace(HEADS, head_norm=True, rotary=16, cache=CachePlan(4, 30, 20)), layers=3, rows=1))
 PLAIN = build_step(plan(replace(HEADS, rotary=0)))
+GATED = build_step(plan(replay=ReplayPlan(7, (False, True))))
 
 
-@pytest.mark.parametrize("program", [PROGRAM, NORMED, PLAIN], ids=["rotated", "normed", "plain"])
+@pytest.mark.parametrize("program", [PROGRAM, NORMED, PLAIN, GATED], ids=["rotated", "normed", "plain", "gated"])
 def test_the_binary_form_keeps_everything(cores: Cores, program: StepProgram) -> None:
     data = program.to_bytes()
     assert read_program(data) == program
@@ -45,6 +46,9 @@ def test_a_layer() -> None:
     start = [Opcode.NORM, Opcode.LINEAR, Opcode.APPEND_VALUES]
     assert normed == [*start, Opcode.NORM, Opcode.NORM, Opcode.ROTATE, Opcode.ROTATE, *common]
     assert [i.opcode for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
+    replays = [i.opcode for i in GATED.instructions if i.layer == 1][6:]
+    assert replays == [Opcode.DECIDE, *common[1:-1], Opcode.REPLAY]
+    assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
     first, *_, last = PROGRAM.instructions
     assert (first, last) == (Load(0, Place.X, 16), End(2))
 
@@ -83,7 +87,7 @@ def test_each_check(cores: Cores) -> None:
     assert answer(cores, data + b"\0") is Status.BAD_LENGTH
     assert answer(cores, data[:-4]) is Status.BAD_LENGTH
     assert answer(cores, flipped) is Status.BAD_CRC
-    for word, value in ((4, 3), (5, 0), (5, 33), (6, 0), (6, 65), (7, 0), (8, 1 << 16), (9, 1 << 31), (15, 1)):
+    for word, value in ((4, 3), (5, 0), (5, 33), (6, 0), (6, 65), (7, 0), (8, 1 << 16), (9, 1 << 31), (15, 1 << 31)):
         assert answer(cores, changed(data, word, value)) is Status.BAD_HEADER, word
     too_long = build_step(plan(layers=6))
     assert (answer(cores, too_long.to_bytes()), check(too_long.to_bytes())) == (Status.BAD_LENGTH, Status.OK)
@@ -93,9 +97,18 @@ def test_each_check(cores: Cores) -> None:
 
 def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; END in the middle, at no end."""
-    sizes = PROGRAM.sizes
-    for name in ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions"):
-        smaller = replace(PROGRAM, sizes=replace(sizes, **{name: getattr(sizes, name) - 1}))
+    sizes = GATED.sizes
+    for name in (
+        "replay_words",
+        "row_words",
+        "constant_words",
+        "key_words",
+        "value_words",
+        "input_words",
+        "output_words",
+        "positions",
+    ):
+        smaller = replace(GATED, sizes=replace(sizes, **{name: getattr(sizes, name) - 1}))
         assert answer(cores, smaller.to_bytes()) is Status.BAD_INSTRUCTION, name
     add, end = Add(0, Place.Y, Place.X, 16), End(0)
     for listed, status in (
@@ -113,7 +126,7 @@ def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
-        data = (PROGRAM, NORMED, PLAIN)[round_number % 3].to_bytes()
+        data = (NORMED, PLAIN, GATED)[round_number % 3].to_bytes()
         words = list(struct.unpack(f"<{len(data) // 4}I", data))
         for _ in range(int(rng.integers(0, 3))):
             header = rng.random() < 0.1
@@ -128,6 +141,8 @@ def test_what_cannot_be_built_is_named() -> None:
     wrong = replace(HEADS, head_dim=48, rotary=12, key_heads=3)
     with pytest.raises(UserError, match=r"heads of 48 elements .*; 4 heads on 3 key heads; 12 rotating elements"):
         build_step(plan(wrong))
+    with pytest.raises(UserError, match="gates of 1 layers for 2 layers"):
+        build_step(plan(replay=ReplayPlan(7, (True,))))
     with pytest.raises(UserError, match="ROTATE of layer 0"):
         build_step(plan(replace(HEADS, table_rows=0)))
 

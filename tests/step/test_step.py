@@ -7,43 +7,62 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.drs.table import Status as TableStatus
 from fastcar_compile.step.instructions import Attend, Instruction, Linear, Mlp
 from fastcar_compile.step.program import Status, StepProgram
-from fastcar_compile.step.simulator import StepSimulator
+from fastcar_compile.step.simulator import NO_STEP, StepSimulator
 from step.conftest import Build, Cores
 from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, VOCAB, Decoder, cached, decoder
 from step.values import Array, assert_same
 
-DECODERS = {"w8a8": decoder(ROTATED, "w8a8"), "w4a8": decoder(NORMED, "w4a8")}
+DECODERS = {
+    "w8a8": decoder(ROTATED, "w8a8", (True, True), max_chain=None),
+    "w4a8": decoder(NORMED, "w4a8", (True, False), max_chain=2),
+}
+PROMPT = 4
 
 
 @pytest.fixture
 def engine(csim_tools: None, build_cores: Build, quant: str) -> Cores:
     """The engine of a decoder's design."""
-    made = DECODERS[quant].made
-    return build_cores("engine", render("fastcar_config.hpp", design=made))
+    made = DECODERS[quant]
+    config = render("fastcar_config.hpp", design=made.made)
+    control = render("fastcar_drs_config.hpp", limits=limits_of(made.table))
+    return build_cores("engine", (("fastcar_config.hpp", config), ("fastcar_drs_config.hpp", control)))
+
+
+def loaded(engine: Cores, name: str, data: bytes) -> int:
+    """What the engine answers to a program or a control table."""
+    words = np.frombuffer(data + bytes(-len(data) % 16), np.uint8)
+    return int(engine(name, words, len(data))[-1])
 
 
 @pytest.mark.parametrize("quant", DECODERS)
 def test_a_decoder_decodes_alike(engine: Cores, quant: str) -> None:
-    """Outputs, keys and values of every step, also past the end of the RoPE table and around the ring."""
+    """Outputs, caches and decisions of a prompt and 42 forwards, past the end of the RoPE table and around the ring."""
     made, rng = DECODERS[quant], np.random.default_rng(5)
     program = made.program
     simulator = StepSimulator(program, made.memory())
-    data = np.frombuffer(program.to_bytes(), np.uint8)
-    assert engine("load", data, data.size)[-1] == 0
-    keys, values = made.memory().keys, made.memory().values
+    assert loaded(engine, "load", program.to_bytes()) == Status.OK
+    assert loaded(engine, "load_table", made.table.to_bytes()) == TableStatus.OK
+    memory, decisions = made.memory(), list[bool]()
+    keys, values, replay = memory.keys, memory.values, memory.replay
     for position in range(46):
         x = (rng.normal(size=(ROWS, HIDDEN)) * 10.0 ** rng.uniform(-1, 1)).astype(np.float32)
-        want = simulator.run(x, position)
+        decode_step = position - PROMPT if position >= PROMPT else NO_STEP
+        want = simulator.run(x, position, decode_step)
         output = np.zeros((ROWS, -(-VOCAB // 4) * 4), np.float32)
-        given = (made.constants, made.stream, keys, values, x, output)
-        _, _, keys, values, _, got, done = engine("run", *given, position)
+        given = (made.constants, made.stream, keys, values, x, output, replay)
+        _, _, keys, values, _, got, replay, done = engine("run", *given, position, decode_step)
         assert done == 1
         assert_same(got[:, :VOCAB], want)
         np.testing.assert_array_equal(keys, simulator.memory.keys)
         np.testing.assert_array_equal(values, simulator.memory.values)
+        np.testing.assert_array_equal(replay, simulator.memory.replay)
+        decisions += [bool(row) for rows in simulator.decided.values() for row in rows]
+    assert 0.2 < np.mean(decisions) < 0.9
 
 
 def test_the_simulator_follows_plain_floats() -> None:
@@ -115,14 +134,13 @@ def test_what_the_engine_does_not_hold_is_refused(engine: Cores, quant: str) -> 
     program, memory = made.program, made.memory()
 
     def load(changed: StepProgram) -> int:
-        data = np.frombuffer(changed.to_bytes(), np.uint8)
-        return int(engine("load", data, data.size)[-1])
+        return loaded(engine, "load", changed.to_bytes())
 
-    for sizes in ({"ports": 1}, {"row_words": 161}):
+    for sizes in ({"ports": 3}, {"row_words": 161}):
         assert load(replace(program, sizes=replace(program.sizes, **sizes))) == Status.BAD_HEADER
     x, output = np.zeros((ROWS, HIDDEN), np.float32), np.zeros((ROWS, 20), np.float32)
-    given = (made.constants, made.stream, memory.keys, memory.values, x, output)
-    assert engine("run", *given, 0)[-1] == 0
+    given = (made.constants, made.stream, memory.keys, memory.values, x, output, memory.replay)
+    assert engine("run", *given, 0, NO_STEP)[-1] == 0
     kind: type[Instruction]
     last = program.sizes.weight_words - 1
     for kind, changes in (
@@ -132,6 +150,8 @@ def test_what_the_engine_does_not_hold_is_refused(engine: Cores, quant: str) -> 
     ):
         listed = tuple(replace(i, **changes) if isinstance(i, kind) else i for i in program.instructions)
         assert load(replace(program, instructions=listed)) == Status.OK
-        assert engine("run", *given, 0)[-1] == 0
+        assert engine("run", *given, 0, NO_STEP)[-1] == 0
     assert load(program) == Status.OK
-    assert engine("run", *given, 0)[-1] == 1
+    assert engine("run", *given, 0, NO_STEP)[-1] == 1
+    assert loaded(engine, "load_table", b"no table") == TableStatus.TOO_SHORT
+    assert engine("run", *given, 1, 0)[-1] == 0
