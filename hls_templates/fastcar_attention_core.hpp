@@ -1,14 +1,15 @@
 // Attention of one key head over an int8 cache (docs/reference/numerics.md): plain functions over words, no streams.
 //
-// The array computes both products (fastcar_mac.hpp). A query, and the weights of 32 values, are blocks of 32 mantissas of 15 bits with an
-// exponent. A mantissa is two int8 limbs, which are two rows of the array and share the word of the cache: so a product of 15 by
-// 8 bits takes one multiplier. The sums of 32 products are exact; scaled, they are added in the order of the definition.
+// The array computes both products (fastcar_mac.hpp). A query, and the weights of 32 values, are blocks of 32 mantissas of 15
+// bits with an exponent. A mantissa is two int8 limbs, which are two rows of the array and share the word of the cache: so a
+// product of 15 by 8 bits takes one multiplier. The sums of 32 products are exact; scaled, they are added in the order of the
+// definition.
 #ifndef FASTCAR_ATTENTION_CORE_HPP
 #define FASTCAR_ATTENTION_CORE_HPP
 
 #include "fastcar_cache_core.hpp"
-#include "fastcar_exp_table.hpp"
 #include "fastcar_mac.hpp"
+#include "fastcar_softmax_core.hpp"
 
 namespace fastcar {
 namespace attention {
@@ -17,8 +18,6 @@ static const int LIMB_BITS = 7;
 static const int LIMBS = 2;  // rows of the array of one query head: the upper limb, the lower limb
 static const uint32_t WIDE_CARRY = 1u << 9;
 static const int WIDE_EXCESS = 140;
-static const int NUMERATOR_BITS = 24;
-static const int MOST_SHIFT = 30;
 
 // ---- blocks of 15-bit mantissas
 
@@ -48,8 +47,8 @@ inline float limited(uint32_t bits) {
     return float_of_bits((bits & gate::SIGN) | cache::stored_magnitude(bits));
 }
 
-// Query head `head` of those that share the key head: `blocks` blocks of float32 from word `first` on -> limbs in words of 16, and
-// the exponents of its blocks.
+// Query head `head` of those that share the key head: `blocks` blocks of float32 from word `first` on -> limbs in words of 16,
+// and the exponents of its blocks.
 template <int WORDS, int HEADS, int BLOCKS>
 void split_query(const word_t row[WORDS], uint32_t first, uint32_t blocks, uint32_t head,
                  int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES], int8_t exponents[HEADS][BLOCKS]) {
@@ -107,9 +106,9 @@ void block_step(const word_t word[PORTS], const int8_t input[LIMBS * HEADS][INT8
     }
 }
 
-// The mantissas of a tile by the blocks of `input`: `count` words of every port, behind `head_words` of exponents. Every block meets
-// `turns` blocks of the tile and makes way for the next one: of keys a row's blocks follow each other (turns 1), of values a block
-// stays for all its elements on a port. One array, and one call, serves keys and values.
+// The mantissas of a tile by the blocks of `input`: `count` words of every port, behind `head_words` of exponents. Every block
+// meets `turns` blocks of the tile and makes way for the next one: of keys a row's blocks follow each other (turns 1), of
+// values a block stays for all its elements on a port. One array, and one call, serves keys and values.
 template <int HEADS, int PORTS, int WORDS, int BLOCKS, int SUMS>
 void multiply_tile(const word_t tile[PORTS][WORDS], uint32_t head_words, uint32_t count, uint32_t blocks, uint32_t turns,
                    const int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES],
@@ -154,22 +153,6 @@ inline int clamp_exponent(int exponent) {
     return low > -126 ? low : -126;
 }
 
-// A float32 to its bits as an integer that orders like the value; zeros of both signs are equal.
-inline int32_t ordered(float value) {
-    FASTCAR_INLINE
-    const uint32_t bits = bits_of_float(value);
-    const int32_t size = static_cast<int32_t>(gate::magnitude_of(bits));
-    return (bits & gate::SIGN) != 0 ? -size : size;
-}
-
-// What the logits of a head have in common: the largest as `ordered`, and whether one is a NaN.
-struct Largest {
-    int32_t value;
-    bool unknown;
-};
-
-static const int32_t LEAST_ORDERED = -0x7F800000;
-
 // The logit of one key: the blocks' sums, scaled, in ascending order. All BLOCKS adders follow each other in the pipeline, and
 // nothing is carried to the next key.
 template <int BLOCKS>
@@ -189,12 +172,12 @@ float logit_of(const int32_t sum[BLOCKS], const int8_t query[BLOCKS], const int8
     return unknown ? float_of_bits(gate::NOT_A_NUMBER) : total * factor;
 }
 
-// The logits of a tile: `rows` keys from position `first` on, PORTS of them side by side in every row of the tile. A key per clock,
-// all heads side by side.
+// The logits of a tile: `rows` keys from position `first` on, PORTS of them side by side in every row of the tile. A key per
+// clock, all heads side by side.
 template <int HEADS, int PORTS, int BLOCKS, int POSITIONS>
 void scale_logits(const word_t tile[PORTS][cache::KeyTile<BLOCKS>::WORDS],
-                  const int32_t sums[HEADS][PORTS][cache::KeyTile<BLOCKS>::SUMS], const int8_t query[HEADS][BLOCKS], uint32_t blocks,
-                  uint32_t first, uint32_t rows, float factor, float logits[HEADS][POSITIONS]) {
+                  const int32_t sums[HEADS][PORTS][cache::KeyTile<BLOCKS>::SUMS], const int8_t query[HEADS][BLOCKS],
+                  uint32_t blocks, uint32_t first, uint32_t rows, float factor, float logits[HEADS][POSITIONS]) {
     FASTCAR_NO_INLINE
     uint32_t port = 0;
     uint32_t row = 0;
@@ -229,85 +212,16 @@ scale_keys:
     }
 }
 
-// ---- softmax
-
-// Which positions a query sees: the first `sinks` rows of the cache, and those of a ring behind them from `begin` on, `count` of
-// them in ring order. A cache without a ring: no sinks, begin 0, count = positions.
-struct Window {
-    uint32_t sinks;  // visible ones
-    uint32_t begin;  // first row
-    uint32_t count;
-    uint32_t ring;  // first row of the ring
-    uint32_t rows;  // of the cache; 0 beyond the filled ones
-};
-
-inline bool is_visible(const Window& window, uint32_t row) {
-    FASTCAR_INLINE
-    const uint32_t lap = window.rows - window.ring;
-    const uint32_t from = row >= window.begin ? row - window.begin : row + lap - window.begin;
-    return row < window.ring ? row < window.sinks : from < window.count;
-}
-
-template <int POSITIONS>
-Largest largest_logit(const float logits[POSITIONS], const Window& window) {
-    FASTCAR_NO_INLINE
-    Largest found = {LEAST_ORDERED, false};
-compare_logits:
-    for (uint32_t i = 0; i < window.rows; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, POSITIONS)
-        const bool seen = is_visible(window, i);
-        const int32_t value = ordered(logits[i]);
-        const bool nan = gate::magnitude_of(bits_of_float(logits[i])) > INFINITY_BITS;
-        found.value = seen && !nan && value > found.value ? value : found.value;
-        found.unknown = found.unknown || (seen && nan);
-    }
-    return found;
-}
-
-inline float float_of_ordered(int32_t value) {
-    FASTCAR_INLINE
-    return float_of_bits(value < 0 ? static_cast<uint32_t>(-value) | gate::SIGN : static_cast<uint32_t>(value));
-}
-
-// 2^difference in units of 2^-24, for a difference of at most 0.
-inline int32_t numerator_of(float difference) {
-    FASTCAR_INLINE
-    const float floored = difference > -30.0f ? difference : -30.0f;
-    const int32_t units = round_half_even(floored * 65536.0f);
-    const int32_t shift = -(units >> 16);
-    const int32_t fraction = units & 0xFFFF;
-    const int32_t knot = fraction >> 8;
-    const int32_t low = EXP_TABLE[knot];
-    const int32_t power = low + (((EXP_TABLE[knot + 1] - low) * (fraction & 255) + 128) >> 8);
-    return (power + ((1 << shift) >> 1)) >> shift;
-}
-
-// The numerators of a head, a position per clock; of positions that are not seen they are 0. Returns their sum.
-template <int POSITIONS>
-int64_t exponentials(const float logits[POSITIONS], const Window& window, float largest, int32_t numerators[POSITIONS]) {
-    FASTCAR_NO_INLINE
-    int64_t sum = 0;
-add_numerators:
-    for (uint32_t i = 0; i < window.rows; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, POSITIONS)
-        const int32_t numerator = is_visible(window, i) ? numerator_of(logits[i] - largest) : 0;
-        numerators[i] = numerator;
-        sum += numerator;
-    }
-    return sum;
-}
-
 // ---- weighted values
 
-// The weights of one tile, `first` its first position: numerators times 2^e of the values' exponents as blocks of 15-bit mantissas, one
-// per block of elements. Four positions of every head per clock; a block's exponent is found in one loop, its mantissas in another.
-// Bit b of `unknown` is set where a position that is seen has a NaN in block b.
+// The weights of one tile, `first` its first position: numerators times 2^e of the values' exponents as blocks of 15-bit
+// mantissas, one per block of elements. Four positions of every head per clock; a block's exponent is found in one loop, its
+// mantissas in another. Bit b of `unknown` is set where a position that is seen has a NaN in block b.
 template <int HEADS, int PORTS, int BLOCKS, int POSITIONS>
 uint32_t weights_of_tile(const word_t tile[PORTS][cache::ValueTile<BLOCKS, PORTS>::WORDS],
                          const int32_t numerators[HEADS][POSITIONS], uint32_t blocks, uint32_t first, const Window& window,
-                         int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES], int8_t exponents[HEADS][BLOCKS]) {
+                         int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES],
+                         int8_t exponents[HEADS][BLOCKS]) {
     FASTCAR_NO_INLINE
     static const int GROUPS = cache::TILE / FLOAT_LANES;  // of four positions
     float scaled[HEADS][BLOCKS * GROUPS][FLOAT_LANES];
@@ -438,14 +352,6 @@ finish_words:
         }
         y[first + i] = pack_float(lanes);
     }
-}
-
-// What the values of a head are multiplied with: 1 / the sum of the numerators, or a NaN where the logits have no largest one.
-inline float inverse_of_sum(int64_t sum, const Largest& largest) {
-    FASTCAR_INLINE
-    const bool finite = largest.value < 0x7F800000 && largest.value > LEAST_ORDERED && !largest.unknown;
-    const float inverse = 1.0f / (static_cast<float>(sum) * gate::power_of_two(-NUMERATOR_BITS));
-    return finite ? inverse : float_of_bits(gate::NOT_A_NUMBER);
 }
 
 }  // namespace attention

@@ -22,8 +22,8 @@ inline uint32_t row_of(uint32_t position, uint32_t sinks, uint32_t ring) {
     return position < sinks ? position : sinks + (position - sinks) % ring;
 }
 
-// One query row of HEADS heads over the sections of a key head, tile by tile; keys and values begin at the head's first word of
-// port 0.
+// One query row of HEADS heads over the sections of a key head, tile by tile; keys and values begin at the head's first word
+// of port 0.
 template <int HEADS, int PORTS, int BLOCKS, int POSITIONS, int WORDS>
 void attend(const word_t* query, uint32_t first_word, uint32_t blocks, const word_t* keys, uint32_t key_section,
             const word_t* values, uint32_t value_section, const attention::Window& window, float factor, word_t* y) {
@@ -35,7 +35,8 @@ void attend(const word_t* query, uint32_t first_word, uint32_t blocks, const wor
     static float logits[HEADS][POSITIONS];
     static int32_t numerators[HEADS][POSITIONS];
     for (uint32_t h = 0; h < HEADS; ++h) {
-        split_query<WORDS, HEADS, BLOCKS>(query, first_word + cache::BLOCK_FLOAT_WORDS * blocks * h, blocks, h, input, exponents);
+        const uint32_t word = first_word + cache::BLOCK_FLOAT_WORDS * blocks * h;
+        split_query<WORDS, HEADS, BLOCKS>(query, word, blocks, h, input, exponents);
     }
     const uint32_t words = cache::BLOCK_WORDS * blocks, stride = cache::KEY_ROWS * PORTS;
     for (uint32_t first = 0; first < window.rows; first += stride) {

@@ -1,10 +1,10 @@
 // Keys and values as int8 blocks with one exponent each (docs/reference/numerics.md, "int8"), and where they lie in memory.
 // Plain functions over words, no streams. A weight port has a section of the cache as it has one of the weights.
 //
-// Keys: position s is row s / P of port s mod P, so that a key is a channel of the array and its words hold 16 elements. A tile is 16
-// rows of a port: a word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a block of
-// weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on port i mod P.
-// The exponents of a tile, two words per block, begin its ports' words in turn.
+// Keys: position s is row s / P of port s mod P, so that a key is a channel of the array and its words hold 16 elements. A
+// tile is 16 rows of a port: a word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a
+// block of weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on
+// port i mod P. The exponents of a tile, two words per block, begin its ports' words in turn.
 #ifndef FASTCAR_CACHE_CORE_HPP
 #define FASTCAR_CACHE_CORE_HPP
 
@@ -223,8 +223,8 @@ struct TilePlace {
     uint32_t base;     // first element of the block
 };
 
-// Port `port` gets every PORTS-th element of each block of the value at `position`, a byte of every other word of the tile, and
-// the exponents whose turn it is. The tile is read in one burst and written in another.
+// Port `port` gets every PORTS-th element of each block of the value at `position`, a byte of every other word of the tile,
+// and the exponents whose turn it is. The tile is read in one burst and written in another.
 template <int BLOCKS, int PORTS>
 void append_value(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t head_words,
                   uint32_t first, uint32_t position, uint32_t port, word_t* section) {

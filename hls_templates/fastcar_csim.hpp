@@ -16,8 +16,9 @@ const word_t& stream_word(const word_t* weights, int section, int port, int i) {
     return weights[(port / C::AXI_WORDS * section + i) * C::AXI_WORDS + port % C::AXI_WORDS];
 }
 
-// One row through one product, whose weights begin at word `first` of every section of `section` words. Activations stay
-// in `values`. Writes sums [channels][sums] to `out` and returns what follows them, and words of results to `y`; either may be null.
+// One row through one product, whose weights begin at word `first` of every section of `section` words. Activations stay in
+// `values`. Writes sums [channels][sums] to `out` and returns what follows them, and words of results to `y`; either may be
+// null.
 //
 // t: tiles; p and i: words of the tile on every port; c: channels of the tile. Internal linkage, so that the static
 // arrays belong to this library alone, whatever else a process loads.

@@ -117,7 +117,8 @@ class StepEngine {
     void rotate_row(const Fields& f, uint32_t b) {
         const uint32_t half = f.word[step::ROTATE_HALF_WORDS], first = f.word[step::ROTATE_FIRST];
         const uint32_t last = f.word[step::ROTATE_TABLE_ROWS] - 1;
-        const word_t* cosine = memory_.constants + f.word[step::ROTATE_TABLE] + 2 * half * (position_ < last ? position_ : last);
+        const uint32_t row = position_ < last ? position_ : last;
+        const word_t* cosine = memory_.constants + f.word[step::ROTATE_TABLE] + 2 * half * row;
         const row::Rotation shape = {f.word[step::ROTATE_HEADS] * f.word[step::ROTATE_HEAD_WORDS],
                                      f.word[step::ROTATE_HEAD_WORDS], half};
         row::rotate_row<D::ROW_WORDS, D::ROW_WORDS>(rows_[f.word[step::ROTATE_SOURCE]][b] + first, cosine, cosine + half, shape,
@@ -280,7 +281,8 @@ class StepEngine {
         for (uint32_t b = 0; b < rows; ++b) {
             word_t* own = rows_[f.word[step::REPLAY_SOURCE]][b];
             if (step_ != NO_STEP) {
-                word_t* kept = memory_.replay + f.word[step::REPLAY_CACHE] + (step_ % f.word[step::REPLAY_SLOTS] * rows + b) * words;
+                const uint32_t row = step_ % f.word[step::REPLAY_SLOTS] * rows + b;
+                word_t* kept = memory_.replay + f.word[step::REPLAY_CACHE] + row * words;
                 const bool computes = ((computing_ >> b) & 1u) != 0;
                 memcpy(static_cast<void*>(computes ? kept : own), computes ? own : kept, sizeof(word_t) * words);
             }

@@ -9,7 +9,8 @@ from enum import IntEnum
 from typing import Any
 
 from fastcar_compile.errors import UserError
-from fastcar_compile.step.instructions import INSTRUCTION_WORDS, End, Instruction, decode
+from fastcar_compile.step.encoding import decode
+from fastcar_compile.step.instructions import INSTRUCTION_WORDS, End, Instruction
 from fastcar_compile.step.sizes import Sizes
 
 MAGIC = 0x50545346

@@ -102,7 +102,7 @@ ENGINE_FILES = (
 
 STEP_FILES = (
     *("fastcar_row_core.hpp", "fastcar_cache_core.hpp", "fastcar_norm_core.hpp", "fastcar_attention_core.hpp"),
-    "fastcar_step_program.hpp",
+    *("fastcar_softmax_core.hpp", "fastcar_step_program.hpp"),
 )
 """Cores of a decode step outside of the array."""
 

@@ -9,6 +9,13 @@ const int WORDS = 64;
 const int BLOCKS = 4;
 const int POSITIONS = 256;
 
+template <int HEADS, int PORTS>
+void run(const word_t* query, uint32_t blocks, const word_t* keys, uint32_t key_words, const word_t* values,
+         uint32_t value_words, const fastcar::attention::Window& window, float factor, word_t* y) {
+    fastcar::csim::attend<HEADS, PORTS, BLOCKS, POSITIONS, WORDS>(query, 0, blocks, keys, key_words, values, value_words,
+                                                                  window, factor, y);
+}
+
 }  // namespace
 
 extern "C" {
@@ -27,16 +34,13 @@ int step_attend(uint32_t ports, uint32_t heads, const word_t* query, uint32_t bl
     const fastcar::attention::Window window = {sinks, begin, count, ring, rows};
     switch (100 * heads + ports) {
         case 101:
-            fastcar::csim::attend<1, 1, BLOCKS, POSITIONS, WORDS>(query, 0, blocks, keys, key_words, values, value_words, window,
-                                                                 factor, y);
+            run<1, 1>(query, blocks, keys, key_words, values, value_words, window, factor, y);
             return 1;
         case 203:
-            fastcar::csim::attend<2, 3, BLOCKS, POSITIONS, WORDS>(query, 0, blocks, keys, key_words, values, value_words, window,
-                                                                 factor, y);
+            run<2, 3>(query, blocks, keys, key_words, values, value_words, window, factor, y);
             return 1;
         case 104:
-            fastcar::csim::attend<1, 4, BLOCKS, POSITIONS, WORDS>(query, 0, blocks, keys, key_words, values, value_words, window,
-                                                                 factor, y);
+            run<1, 4>(query, blocks, keys, key_words, values, value_words, window, factor, y);
             return 1;
         default:
             return 0;

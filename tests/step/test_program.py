@@ -14,7 +14,8 @@ import pytest
 
 from fastcar_compile.errors import UserError
 from fastcar_compile.step.builder import CachePlan, ReplayPlan, build_step
-from fastcar_compile.step.instructions import KINDS, Add, Attend, End, Load, Norm, Opcode, Place, cpp_constants
+from fastcar_compile.step.encoding import cpp_constants
+from fastcar_compile.step.instructions import KINDS, Add, Attend, End, Load, Norm, Opcode, Place
 from fastcar_compile.step.program import Status, StepProgram, check, read_program
 from step.conftest import Cores
 from step.programs import HEADS, plan, repaired
