@@ -30,7 +30,7 @@ from fastcar_compile.step.simulator import Memory, Product, StepSimulator
 from fastcar_compile.targets import load_target
 from step.values import Array, assert_same
 
-FRAME, LENGTH, BATCH = 8, 33, 2
+FRAME, LENGTH, BATCH = 8, 25, 2
 
 
 @dataclass(frozen=True)
