@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from compile import Case, write_checkpoint
@@ -35,6 +35,12 @@ QUICK = Sizes(hidden=256, intermediate=512, layers=4, vocab=256, context=96, tok
 
 WRITTEN_BY = "<!-- Written by `python benchmarks/decode.py --docs`; do not edit. -->\n"
 QUICK_PRECISIONS = ("float32", "w4a8")
+
+SETTABLE = (
+    *("hidden", "intermediate", "layers", "vocab", "context"),
+    *("tokens_per_frame", "threads", "rounds", "samples"),
+)
+"""Fields of `Sizes` that are options. The checkpoint that is written is a Llama with one key/value head per head."""
 
 
 def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
@@ -76,8 +82,8 @@ def _bandwidth(results: list[Result]) -> float:
 def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Sizes):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
+    for name in SETTABLE:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None)
     parser.add_argument("--quick", action="store_true", help="a small decoder and few tokens")
     parser.add_argument("--precisions", default="", help=f"of {', '.join(PEERS)}, separated by commas")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
@@ -106,7 +112,7 @@ def working_folder(given: Path | None) -> Iterator[Path]:
 def main() -> None:
     """Measure, print, and write the requested files."""
     options = parse()
-    given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
+    given = {name: getattr(options, name) for name in SETTABLE if getattr(options, name) is not None}
     sizes = replace(QUICK if options.quick else Sizes(), **given)
     with working_folder(options.folder) as folder:
         plan = Plan(sizes, folder / "checkpoint", folder, extras=not options.quick)

@@ -98,13 +98,12 @@ def check_kind(what: str, value: Any, kinds: type | tuple[type, ...], expected: 
         raise InputError(f"{what} is {shown(value)}", hint=f"give {expected}")
 
 
-def sequence(what: str, value: Any) -> list[Any]:
+def sequence(what: str, value: Any, hint: str = "give one number, or a list with one per layer") -> list[Any]:
     """Return the items of a list, a tuple or an array of one dimension; each scalar as Python's number.
 
     Raises:
         InputError: it is none: neither a text nor a dict or set has an order that is meant.
     """
-    hint = "give one number, or a list with one per layer"
     if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
         raise InputError(f"{what} is {shown(value)}", hint=hint)
     if len(getattr(value, "shape", (0,))) != 1:
@@ -113,6 +112,22 @@ def sequence(what: str, value: Any) -> list[Any]:
         return [plain(item) for item in value]
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise InputError(f"{what} is {shown(value)}", hint=hint) from error
+
+
+def token_range(what: str, value: Any) -> tuple[int, int] | None:
+    """Return the first token id and one past the last, of a pair of whole numbers; None for None.
+
+    Raises:
+        InputError: it is no such pair, or holds no id.
+    """
+    if value is None:
+        return None
+    hint = "give the first token id and one past the last, for example (0, 1000)"
+    found = sequence(what, value, hint)
+    if len(found) != 2:
+        raise InputError(f"{what} is {shown(value)}", hint=hint)
+    first = whole(f"the first id of {what}", found[0], 0)
+    return first, whole(f"the last id of {what}, and one,", found[1], first + 1)
 
 
 def token_table(what: str, value: Any) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ def dense_nll(model: nn.Module, videos: np.ndarray) -> dict[str, float]:
     found = {}
     for dtype in ("float32", *TYPES):
         passes = [] if dtype == "float32" else [QuantizeKvCache(dtype)]
-        program = run_pipeline(program_of(model, len(videos)), passes)
+        program = run_pipeline(program_of(model, videos.shape), passes)
         layers = program.config.num_layers
         evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="never"), layers))
         found[dtype] = evaluator.measure((None,) * layers).nll

@@ -58,7 +58,7 @@ def chosen_heads(decoder: Decoder, say: Callable[[str], None]) -> fc.TrainedGate
     """Return gate `tas` with heads chosen one by one, with thresholds for 50 % replay."""
     model, videos = decoder.model(), decoder.videos(decoder.calibration_videos, CALIBRATION_SEED)
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    program = program_of(model, len(videos))
+    program = program_of(model, videos.shape)
     evaluator = Evaluator(program, videos, rules_of(fc.ReplayConfig(gate="tas"), layers))
     chosen = [dict(pairs) for pairs in choose_heads(evaluator, [heads] * layers, say)]
     weights = torch.tensor([[pairs.get(head, 0.0) for head in range(heads)] for pairs in chosen])

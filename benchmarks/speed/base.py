@@ -48,22 +48,25 @@ class Engine(ABC):
     def traffic(self) -> Traffic:
         """Return the bytes of a step."""
 
-    def select(self, variant: str, tokens: int) -> float:
-        """Set up a block of `tokens` steps and return its replay ratio."""
+    def select(self, variant: str, tokens: int) -> None:
+        """Set up a block of `tokens` steps; engines without replay have one variant."""
+        del variant, tokens
+
+    def replayed(self) -> float:
+        """Return the share of layers that replayed since the last `rewind`."""
         return 0.0
 
 
 class Weights:
-    """Tensors of the checkpoint by their Hugging Face names, bfloat16, read one at a time."""
+    """Tensors of the checkpoint by their Hugging Face names, as stored, read one at a time."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._files: dict[str, str] = json.loads((self._folder / "model.safetensors.index.json").read_text())[
-            "weight_map"
-        ]
+        index = self._folder / "model.safetensors.index.json"
+        self._files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._folder / self._files[name], framework="pt") as file:
+        with safe_open(self._folder / self._files.get(name, "model.safetensors"), framework="pt") as file:
             return file.get_tensor(name)
 
     def layer(self, index: int, name: str) -> Tensor:
@@ -84,10 +87,11 @@ def rope_tables(sizes: Sizes, length: int) -> tuple[Tensor, Tensor]:
 
 def weight_elements(sizes: Sizes) -> tuple[int, int]:
     """Return the elements of the linears outside the MLPs (with the head), and of the MLPs."""
-    other = sizes.layers * 4 * sizes.hidden**2 + sizes.vocab * sizes.hidden
+    attention = 2 * sizes.hidden**2 + 2 * sizes.hidden * sizes.kv_size
+    other = sizes.layers * attention + sizes.vocab * sizes.hidden
     return other, sizes.layers * 3 * sizes.hidden * sizes.intermediate
 
 
 def cache_elements(sizes: Sizes) -> int:
     """Return the elements of keys and values of one token."""
-    return 2 * sizes.layers * sizes.hidden
+    return 2 * sizes.layers * sizes.kv_size

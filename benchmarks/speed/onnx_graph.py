@@ -44,6 +44,11 @@ class GraphWriter:
         self.bytes[name] = value.nbytes
         return name
 
+    def numbers(self, name: str, *values: int) -> str:
+        """Add int64 numbers that shape inference reads, and return their name."""
+        value = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
+        return self.node("Constant", [], [name], value=value)
+
     def node(self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> str:
         """Add a node and return its first output."""
         self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
@@ -122,7 +127,7 @@ def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) ->
     for i in range(sizes.layers):
         x, hidden = _layer(decoder, i, (x, hidden, cos, sin), norms[i + 1])
     linear(w, x, "head", _float(weights, "lm_head.weight"))
-    cache = [1, sizes.heads, sizes.cache_length, sizes.head_dim]
+    cache = [1, sizes.groups, sizes.cache_length, sizes.head_dim]
     inputs = [helper.make_tensor_value_info("token", TensorProto.INT64, [1, 1])]
     inputs += [helper.make_tensor_value_info("last", TensorProto.INT32, [1])]
     inputs += [helper.make_tensor_value_info("total", TensorProto.INT32, [])]
@@ -160,8 +165,9 @@ def _layer(decoder: _Decoder, i: int, values: tuple[str, str, str, str], next_no
 
     qkv = linear(w, x, f"{i}.qkv", read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
     past, present = ([f"{p}.{i}.{kind}" for kind in ("key", "value")] for p in ("past", "present"))
-    heads = {"num_heads": sizes.heads, "kv_num_heads": sizes.heads, "do_rotary": 1, "rotary_interleaved": 0}
-    inputs = [qkv, "", "", *past, "last", "total", cos, sin]
+    heads = {"num_heads": sizes.heads, "kv_num_heads": sizes.groups, "do_rotary": 1, "rotary_interleaved": 0}
+    parts = _normed_heads(decoder, i, qkv) if sizes.qk_norm else [qkv, "", ""]
+    inputs = [*parts, *past, "last", "total", cos, sin]
     y = w.node("GroupQueryAttention", inputs, [f"{i}.attention", *present], MICROSOFT, **heads)
     y = linear(w, y, f"{i}.out", read("self_attn.o_proj"))
     x, residual = _add_norm(w, y, residual, f"{i}.mlp_norm", read("post_attention_layernorm"))
@@ -172,6 +178,21 @@ def _layer(decoder: _Decoder, i: int, values: tuple[str, str, str, str], next_no
     silu = w.node("Mul", [gate, sigmoid], [f"{i}.silu"])
     y = linear(w, w.node("Mul", [silu, up], [f"{i}.product"]), f"{i}.down", read("mlp.down_proj"))
     return _add_norm(w, y, residual, f"{i}.next_norm", next_norm)
+
+
+def _normed_heads(decoder: _Decoder, i: int, qkv: str) -> list[str]:
+    """Split queries, keys and values, and normalise the heads of the first two, as the model builder does."""
+    w, sizes = decoder.writer, decoder.sizes
+    parts = [f"{i}.{name}" for name in ("q", "k", "v")]
+    widths = w.numbers(f"{i}.widths", sizes.hidden, sizes.kv_size, sizes.kv_size)
+    w.node("Split", [qkv, widths], parts, axis=-1)
+    normed = []
+    for part, name in zip(parts, ("q_norm", "k_norm"), strict=False):
+        heads = w.node("Reshape", [part, w.numbers(f"{part}.heads", 0, -1, sizes.head_dim)], [f"{part}.h"])
+        weight = w.constant(f"{part}.norm", _float(decoder.weights, f"model.layers.{i}.self_attn.{name}.weight"))
+        y = w.node("SimplifiedLayerNormalization", [heads, weight], [f"{part}.n"], epsilon=NORM_EPSILON)
+        normed.append(w.node("Reshape", [y, w.numbers(f"{part}.row", 0, 1, -1)], [f"{part}.y"]))
+    return [*normed, parts[2]]
 
 
 def _add_norm(w: GraphWriter, y: str, residual: str, name: str, norm: np.ndarray) -> tuple[str, str]:

@@ -36,7 +36,7 @@ class OnnxRuntime(Engine):
         self._last = ort.OrtValue.ortvalue_from_numpy(np.zeros(1, np.int32))
         self._total = ort.OrtValue.ortvalue_from_numpy(np.zeros((), np.int32))
         self._logits = ort.OrtValue.ortvalue_from_numpy(np.zeros((1, 1, sizes.vocab), np.float32))
-        shape = (1, sizes.heads, sizes.cache_length, sizes.head_dim)
+        shape = (1, sizes.groups, sizes.cache_length, sizes.head_dim)
         names = zip(cache_names("past", sizes), cache_names("present", sizes), strict=True)
         self._binding = self._session.io_binding()
         for name, value in (("token", self._token), ("last", self._last), ("total", self._total)):

@@ -57,13 +57,25 @@ class _Step:
 
         def heads(name: str) -> Any:
             y = self._linear(h, f"{at}.self_attn.{name}_proj.weight")
-            split = op.reshape(y, op.constant([0, 0, sizes.heads, sizes.head_dim]), True)
-            return op.transpose(split, op.constant([0, 2, 1, 3]))
+            y = op.reshape(y, op.constant([0, 0, -1, sizes.head_dim]), True)
+            if sizes.qk_norm and name != "v":
+                y = self._norm(y, f"{at}.self_attn.{name}_norm.weight")
+            return op.transpose(y, op.constant([0, 2, 1, 3]))
 
         q, k = self._rotate(heads("q"), rope), self._rotate(heads("k"), rope)
-        keys, values = self._cached(f"{i}.key", k), self._cached(f"{i}.value", heads("v"))
+        keys, values = (self._repeated(self._cached(f"{i}.{n}", x)) for n, x in (("key", k), ("value", heads("v"))))
         y = op.transpose(op.scaled_dot_product_attention(q, keys, values), op.constant([0, 2, 1, 3]))
         return self._linear(op.reshape(y, op.constant([0, 0, sizes.hidden]), True), f"{at}.self_attn.o_proj.weight")
+
+    def _repeated(self, x: Any) -> Any:
+        """Return keys or values once for each query head, in the pattern that the plugin leaves out again."""
+        sizes = self._sizes
+        if sizes.groups == sizes.heads:
+            return x
+        each = sizes.heads // sizes.groups
+        ones = op.constant(np.ones((1, 1, each, 1, 1), np.float32))
+        spread = op.multiply(op.unsqueeze(x, op.constant(2)), ones)
+        return op.reshape(spread, op.constant([0, sizes.heads, -1, sizes.head_dim]), True)
 
     def _rotate(self, x: Any, rope: list[Any]) -> Any:
         half = self._sizes.head_dim // 2
@@ -73,10 +85,10 @@ class _Step:
 
     def _cached(self, name: str, new: Any) -> Any:
         info = VariableInfo()
-        info.data_shape = ov.PartialShape([1, self._sizes.heads, -1, self._sizes.head_dim])
+        info.data_shape = ov.PartialShape([1, self._sizes.groups, -1, self._sizes.head_dim])
         info.data_type, info.variable_id = ov.Type.f32, name
         variable = Variable(info)
-        empty = op.constant(np.zeros((1, self._sizes.heads, 0, self._sizes.head_dim), np.float32))
+        empty = op.constant(np.zeros((1, self._sizes.groups, 0, self._sizes.head_dim), np.float32))
         past = op.gather(op.read_value(empty, variable), self._beam, op.constant(0))
         joined = op.concat([past, new], 2)
         self._assigns.append(op.assign(joined, variable))
@@ -93,7 +105,7 @@ class OpenVino(Engine):
     """CPU plugin, latency hint; keys and values in the plugin's own precision."""
 
     package = "openvino"
-    notes = "stateful SDPA, nncf.compress_weights; the plugin keeps keys and values as u8"
+    notes = "stateful SDPA, nncf.compress_weights for int8 and int4; the plugin keeps keys and values as u8"
 
     @staticmethod
     def prepare(job: Job) -> None:
@@ -101,15 +113,19 @@ class OpenVino(Engine):
         import nncf
 
         modes = {"int8": nncf.CompressWeightsMode.INT8_SYM, "int4": nncf.CompressWeightsMode.INT4_SYM}
-        options: dict[str, Any] = {"mode": modes[job.precision]}
-        if job.precision == "int4":
-            options |= {"group_size": 128, "ratio": 1.0}
-        model = nncf.compress_weights(_Step(Weights(job.checkpoint), job.sizes).model(), **options)
-        ov.save_model(model, str(Path(job.folder) / "step.xml"))
+        model = _Step(Weights(job.checkpoint), job.sizes).model()
+        if job.precision in modes:
+            options: dict[str, Any] = {"mode": modes[job.precision]}
+            if job.precision == "int4":
+                options |= {"group_size": 128, "ratio": 1.0}
+            model = nncf.compress_weights(model, **options)
+        ov.save_model(model, str(Path(job.folder) / "step.xml"), compress_to_fp16=job.precision in modes)
 
     def __init__(self, job: Job) -> None:
         self._job = job
         options = {"INFERENCE_NUM_THREADS": job.sizes.threads, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
+        if job.precision == "float32":
+            options["INFERENCE_PRECISION_HINT"] = "f32"
         model = ov.Core().read_model(str(Path(job.folder) / "step.xml"))
         self._traffic = _count(model, job.sizes)
         self._request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
@@ -123,7 +139,7 @@ class OpenVino(Engine):
         for state in self._request.query_state():
             state.reset()
             if position:
-                state.state = ov.Tensor(np.zeros((1, sizes.heads, position, sizes.head_dim), np.float32))
+                state.state = ov.Tensor(np.zeros((1, sizes.groups, position, sizes.head_dim), np.float32))
 
     def step(self, token: int, position: int) -> np.ndarray:
         """Decode one token and return its logits."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from torch import fx
 
 import fastcar_compile as fc
 from fastcar_compile.ir.program import DecoderProgram, StateRole
 from fastcar_compile.runtime.backends import BACKENDS, BackendOptions, OpenStepper, Stepper
 from speed.base import Engine
-from speed.sizes import DENSE, GROUP, Job, Traffic
+from speed.sizes import DENSE, GROUP, PLAY, Job, Traffic
 
 QUANT = {"float32": "none", "bfloat16": "bf16", "w8a8": "w8a8", "w4a8": "w4a8"}
 SEED = 20250514
@@ -23,14 +26,14 @@ SINKS = 16
 """Sink tokens of a window, as in FastCar."""
 
 
-def schedule(ratio: float, tokens: int, layers: int) -> np.ndarray:
-    """Return which layers replay, bool [tokens, layers]. Every GROUP of tokens has the same number, spread evenly."""
+def schedule(ratio: float, tokens: int, layers: int, group: int = GROUP) -> np.ndarray:
+    """Return which layers replay, bool [tokens, layers]. Every `group` of tokens has the same number, spread evenly."""
     generator = np.random.default_rng(SEED)
     chosen = np.zeros((tokens, layers), bool)
-    wanted = round(ratio * GROUP * layers)
+    wanted = round(ratio * group * layers)
     for token in range(tokens):
-        at = token % GROUP
-        count = (at + 1) * wanted // GROUP - at * wanted // GROUP
+        at = token % group
+        count = (at + 1) * wanted // group - at * wanted // group
         chosen[token, generator.permutation(layers)[:count]] = True
     return chosen
 
@@ -67,6 +70,21 @@ def _kind(node: fx.Node) -> str:
     return "embedding" if node.target is torch.ops.aten.embedding.default else "other"
 
 
+@dataclass(frozen=True)
+class Step:
+    """One decode forward: position and number, thresholds, and which layers replay, where that is given.
+
+    Attributes:
+        token: the token to decode; None: the caller's.
+    """
+
+    position: int
+    number: int
+    thresholds: np.ndarray
+    wanted: np.ndarray | None
+    token: int | None = None
+
+
 class Ours(Engine):
     """`fc.compile` of the checkpoint. Thresholds of plus and minus infinity follow the schedule."""
 
@@ -75,7 +93,7 @@ class Ours(Engine):
     @staticmethod
     def prepare(job: Job) -> None:
         """Compile, and count the bytes of a step."""
-        replay = fc.ReplayConfig(gate="tas", threshold=0.0, couple_cfg=job.batch == 2)
+        replay = fc.ReplayConfig(gate=job.gate, threshold=0.0, couple_cfg=job.batch == 2)
         artifact = fc.compile(
             job.checkpoint,
             target="cpu",
@@ -97,28 +115,58 @@ class Ours(Engine):
         open_stepper: OpenStepper = BACKENDS.load("cpu")
         self._stepper: Stepper = open_stepper(artifact, BackendOptions(job.sizes.threads))
         self._layers = job.sizes.layers
-        self._replays = np.zeros((1, self._layers), bool)
-        self._at = 0
+        self._steps: Iterator[Step] = iter(())
+        self._variant, self._tokens, self._plays = DENSE, 0, 0
+        self._decisions: list[np.ndarray] = []
 
-    def select(self, variant: str, tokens: int) -> float:
-        """Set the schedule of a block and return its replay ratio."""
-        ratio = 0.0 if variant == DENSE else float(variant)
-        self._replays, self._at = schedule(ratio, tokens, self._layers), 0
-        return float(self._replays.mean())
+    def select(self, variant: str, tokens: int) -> None:
+        """Set the variant of a block."""
+        self._variant, self._tokens = variant, tokens
+        self._plays += variant == PLAY
 
     def rewind(self, position: int) -> None:
-        """Do nothing: position and forward number are arguments of a step."""
+        """Make the steps of a block; those of "play" follow the tokens of a real context up to here."""
+        self._decisions = []
+        self._steps = self._scheduled(position) if self._variant != PLAY else self._real(position)
+
+    def _scheduled(self, position: int) -> Iterator[Step]:
+        """Return steps whose layers replay by the schedule, again and again. The gate's score decides nothing."""
+        ratio = 0.0 if self._variant == DENSE else float(self._variant)
+        replays = schedule(ratio, self._tokens, self._layers, self._job.sizes.group)
+        for at in itertools.count():
+            wanted = replays[at % len(replays)]
+            thresholds = np.where(wanted, np.float32(-math.inf), np.float32(math.inf)).astype(np.float32)
+            yield Step(position + at, position + at, thresholds, wanted)
+
+    def _real(self, position: int) -> Iterator[Step]:
+        """Read a context up to one frame before `position`, decode that frame, and return the steps after it.
+
+        Each block has the next context. The decoded frame replays nothing, because no frame was decoded before it.
+        """
+        contexts = load_file(self._job.contexts)["tokens"]
+        tokens = contexts[self._plays % len(contexts)].reshape(-1)
+        thresholds = np.array(self._job.thresholds, np.float32)
+        first = position - self._job.sizes.tokens_per_frame
+        self._stepper.reset()
+        for at in range(first):
+            self._stepper.prefill(tokens[at].reshape(1, 1), at)
+        for at in range(first, position):
+            self._stepper.decode(tokens[at].reshape(1, 1), at, at - first, thresholds)
+        return (Step(at, at - first, thresholds, None, int(tokens[at])) for at in range(position, len(tokens)))
 
     def step(self, token: int, position: int) -> np.ndarray:
         """Decode one token and return its logits. Raise RuntimeError if other layers replay than scheduled."""
-        wanted = self._replays[self._at % len(self._replays)]
-        self._at += 1
-        thresholds = np.where(wanted, np.float32(-math.inf), np.float32(math.inf)).astype(np.float32)
-        tokens = np.full((self._job.batch, 1), token, np.int64)
-        result = self._stepper.decode(tokens, position, position, thresholds)
-        if not (result.decisions == wanted[:, None]).all():
+        step = next(self._steps)
+        tokens = np.full((self._job.batch, 1), token if step.token is None else step.token, np.int64)
+        result = self._stepper.decode(tokens, step.position, step.number, step.thresholds)
+        if step.wanted is not None and not (result.decisions == step.wanted[:, None]).all():
             raise RuntimeError(f"at position {position} other layers replayed than the schedule says")
+        self._decisions.append(result.decisions)
         return result.logits[0, 0]
+
+    def replayed(self) -> float:
+        """Return the share of layers that replayed since the last `rewind`."""
+        return float(np.mean(self._decisions))
 
     def traffic(self) -> Traffic:
         """Return the bytes counted from the program."""

@@ -12,7 +12,7 @@ import numpy as np
 from speed.engines import OURS
 from speed.plan import KV, PEERS
 from speed.runner import Result
-from speed.sizes import DENSE, GROUP, Sizes
+from speed.sizes import DENSE, PLAY, Sizes
 
 Row = dict[str, Any]
 _PRODUCT = {"pytorch eager": "PyTorch", "torch.compile": "PyTorch", "llama.cpp": "llama-cpp-python"}
@@ -32,7 +32,8 @@ def _common(result: Result) -> Row:
     return {
         "engine": job.engine,
         "precision": job.precision,
-        "replay": 0.0 if result.variant == DENSE else float(result.variant),
+        "replay": 0.0 if result.variant in (DENSE, PLAY) else float(result.variant),
+        "variant": result.variant,
         "batch": job.batch,
         "context": job.sizes.context,
         "max_seq_len": job.max_seq_len or job.sizes.cache_length,
@@ -104,12 +105,12 @@ def conditions(sizes: Sizes, rows: list[Row]) -> str:
     versions = sorted(
         {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
     )
-    bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured})
+    bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured} - {0.0})
+    read = f"Read bandwidth by group: {', '.join(map(str, bandwidth))} GB/s. " if bandwidth else ""
     shape = f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads"
     return (
         f"{shape}, vocabulary {sizes.vocab}, context {sizes.context}, {sizes.threads} threads, {_processor()}. "
-        f"Read bandwidth by group: {', '.join(map(str, bandwidth))} GB/s. "
-        f"Medians of {sizes.rounds * sizes.samples} samples of {GROUP} tokens. "
+        f"{read}Medians of {sizes.rounds * sizes.samples} samples of {sizes.group} tokens. "
         f"{', '.join(versions)}.\n"
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from speed.engines import OURS
-from speed.sizes import GROUP, Job, Traffic
+from speed.sizes import Job, Traffic
 
 SECONDS = 600
 """Longest wait for a worker's answer, in seconds."""
@@ -36,7 +36,7 @@ class Result:
     """Measurements of one engine and variant; `reason` says why there are none.
 
     Attributes:
-        samples: seconds per token, each the mean of GROUP tokens. replay: achieved ratio.
+        samples: seconds per token, each the mean of `sizes.group` tokens. replay: achieved ratio.
         gigabytes: read bandwidth of our engine's process in GB/s. logits: after a few tokens from an empty cache.
     """
 
@@ -66,7 +66,7 @@ class Worker:
                 text=True,
                 bufsize=1,
                 cwd=Path(__file__).parent.parent,
-                env=_environment(job),
+                env=environment(job),
             )
         try:
             self.ready: dict[str, Any] = self._answer()["ready"]
@@ -110,8 +110,8 @@ def _command(mode: str, job: Job) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", "speed.worker", mode, json.dumps(job.to_json())]
 
 
-def _environment(job: Job) -> dict[str, str]:
-    """Return the environment of a worker: libraries read their number of threads when they are imported."""
+def environment(job: Job) -> dict[str, str]:
+    """Return the environment of a job's process: libraries read their number of threads when they are imported."""
     threads = {"OMP_NUM_THREADS": str(job.sizes.threads), "MKL_NUM_THREADS": str(job.sizes.threads)}
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -129,19 +129,20 @@ def prepare(job: Job) -> None:
     folder = Path(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
     done, log = folder / "prepared.json", folder / "prepare.log"
-    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(job.to_json())):
+    built = json.dumps(job.built_from(), sort_keys=True)
+    if done.exists() and done.read_text() == built:
         return
     with log.open("w") as errors:
-        place, environment = Path(__file__).parent.parent, _environment(job)
+        place = Path(__file__).parent.parent
         try:
             code = subprocess.run(
-                _command("prepare", job), stdout=errors, stderr=errors, cwd=place, env=environment, timeout=SECONDS
+                _command("prepare", job), stdout=errors, stderr=errors, cwd=place, env=environment(job), timeout=SECONDS
             ).returncode
         except subprocess.TimeoutExpired as error:
             raise WorkerError(f"not prepared within {SECONDS} s") from error
     if code:
         raise WorkerError(_reason(log))
-    done.write_text(json.dumps(job.to_json()))
+    done.write_text(built)
 
 
 @contextmanager
@@ -166,8 +167,12 @@ def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[in
         yield workers
 
 
-def run_group(jobs: list[Job], say: Say) -> list[Result]:
-    """Return the results of all jobs. Each round has one block of every engine and variant, and bandwidth readings."""
+def run_group(jobs: list[Job], say: Say, reads: int = READS) -> list[Result]:
+    """Return the results of all jobs. Each round has one block of every engine and variant.
+
+    Args:
+        reads: bandwidth readings per round and job of our engine.
+    """
     results: list[Result] = []
     with opened(jobs, results, say) as workers:
         tasks = []
@@ -182,21 +187,22 @@ def run_group(jobs: list[Job], say: Say) -> list[Result]:
         for i in range(rounds):
             say(f"round {i + 1} of {rounds}")
             for worker, result in tasks:
-                _measure(worker, result)
+                _measure(worker, result, reads)
         results += [result for _, result in tasks]
     return results
 
 
-def _measure(worker: Worker, result: Result) -> None:
+def _measure(worker: Worker, result: Result, reads: int) -> None:
     if result.reason:
         return
     try:
         answer = worker.ask({"variant": result.variant})
-        if result.job.engine == OURS and result.variant == result.job.variants[0]:
-            result.gigabytes += worker.ask({"read": READS})["gigabytes"]
+        if reads and result.job.engine == OURS and result.variant == result.job.variants[0]:
+            result.gigabytes += worker.ask({"read": reads})["gigabytes"]
     except WorkerError as error:
         result.reason = str(error)
         return
     seconds = answer["seconds"]
-    result.samples += [sum(seconds[i : i + GROUP]) / GROUP for i in range(0, len(seconds), GROUP)]
+    group = result.job.sizes.group
+    result.samples += [sum(seconds[i : i + group]) / group for i in range(0, len(seconds), group)]
     result.replay = answer["replay"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 HEAD_DIM = 128
@@ -12,12 +12,20 @@ GROUP = 5
 WARM_UP = 5
 """Untimed tokens at the start of every block: a stopped process finds its caches cold."""
 
-DENSE = "dense"
+DENSE, PLAY = "dense", "play"
+"""Variants besides replay ratios: no replay; real tokens and calibrated thresholds."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A Llama, and a measurement: `samples` of GROUP tokens in each of `rounds` blocks. Lengths are in tokens."""
+    """A Llama or Qwen3, and a measurement: `samples` of `group` tokens in each of `rounds` blocks.
+
+    Lengths are in tokens.
+
+    Attributes:
+        head_dim: width of a head. kv_heads: key and value heads; 0: as many as query heads.
+        qk_norm: whether queries and keys are normalised, as in Qwen3.
+    """
 
     hidden: int = 2048
     intermediate: int = 5504
@@ -28,21 +36,30 @@ class Sizes:
     threads: int = 2
     rounds: int = 6
     samples: int = 2
+    group: int = GROUP
+    head_dim: int = HEAD_DIM
+    kv_heads: int = 0
+    qk_norm: bool = False
 
     @property
     def heads(self) -> int:
-        """Number of attention heads, and of key and value heads."""
-        return max(1, self.hidden // HEAD_DIM)
+        """Number of query heads."""
+        return self.hidden // self.head_dim
 
     @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hidden // self.heads
+    def groups(self) -> int:
+        """Number of key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.groups * self.head_dim
 
     @property
     def block(self) -> int:
         """Timed tokens of a block."""
-        return self.samples * GROUP
+        return self.samples * self.group
 
     @property
     def cache_length(self) -> int:
@@ -57,11 +74,13 @@ class Job:
     Args:
         engine: name in `engines.ENGINES`. precision: as the engine calls it.
         sizes: of the decoder. checkpoint: folder of its weights. folder: this job's own files.
-        variants: replay ratios as text, or "dense".
+        variants: replay ratios as text, "dense" or "play".
         batch: rows decoded together; 2 is a coupled pair of classifier-free guidance.
         max_seq_len: positions of our cache; peers have `sizes.cache_length`.
         window: positions of our sparse attention besides the sinks; 0: all.
         kv: KV type; a peer's is its default, and only reported.
+        contexts: file of real tokens, int64 [N, frames, tokens per frame], that "play" decodes.
+        gate: of our replay. thresholds: of each layer, for "play".
     """
 
     engine: str
@@ -74,15 +93,30 @@ class Job:
     max_seq_len: int = 0
     window: int = 0
     kv: str = ""
+    contexts: str = ""
+    gate: str = "tas"
+    thresholds: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-safe values."""
         return asdict(self)
 
+    def built_from(self) -> dict[str, Any]:
+        """Return what the engine's files depend on: not how much is measured with them, nor on what."""
+        sizes = replace(self.sizes, rounds=0, samples=0)
+        return replace(self, sizes=sizes, variants=(), contexts="", thresholds=()).to_json()
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job of `to_json`."""
-        return cls(**{**data, "sizes": Sizes(**data["sizes"]), "variants": tuple(data["variants"])})
+        return cls(
+            **{
+                **data,
+                "sizes": Sizes(**data["sizes"]),
+                "variants": tuple(data["variants"]),
+                "thresholds": tuple(data["thresholds"]),
+            }
+        )
 
 
 @dataclass(frozen=True)

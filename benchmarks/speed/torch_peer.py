@@ -25,22 +25,29 @@ class Layer(nn.Module):
         def read(*names: str) -> nn.Parameter:
             return nn.Parameter(torch.cat([weights.layer(index, n).to(dtype) for n in names]), requires_grad=False)
 
-        self.heads, self.head_dim = sizes.heads, sizes.head_dim
+        self.sizes = sizes
+        self.head_norms = [read("self_attn.q_norm"), read("self_attn.k_norm")] if sizes.qk_norm else []
         self.norm, self.mlp_norm = read("input_layernorm"), read("post_attention_layernorm")
         self.qkv = read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.out, self.down = read("self_attn.o_proj"), read("mlp.down_proj")
         self.gate_up = read("mlp.gate_proj", "mlp.up_proj")
-        shape = (1, sizes.heads, sizes.cache_length, sizes.head_dim)
+        shape = (1, sizes.groups, sizes.cache_length, sizes.head_dim)
         self.keys, self.values = (nn.Buffer(torch.zeros(shape, dtype=dtype)) for _ in range(2))
 
     def forward(self, x: Tensor, position: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
         """Return x [1, 1, H] after the layer; position int64 [1], rope [2, head_dim], mask bool [1, 1, 1, S]."""
         h = functional.rms_norm(x, x.shape[-1:], self.norm, NORM_EPSILON)
-        heads = functional.linear(h, self.qkv).view(3, 1, self.heads, 1, self.head_dim)
-        q, k = _rotate(heads[0], rope), _rotate(heads[1], rope)
+        sizes = self.sizes
+        qkv = functional.linear(h, self.qkv).view(1, -1, 1, sizes.head_dim)
+        q, k, v = qkv.split([sizes.heads, sizes.groups, sizes.groups], 1)
+        if self.head_norms:
+            q = functional.rms_norm(q, q.shape[-1:], self.head_norms[0], NORM_EPSILON)
+            k = functional.rms_norm(k, k.shape[-1:], self.head_norms[1], NORM_EPSILON)
+        q, k = _rotate(q, rope), _rotate(k, rope)
         self.keys.index_copy_(2, position, k)
-        self.values.index_copy_(2, position, heads[2])
-        y = functional.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
+        self.values.index_copy_(2, position, v)
+        grouped = sizes.groups != sizes.heads
+        y = functional.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=grouped)
         x = x + functional.linear(y.reshape(1, 1, -1), self.out)
         h = functional.rms_norm(x, x.shape[-1:], self.mlp_norm, NORM_EPSILON)
         gate, up = functional.linear(h, self.gate_up).chunk(2, -1)

@@ -42,7 +42,7 @@ def first_logits(engine: Engine) -> list[float]:
 def block(engine: Engine, job: Job, variant: str) -> dict[str, Any]:
     """Time the last tokens before `sizes.context`, after WARM_UP tokens at the same positions."""
     tokens = job.sizes.block
-    replay = engine.select(variant, tokens)
+    engine.select(variant, tokens)
     start, seconds = job.sizes.context - tokens, []
     for count in (WARM_UP, tokens):
         engine.rewind(start)
@@ -51,7 +51,7 @@ def block(engine: Engine, job: Job, variant: str) -> dict[str, Any]:
             before = time.perf_counter()
             engine.step(i % job.sizes.vocab, start + i)
             seconds.append(time.perf_counter() - before)
-    return {"seconds": seconds, "replay": replay}
+    return {"seconds": seconds, "replay": engine.replayed()}
 
 
 def serve(job: Job, replies: TextIO) -> None:

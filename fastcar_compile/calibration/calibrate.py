@@ -26,9 +26,11 @@ from fastcar_compile.gates import GATES, Gate, gate_named
 from fastcar_compile.gates.weights import weights_in
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW8A8
-from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_table, whole
+from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
+from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_range, token_table, whole
+
+PRECISIONS = ("none", "w8a8", "w4a8")
+"""What a model can be measured in. An artifact has its own precision."""
 
 MODEL_ROWS = 8
 """Videos per batch when a model is calibrated. An artifact uses its own batch size."""
@@ -52,6 +54,7 @@ def calibrate(
     target_replay: float | None = None,
     max_nll_increase: float | None = None,
     prompt: int = 1,
+    counted: tuple[int, int] | None = None,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Thresholds:
@@ -61,13 +64,15 @@ def calibrate(
 
     Args:
         source: an artifact, with the gate that it was compiled with. Or a decoder as `compile` takes it, with `replay`,
-            `tokens_per_frame` (default: its config's) and `quant` ("none" or "w8a8"); then nothing is compiled. A layer
-            with threshold None never replays.
+            `tokens_per_frame` (default: its config's) and `quant` (one of PRECISIONS); then nothing is compiled. A
+            layer with threshold None never replays.
         videos: int64 [N, T], prompt included, not the videos that judge the result. With couple_cfg: the conditional
             videos, then their unconditional partners in the same order.
         target_replay: least share of the forwards t >= F that replay, 0 to 1.
         max_nll_increase: greatest relative increase of the NLL; 0.1 is ten per cent.
         prompt: tokens before decoding starts.
+        counted: the ids first .. end - 1 count in the NLL. Others are given to the decoder, such as a world model's
+            actions; their forwards replay like any. None: all count.
         journal: file that keeps every measurement. An interrupted calibration continues from it.
         progress: called with one line after every measurement.
 
@@ -79,24 +84,29 @@ def calibrate(
     _check_goal(target_replay, max_nll_increase)
     check_kind("source", source, (Artifact, nn.Module), "an artifact, or a decoder as `compile` takes it")
     check_kind("replay", replay, (ReplayConfig, type(None)), "a ReplayConfig")
-    if not isinstance(quant, str) or quant not in ("none", "w8a8"):
-        raise InputError(f"quant is {shown(quant)}", hint='give "none" or "w8a8"')
+    check_precision(quant)
     check_function("progress", progress)
     journal = None if journal is None else path_of("journal", journal)
-    prompt = whole("prompt", prompt, 1)
+    setting = Setting(whole("prompt", prompt, 1), token_range("counted", counted))
     tokens_per_frame = None if tokens_per_frame is None else whole("tokens_per_frame", tokens_per_frame, 1)
     tokens = token_table("the videos", videos)
     if isinstance(source, Artifact):
         given = _of_artifact(source)
     else:
-        given = _Source(program_of(source, len(tokens), tokens_per_frame, quant), replay or ReplayConfig())
-    search, key = search_of(given.program, given.replay, tokens, prompt, journal, progress)
+        given = _Source(program_of(source, tokens.shape, tokens_per_frame, quant), replay or ReplayConfig())
+    search, key = search_of(given.program, given.replay, tokens, setting, journal, progress)
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
         assert max_nll_increase is not None
         values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
     return _thresholds(search, values, given.replay.gate, goal, key)
+
+
+def check_precision(quant: str) -> None:
+    """Raise InputError for what is none of PRECISIONS."""
+    if not isinstance(quant, str) or quant not in PRECISIONS:
+        raise InputError(f"quant is {shown(quant)}", hint=f"choose from {', '.join(PRECISIONS)}")
 
 
 def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:
@@ -109,26 +119,40 @@ def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> 
         raise InputError(f"max_nll_increase is {max_nll_increase}", hint="give 0.1 for ten per cent")
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How videos are read: tokens before decoding starts, and `counted` as `calibrate` takes it."""
+
+    prompt: int = 1
+    counted: tuple[int, int] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return JSON-safe values for a key."""
+        return {"prompt": self.prompt} | ({} if self.counted is None else {"counted": self.counted})
+
+
 def search_of(
     program: DecoderProgram,
     replay: ReplayConfig,
     videos: np.ndarray,
-    prompt: int = 1,
+    setting: Setting | None = None,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Search, str]:
     """Return a threshold search for this gate, and the SHA-256 of everything that its measurements depend on.
 
     Args:
-        program: dense, with a prefill graph. videos: int64 [N, T]. prompt, journal, progress: as for `calibrate`.
+        program: dense, with a prefill graph. videos: int64 [N, T]. setting: None: a prompt of one token.
+        journal, progress: as for `calibrate`.
 
     Raises:
         InputError: the videos do not fit the program.
     """
     layers = program.config.num_layers
     able = tuple(t is not None for t in replay.thresholds(layers))
-    evaluator = Evaluator(program, videos, rules_of(replay, layers), prompt)
-    key = _key(program, replay, videos, prompt)
+    setting = setting or Setting()
+    evaluator = Evaluator(program, videos, rules_of(replay, layers), setting.prompt, counted=setting.counted)
+    key = program_key(program, replay.to_json() | {"threshold": None} | setting.facts(), videos)
     book = Journal(None if journal is None else Path(journal), key)
     return Search(evaluator, GATES[replay.gate], able, book, progress or (lambda _line: None)), key
 
@@ -146,20 +170,28 @@ def _of_artifact(artifact: Artifact) -> _Source:
 
 
 def program_of(
-    model: nn.Module, videos: int, tokens_per_frame: int | None = None, quant: str = "none"
+    model: nn.Module, videos: tuple[int, ...], tokens_per_frame: int | None = None, quant: str = "none"
 ) -> DecoderProgram:
-    """Return the dense program of a decoder: one row per video (at most MODEL_ROWS), prefill chunks of one frame.
+    """Return the dense program of a decoder: at most MODEL_ROWS rows, prefill chunks of one frame.
+
+    Its caches hold no more positions than the videos need.
+
+    Args:
+        videos: their shape (N, T). quant: one of PRECISIONS.
 
     Raises:
-        InputError: the model does not give its tokens_per_frame or max_seq_len.
+        InputError: the model does not give its tokens_per_frame or max_seq_len, or quant is unknown.
     """
+    check_precision(quant)
     facts = ModelFacts.of(model)
     frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
     if frame is None or length is None:
         raise InputError("the model does not say its tokens_per_frame and max_seq_len", hint="give tokens_per_frame")
-    rows, chunk = min(videos, MODEL_ROWS), min(frame, length)
+    batches = -(-videos[0] // MODEL_ROWS)
+    rows, length = -(-videos[0] // batches), min(length, max(videos[1] - 1, frame))
+    chunk = min(frame, length)
     program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
-    return run_pipeline(program, [*analysis_pipeline(), *([QuantizeW8A8()] if quant == "w8a8" else [])])
+    return run_pipeline(program, [*analysis_pipeline(), *([] if quant == "none" else [QUANTIZE[quant]])])
 
 
 def rules_of(replay: ReplayConfig, layers: int) -> Rules:
@@ -191,10 +223,6 @@ def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) 
         goal=goal,
         inputs=key,
     )
-
-
-def _key(program: DecoderProgram, replay: ReplayConfig, videos: np.ndarray, prompt: int) -> str:
-    return program_key(program, replay.to_json() | {"threshold": None, "prompt": prompt}, videos)
 
 
 def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.ndarray) -> str:

@@ -44,7 +44,7 @@ class Measurement:
     """A teacher-forced result.
 
     Attributes:
-        nll: nats per token, from the second frame on.
+        nll: nats per token that counts, from the second frame on.
         ratios: for each layer, the share of the forwards t >= F that replayed.
         scores: for each layer, the scores of those forwards, float32 [n].
     """
@@ -65,13 +65,19 @@ class Details:
 
     Attributes:
         losses: float32 [N, n], nats. The first tokens_per_frame are the first frame.
-        predicted: int64 [N, n], the most likely symbol given the true past.
+        predicted: int64 [N, n], the most likely symbol given the true past, of those that count.
+        counted: bool [N, n], whether the token counts in a mean.
         replayed: bool [L, N, t], whether each forward replayed.
     """
 
     losses: Tensor
     predicted: Tensor
+    counted: Tensor
     replayed: Tensor
+
+
+Chunks = list[dict[fx.Node, Tensor]]
+"""The values of one group that later stages read, by chunk."""
 
 
 @dataclass
@@ -79,20 +85,30 @@ class _Stage:
     """A computed stage: by group and chunk the values that later stages read; replayed: bool [N, t]."""
 
     threshold: float | None
-    values: list[list[dict[fx.Node, Tensor]]]
+    values: list[Chunks]
     ratio: float
     scores: Tensor
     replayed: Tensor
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """A stage on the prompt of one group, which never replays: the layer's caches afterwards, and its chunks."""
+
+    state: dict[str, Tensor]
+    kept: Chunks
+
+
 class Evaluator:
-    """Measures threshold vectors on fixed videos. Stages before the first changed layer are kept.
+    """Measures threshold vectors on fixed videos. Stages before the first changed layer are kept, and all prompts.
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
         rules: gates and chain limits. With couple_cfg the second half of the videos are the guidance partners of the
             first half, in the same order. prompt: tokens before decoding starts. attend: replaces attention to all
-            earlier positions; takes the arguments of `fastcar::attention`.
+            earlier positions; takes the arguments of `fastcar::attention`. counted: ids first .. end - 1 of the tokens
+            that the decoder predicts; others, such as a world model's actions, are given and count in no mean. Their
+            forwards replay like any. None: all count.
 
     Raises:
         InputError: a decoder without head, no usable prefill graph, or videos that do not fit it.
@@ -105,8 +121,9 @@ class Evaluator:
         rules: Rules,
         prompt: int = 1,
         attend: Attend | None = None,
+        counted: tuple[int, int] | None = None,
     ) -> None:
-        self._config, self._rules, self._prompt = program.config, rules, prompt
+        self._config, self._rules, self._prompt, self._counted = program.config, rules, prompt, counted
         self._check(program, videos)
         if attend is not None and program.config.ring is not None:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
@@ -118,6 +135,7 @@ class Evaluator:
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
         self._done: list[_Stage] = []
+        self._prompts: dict[tuple[int, int], _Prompt] = {}
 
     def _check(self, program: DecoderProgram, videos: np.ndarray) -> None:
         config = program.config
@@ -141,6 +159,9 @@ class Evaluator:
         if not least <= videos.shape[1] <= most:
             hint = "give at least two frames, and no more tokens than were compiled for"
             raise InputError(f"videos of {videos.shape[1]} tokens; from {least} to {most} can be used", hint=hint)
+        if not counts(torch.from_numpy(videos[:, self._prompt + config.tokens_per_frame :]), self._counted).any():
+            hint = "give the ids of the tokens that the decoder predicts"
+            raise InputError(f"no token after the first frame has an id in {self._counted}", hint=hint)
 
     def measure(self, thresholds: Sequence[float | None]) -> Measurement:
         """Return the NLL, ratios and scores under one threshold per layer; None never replays."""
@@ -153,11 +174,17 @@ class Evaluator:
         """Return losses, predictions and decisions by token, under one threshold per layer."""
         with torch.inference_mode():
             self._run(thresholds)
-            parts = [[(_losses(*pair), pair[0].argmax(-1)) for pair in group] for group in self._predictions(0)]
+            parts = [[(_losses(*pair), self._best(pair[0])) for pair in group] for group in self._predictions(0)]
         losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
         rows, valid = (np.concatenate(parts) for parts in (self._rows, self._valid))
         order = torch.from_numpy(rows[valid]).argsort()
-        return Details(losses[order], predicted[order], torch.stack([s.replayed[order] for s in self._done]))
+        counted = counts(self._videos[:, self._prompt :], self._counted)
+        return Details(losses[order], predicted[order], counted, torch.stack([s.replayed[order] for s in self._done]))
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """Return the most likely token that counts, int64 [rows, n], of logits [rows, n, V]."""
+        first, end = self._counted or (0, logits.shape[-1])
+        return logits[..., first:end].argmax(-1) + first
 
     @property
     def layers(self) -> int:
@@ -193,23 +220,35 @@ class Evaluator:
     def _run_layer(self, layer: int, threshold: float | None) -> _Stage:
         values, scores, replayed = [], [], []
         for group in range(len(self._rows)):
-            state = {s.name: s.zeros() for s in self._state if s.layer == layer}
+            if (layer, group) not in self._prompts:
+                self._prompts[layer, group] = self._run_prompt(layer, group)
+            prompt = self._prompts[layer, group]
             replay = _LayerReplay(self, layer, threshold)
-            kept = []
-            for number, start in enumerate(self._starts()):
-                known = self._known(group, number, start, layer) | {self._placeholders[n]: t for n, t in state.items()}
-                replay.start = start
-                hook = replay if start >= self._prompt else None
-                found = self._stages.run(layer, known, hook)
-                state = {n: found[self._stages.results[n]] for n in state}
-                kept.append({n: found[n] for n in self._stages.crossing[layer]})
-            values.append(kept)
+            values.append(prompt.kept + self._run_chunks(layer, group, dict(prompt.state), replay))
             valid = torch.tensor(self._valid[group])
             scores += [s[:, valid].flatten() for s in replay.scores]
             replayed.append(torch.cat(replay.replayed)[:, valid].T)
         decisions = torch.cat(replayed)
         ratio = float(decisions[:, self._config.tokens_per_frame :].double().mean())
         return _Stage(threshold, values, ratio, torch.cat(scores), decisions)
+
+    def _run_prompt(self, layer: int, group: int) -> _Prompt:
+        state = {s.name: s.zeros() for s in self._state if s.layer == layer}
+        return _Prompt(state, self._run_chunks(layer, group, state, None))
+
+    def _run_chunks(self, layer: int, group: int, state: dict[str, Tensor], replay: _LayerReplay | None) -> Chunks:
+        """Run a stage on the prompt, or with `replay` on what is decoded. `state` becomes that after it."""
+        kept: Chunks = []
+        for number, start in enumerate(self._starts()):
+            if (start < self._prompt) != (replay is None):
+                continue
+            known = self._known(group, number, start, layer) | {self._placeholders[n]: t for n, t in state.items()}
+            if replay is not None:
+                replay.start = start
+            found = self._stages.run(layer, known, replay)
+            state |= {n: found[self._stages.results[n]] for n in state}
+            kept.append({n: found[n] for n in self._stages.crossing[layer]})
+        return kept
 
     def _known(self, group: int, number: int, start: int, layer: int) -> dict[fx.Node, Any]:
         chunk = self._config.prefill_chunk
@@ -230,8 +269,9 @@ class Evaluator:
         total, count = 0.0, 0
         for group in self._predictions(self._config.tokens_per_frame):
             for logits, targets in group:
-                total += float(_losses(logits, targets).sum())
-                count += targets.numel()
+                chosen = counts(targets, self._counted)
+                total += float(_losses(logits, targets)[chosen].sum())
+                count += int(chosen.sum())
         return total / count if math.isfinite(total) else math.inf
 
     def _predictions(self, skip: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -248,6 +288,14 @@ class Evaluator:
                     targets = self._videos[rows, first + 1 : end + 1][valid]
                     parts.append((logits[valid, first - start : end - start], targets))
             yield parts
+
+
+def counts(tokens: Tensor, counted: tuple[int, int] | None) -> Tensor:
+    """Return which tokens count in a mean, bool of their shape."""
+    if counted is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    first, end = counted
+    return (tokens >= first) & (tokens < end)
 
 
 def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:

@@ -160,10 +160,14 @@ class Search:
 
     def level(self, target: float) -> Values:
         """Return one common threshold that meets the target: a good start where layers were trained together."""
+        at = self._pooled()
+        return self._meet(target, target, lambda share: self._all(share, at))
+
+    def _pooled(self) -> At:
+        """Return the thresholds of shares of all layers' scores together."""
         able = [scores for scores, can in zip(self._scores, self._able, strict=True) if can]
         pooled = torch.sort(torch.cat(able), descending=self._comparison is Comparison.AT_LEAST).values
-        at: At = lambda _layer, share: _at(pooled, share, self._comparison)  # noqa: E731
-        return self._meet(target, target, lambda share: self._all(share, at))
+        return lambda _layer, share: _at(pooled, share, self._comparison)
 
     def shifted(self, values: Values, target: float) -> Values:
         """Return thresholds with all shares shifted alike to meet the target; those of 0 and 1 stay."""
@@ -224,6 +228,17 @@ class Search:
         if reach < target <= sum(self._able) / len(self._able):
             return self.uniform(target)
         return self._reach(curves, target, target)
+
+    def path(self, targets: Sequence[float]) -> list[Values]:
+        """Return thresholds near each of these replay ratios, from the layers' own curves: nothing joint is measured.
+
+        Layers that were trained together get one common threshold.
+        """
+        if self._one_scale:
+            return [self._all(target, self._pooled()) for target in targets]
+        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        most = _most(curves)
+        return [tuple(p.threshold for p in allocate(curves, min(target, most))) for target in targets]
 
     def for_loss(self, max_loss: float) -> Values:
         """Return thresholds of a large replay ratio whose measured loss is at most this."""

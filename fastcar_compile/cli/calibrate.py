@@ -9,7 +9,7 @@ import typer
 
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import read_tokens
+from fastcar_compile.cli.options import parse_ids, read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
@@ -25,6 +25,9 @@ def calibrate_command(
     target_replay: Annotated[float | None, typer.Option(help="Least share of the forwards t >= F that replay.")] = None,
     max_nll_increase: Annotated[float | None, typer.Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
+    counted: Annotated[
+        str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file."), Writes("thresholds")
     ] = None,
@@ -59,6 +62,7 @@ def calibrate_command(
             target_replay=target_replay,
             max_nll_increase=max_nll_increase,
             prompt=prompt,
+            counted=parse_ids(counted),
             journal=journal,
             progress=show,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, parse_heads, read_tokens
+from fastcar_compile.cli.options import existing, parse_heads, parse_ids, read_tokens
 from fastcar_compile.cli.output import Column, print_json, print_table
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.errors import UserError
@@ -49,8 +49,11 @@ def evaluate_command(
         str | None, typer.Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
     ] = None,
     tokens_per_frame: Annotated[int | None, typer.Option(help="Default: the decoder's config.")] = None,
-    quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none or w8a8.")] = "none",
+    quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
+    counted: Annotated[
+        str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+    ] = None,
     journal: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps every measurement; goes on from it."),
@@ -89,6 +92,7 @@ def evaluate_command(
             tokens_per_frame=tokens_per_frame,
             quant=quant,
             prompt=prompt,
+            counted=parse_ids(counted),
             detokenize=function,
             journal=None if journal is None else journal / "rows.json",
             progress=show,

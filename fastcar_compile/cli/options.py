@@ -114,6 +114,21 @@ def parse_prompt(text: str) -> Tokens:
     return np.array(ids, np.int64)
 
 
+def parse_ids(text: str | None) -> tuple[int, int] | None:
+    """Return the first token id and one past the last of "0:1000"; None for None.
+
+    Raises:
+        UserError: it is no such pair.
+    """
+    if text is None:
+        return None
+    first, _, end = (part.strip() for part in text.partition(":"))
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        hint = "give the first id and one past the last, for example 0:1000"
+        raise UserError(f"{text!r} is no range of token ids", where="--counted", hint=hint)
+    return int(first), int(end)
+
+
 def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
     """Return token ids from a .npy, .npz or .safetensors file: its tensor "tokens", or its only one, int64.
 

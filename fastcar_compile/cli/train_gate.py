@@ -9,7 +9,7 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.evaluate import read_module
-from fastcar_compile.cli.options import existing, read_tokens
+from fastcar_compile.cli.options import existing, parse_ids, read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
@@ -28,6 +28,9 @@ Batch = Annotated[int, typer.Option(help="Videos per step.")]
 Seed = Annotated[int, typer.Option(help="Of first weights, order of videos and noise.")]
 TokensPerFrame = Annotated[int | None, typer.Option(help="Default: the decoder's config.")]
 Prompt = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
+Counted = Annotated[
+    str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="An interrupted training goes on from this file."), Writes("checkpoint")
 ]
@@ -49,6 +52,7 @@ def train_gate_command(
     seed: Seed = 0,
     tokens_per_frame: TokensPerFrame = None,
     prompt: Prompt = 1,
+    counted: Counted = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -70,6 +74,7 @@ def train_gate_command(
             seed=seed,
             tokens_per_frame=tokens_per_frame,
             prompt=prompt,
+            counted=parse_ids(counted),
             start=first,
             checkpoint=checkpoint,
             progress=show,

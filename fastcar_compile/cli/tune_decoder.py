@@ -10,11 +10,12 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.evaluate import read_module
-from fastcar_compile.cli.options import read_tokens
+from fastcar_compile.cli.options import parse_ids, read_tokens
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.train_gate import (
     Batch,
     Checkpoint,
+    Counted,
     Decoder,
     Gate,
     Prompt,
@@ -52,6 +53,7 @@ def tune_decoder_command(
     seed: Seed = 0,
     tokens_per_frame: TokensPerFrame = None,
     prompt: Prompt = 1,
+    counted: Counted = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -79,6 +81,7 @@ def tune_decoder_command(
             seed=seed,
             tokens_per_frame=tokens_per_frame,
             prompt=prompt,
+            counted=parse_ids(counted),
             start=first,
             checkpoint=checkpoint,
             progress=show,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from fastcar_compile.calibration.calibrate import program_key, program_of, search_of
+from fastcar_compile.calibration.calibrate import Setting, program_key, program_of, search_of
 from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate.cases import CALIBRATIONS, Case, grid, load_cases, save_cases
 from fastcar_compile.evaluate.frames import Detokenize, entry_point
-from fastcar_compile.evaluate.measure import Judge, Result
+from fastcar_compile.evaluate.measure import HeldOut, Judge, Result
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.strict_json import read_json
+from fastcar_compile.values import token_range
 
 Say = Callable[[str], None]
 
@@ -29,11 +30,14 @@ class Study:
     """One decoder on one set of held-out videos.
 
     Args:
-        source: an artifact, or a decoder as `compile` takes it. Nothing is compiled, so any gate can be measured.
+        source: an artifact, or a decoder as `compile` takes it, or a dense program of `program_of` with passes of the
+            caller's own. Nothing is compiled, so any gate can be measured.
         videos: int64 [N, T], prompt included, not the videos that thresholds were chosen on.
         decoder: its name in the rows.
         tokens_per_frame, quant: for a decoder, as `calibrate` takes them.
         prompt: tokens before decoding starts.
+        counted: ids of the tokens that count in means, as `calibrate` takes them.
+        groups: name -> frames that are measured apart too, bool [N, frames], whole frames after the prompt.
         detokenize: gives the frames for PSNR, SSIM and pictures; None leaves these out.
         journal: a JSON file that keeps every row. An interrupted study continues from it.
         progress: called with one line per step.
@@ -44,25 +48,33 @@ class Study:
 
     def __init__(
         self,
-        source: Artifact | nn.Module,
+        source: Artifact | nn.Module | DecoderProgram,
         videos: Any,
         *,
         decoder: str,
         tokens_per_frame: int | None = None,
         quant: str = "none",
         prompt: int = 1,
+        counted: tuple[int, int] | None = None,
+        groups: Mapping[str, Any] | None = None,
         detokenize: Detokenize | None = None,
         journal: str | Path | None = None,
         progress: Say | None = None,
     ) -> None:
-        self._videos, self._prompt, self._decoder = np.ascontiguousarray(np.asarray(videos)), prompt, decoder
+        self._videos, self._decoder = np.ascontiguousarray(np.asarray(videos)), decoder
+        self._setting = Setting(prompt, token_range("counted", counted))
+        self._groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
         self._detokenize, self._say = detokenize, progress or (lambda _line: None)
-        if isinstance(source, Artifact):
-            self.program: DecoderProgram = source.program
+        if isinstance(source, DecoderProgram):
+            self.program = source
+        elif isinstance(source, Artifact):
+            self.program = source.program
         else:
-            self.program = program_of(source, len(self._videos), tokens_per_frame, quant)
+            self.program = program_of(source, self._videos.shape, tokens_per_frame, quant)
         self._journal = None if journal is None else Path(journal)
-        self._key = program_key(self.program, {"decoder": decoder, "prompt": prompt}, self._videos)
+        grouped = {name: frames.tolist() for name, frames in self._groups.items()}
+        facts = {"decoder": decoder, **self._setting.facts(), **({"groups": grouped} if grouped else {})}
+        self._key = program_key(self.program, facts, self._videos)
         self._rows = self._read()
         self._judge: Judge | None = None
 
@@ -71,7 +83,8 @@ class Study:
         """The judge, made at the first measurement."""
         if self._judge is None:
             self._say("dense")
-            self._judge = Judge(self.program, self._videos, self._decoder, self._prompt, self._detokenize)
+            held_out = HeldOut(self._videos, self._setting, self._groups)
+            self._judge = Judge(self.program, held_out, self._decoder, self._detokenize)
         return self._judge
 
     def plan(
@@ -96,7 +109,7 @@ class Study:
         searches = {}
         for gate in gates:
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"
-            searches[gate] = search_of(self.program, gate, tokens, self._prompt, book, self._say)[0]
+            searches[gate] = search_of(self.program, gate, tokens, self._setting, book, self._say)[0]
         return grid(searches, ratios, calibrations, self._say)
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -131,6 +144,7 @@ class Study:
 __all__ = [
     "CALIBRATIONS",
     "Case",
+    "HeldOut",
     "Judge",
     "Result",
     "SinkWindow",

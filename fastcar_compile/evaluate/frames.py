@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,41 @@ def to_frames(detokenize: Detokenize, tokens: np.ndarray, frames: int) -> np.nda
     return values if values.ndim == 5 else values[..., None]
 
 
+@dataclass(frozen=True)
+class Likeness:
+    """How like the true frames others are, of each frame: mean squared error, and SSIM; float64 of one shape."""
+
+    errors: np.ndarray
+    similarity: np.ndarray
+
+    @property
+    def psnr(self) -> float:
+        """Peak signal-to-noise ratio in dB over all pixels of all frames; infinity for equal frames."""
+        error = float(self.errors.mean())
+        return math.inf if error == 0 else -10 * math.log10(error)
+
+    @property
+    def ssim(self) -> float:
+        """Mean SSIM of the frames."""
+        return float(self.similarity.mean())
+
+    def of(self, chosen: np.ndarray | tuple[slice, ...]) -> Likeness:
+        """Return that of some of the frames."""
+        return Likeness(self.errors[chosen], self.similarity[chosen])
+
+
+def likeness(made: np.ndarray, true: np.ndarray) -> Likeness:
+    """Return how like the true videos others are, [N, frames].
+
+    Args:
+        made, true: float64 [N, frames, height, width, channels] from 0 to 1.
+
+    Raises:
+        InputError, UserError: as `ssim`.
+    """
+    return Likeness(((made - true) ** 2).mean((2, 3, 4)), ssim_by_frame(made, true))
+
+
 def psnr(made: np.ndarray, true: np.ndarray) -> float:
     """Return the peak signal-to-noise ratio in dB over all pixels of all frames; infinity for equal videos."""
     error = float(np.mean((made - true) ** 2))
@@ -71,7 +107,12 @@ def psnr(made: np.ndarray, true: np.ndarray) -> float:
 
 
 def ssim(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the structural similarity (Wang et al. 2004, by scikit-image, window at most 7), mean over frames.
+    """Return the mean of `ssim_by_frame`."""
+    return float(ssim_by_frame(made, true).mean())
+
+
+def ssim_by_frame(made: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Return the structural similarity (Wang et al. 2004, by scikit-image, window at most 7), float64 [N, frames].
 
     Raises:
         InputError: a side of the frames is below three pixels.
@@ -88,4 +129,4 @@ def ssim(made: np.ndarray, true: np.ndarray) -> float:
         )
     options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
     pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)
-    return float(np.mean([structural_similarity(a, b, **options) for a, b in pairs]))
+    return np.array([structural_similarity(a, b, **options) for a, b in pairs]).reshape(made.shape[:2])

@@ -17,7 +17,7 @@ _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#b07d2b")
 _RANDOM = "#777777"
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     """Return matplotlib's pyplot. Raise UserError if matplotlib is missing."""
     try:
         import matplotlib as mpl
@@ -29,7 +29,7 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(plt: Any, figure: Any, path: Path) -> None:
+def save_figure(plt: Any, figure: Any, path: Path) -> None:
     """Save a figure without version and time, so that the bytes depend on the picture only."""
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
     plt.close(figure)
@@ -51,7 +51,7 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             series.setdefault((row["gate"], row["calibration"]), []).append(point)
     if not series:
         raise UserError("no row replays: there is nothing to plot", hint="evaluate a case with a gate")
-    plt = _pyplot()
+    plt = pyplot()
     gates = [g for g in dict.fromkeys(gate for gate, _ in series) if g != "random"]
     figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
     for (gate, calibration), points in series.items():
@@ -71,7 +71,7 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.set_title(f"{rows[0]['decoder']}: dense NLL {rows[0]['nll_dense']:.4f} nats per token")
     axes.legend(fontsize=8)
-    _save(plt, figure, path)
+    save_figure(plt, figure, path)
 
 
 def heat(places: np.ndarray, title: str, path: Path) -> None:
@@ -80,7 +80,7 @@ def heat(places: np.ndarray, title: str, path: Path) -> None:
     Args:
         places: float64 [L, frames, F], NaN where no forward ran.
     """
-    plt = _pyplot()
+    plt = pyplot()
     layers, frames, stride = places.shape
     figure, axes = plt.subplots(figsize=(9, 0.9 + 0.45 * layers), layout="constrained")
     flat = places.reshape(layers, frames * stride)
@@ -91,12 +91,12 @@ def heat(places: np.ndarray, title: str, path: Path) -> None:
         axes.axvline(start * stride - 0.5, color="white", linewidth=0.8)
     axes.set_title(title, fontsize=10)
     figure.colorbar(image, ax=axes, label="replayed, %")
-    _save(plt, figure, path)
+    save_figure(plt, figure, path)
 
 
 def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
     """Draw the NLL by frame, from the second frame on, one line per row."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
     for row, label in zip(rows, labels, strict=True):
         values = row["nll_by_frame"][1:]
@@ -107,7 +107,7 @@ def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) 
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title(rows[0]["decoder"])
-    _save(plt, figure, path)
+    save_figure(plt, figure, path)
 
 
 def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarray], decoder: str, path: Path) -> None:
@@ -116,7 +116,7 @@ def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarra
     Args:
         truth, dense: float [frames, height, width, channels] from 0 to 1, 1 or 3 channels. replays: label -> the same.
     """
-    plt = _pyplot()
+    plt = pyplot()
     rows: list[tuple[str, np.ndarray, str]] = [("true", truth, "gray"), ("dense", dense, "gray")]
     for label, frames in replays.items():
         rows += [(label, frames, "gray"), ("difference\nfrom dense", np.abs(frames - dense), "inferno")]
@@ -135,4 +135,4 @@ def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarra
     for index, axes in enumerate(grid[0]):
         axes.set_title(f"frame {index + 2}", fontsize=8)
     figure.suptitle(f"{decoder}: most likely symbols given the true past", fontsize=10)
-    _save(plt, figure, path)
+    save_figure(plt, figure, path)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.calibration.calibrate import program_key
+from fastcar_compile.calibration.evaluator import counts
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer
 from fastcar_compile.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
-from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_table, whole
+from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_range, token_table, whole
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -70,6 +71,8 @@ class Options:
     """`TrainedGate.inputs` of the gate that the training starts from."""
     decoder_rate: float = 0.0
     """Peak learning rate of the decoder's own weights; 0 freezes them."""
+    counted: tuple[int, int] | None = None
+    """Ids of the tokens that the loss counts; None: all."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ def train_gate(
     seed: int = 0,
     tokens_per_frame: int | None = None,
     prompt: int = 1,
+    counted: tuple[int, int] | None = None,
     start: TrainedGate | None = None,
     softness: float = 0.5,
     checkpoint: str | Path | None = None,
@@ -129,6 +133,8 @@ def train_gate(
         seed: of first weights, order of videos and noise.
         tokens_per_frame: default: the model's own.
         prompt: tokens before decoding starts.
+        counted: the ids first .. end - 1 of the tokens that the decoder predicts, which the loss counts; others are
+            given to it. Their forwards replay like any. None: all count.
         start: a gate of this kind, units and decoder to continue from, at half the rate and with decisions that are
             soft forwards too.
         softness: first softness of these decisions; it falls to 0.3 of that. Remaining softness makes the result's own
@@ -140,7 +146,7 @@ def train_gate(
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
     """
-    options = Options(gate, target_replay, units, steps, batch, seed, softness, begun(start))
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, begun(start), counted=counted)
     return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
 
 
@@ -163,7 +169,11 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
     decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
-    key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt}, tokens)
+    facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
+    key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)
+    if not counts(torch.from_numpy(tokens[:, prompt + frame :]), options.counted).any():
+        hint = "give the ids of the tokens that the decoder predicts"
+        raise InputError(f"no token after the first frame has an id in {options.counted}", hint=hint)
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
     checkpoint = None if setup.checkpoint is None else path_of("checkpoint", setup.checkpoint)
     kept = TrainingState(checkpoint, key)
@@ -189,6 +199,7 @@ def _checked(options: Options) -> Options:
         steps=whole("steps", options.steps, 1),
         batch=whole("batch", options.batch, 1),
         seed=whole("seed", options.seed, 0, _LARGEST_SEED),
+        counted=token_range("counted", options.counted),
     )
 
 
@@ -282,15 +293,20 @@ class Training:
         """Return the measurements on videos [rows, T], the loss, and the shortfall of replay."""
         decoder = self._decoder
         first = decoder.prompt - 1 + decoder.frame
-        inputs, targets = tokens[:, :-1], tokens[:, 1:, None]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        chosen = counts(targets, self._options.counted)
+        later = chosen[:, first:]
         logits, shares = decoder.replayed(inputs, self._list(), relaxation)
-        now = torch.log_softmax(logits[:, first:], -1)
+        now = torch.log_softmax(logits[:, first:][later], -1)
         whole = torch.log_softmax(decoder.dense(inputs), -1)
-        dense = whole[:, first:].detach()
-        nll, nll_dense = (float(-p.detach().gather(-1, targets[:, first:]).mean()) for p in (now, dense))
+        dense = whole[:, first:][later].detach()
+        wanted = targets[:, first:][later][:, None]
+        nll, nll_dense = (float(-p.detach().gather(-1, wanted).mean()) for p in (now, dense))
         loss = (dense.exp() * (dense - now)).sum(-1).mean()
         if self.weights:
-            loss = loss - whole[:, decoder.prompt - 1 :].gather(-1, targets[:, decoder.prompt - 1 :]).mean()
+            decoded = chosen[:, decoder.prompt - 1 :]
+            own = targets[:, decoder.prompt - 1 :][decoded][:, None]
+            loss = loss - whole[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
         short = self._options.target - shares.mean()
         scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
         price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))

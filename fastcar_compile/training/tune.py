@@ -46,6 +46,7 @@ def tune_decoder(
     seed: int = 0,
     tokens_per_frame: int | None = None,
     prompt: int = 1,
+    counted: tuple[int, int] | None = None,
     start: TrainedGate | None = None,
     softness: float = 0.5,
     checkpoint: str | Path | None = None,
@@ -63,8 +64,8 @@ def tune_decoder(
             The decoder memorises a small set: `steps * batch` videos are best.
         rate: peak learning rate of the decoder's weights (Adam).
         start: a gate that was trained for the unchanged decoder.
-        gate, target_replay, units, steps, batch, seed, tokens_per_frame, prompt, softness, checkpoint, progress: as for
-            `train_gate`.
+        gate, target_replay, units, steps, batch, seed: as for `train_gate`.
+        tokens_per_frame, prompt, counted, softness, checkpoint, progress: as for `train_gate`.
 
     Raises:
         InputError: bad arguments or videos.
@@ -74,7 +75,7 @@ def tune_decoder(
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
     begin = begun(start)
-    options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, decoder_rate=rate)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, rate, counted)
     setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
     training = run(model, videos, options, setup)
     tuned = copy.deepcopy(model).eval()

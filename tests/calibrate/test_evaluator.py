@@ -129,6 +129,27 @@ def check_against_the_session(replay: fc.ReplayConfig, source: DecoderProgram, p
     assert float(details.losses[:, FRAME:].mean()) == pytest.approx(nll, rel=1e-5)
 
 
+def test_tokens_that_are_given_count_in_no_mean() -> None:
+    """Token 2 is given. Its forwards replay as the others do, and it is never the most likely token."""
+    replay = fc.ReplayConfig(gate="input_delta")
+    source, given = rewritten(replay), videos()
+    whole = Evaluator(source, given, rules_of(replay, LAYERS), 3)
+    evaluator = Evaluator(source, given, rules_of(replay, LAYERS), 3, counted=(0, 2))
+    thresholds = middle_thresholds(whole)
+    found, every = evaluator.details(thresholds), whole.details(thresholds)
+    np.testing.assert_array_equal(found.counted, given[:, 3:] < 2)
+    assert torch.equal(found.replayed, every.replayed)
+    assert torch.equal(found.losses, every.losses)
+    assert every.counted.all()
+    assert int(found.predicted.max()) < 2 < int(every.predicted.max())
+    measured, later = evaluator.measure(thresholds), found.counted[:, FRAME:]
+    assert measured.nll == pytest.approx(float(found.losses[:, FRAME:][later].mean()))
+    assert measured.nll != pytest.approx(whole.measure(thresholds).nll, rel=1e-3)
+    assert measured.ratios == whole.measure(thresholds).ratios
+    with pytest.raises(InputError, match="no token after the first frame has an id in"):
+        Evaluator(source, given, rules_of(replay, LAYERS), counted=(3, 9))
+
+
 def test_w8a8_has_the_layers_of_its_own_graph() -> None:
     replay = fc.ReplayConfig(gate="input_delta")
     source = rewritten(replay, "w8a8")

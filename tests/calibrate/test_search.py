@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastcar_compile.calibration.evaluator import Measurement
-from fastcar_compile.calibration.search import HOPELESS, TOLERANCE, Journal, Search
+from fastcar_compile.calibration.search import HOPELESS, QUANTILES, TOLERANCE, Journal, Search
 from fastcar_compile.gates import GATES
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
@@ -45,6 +45,19 @@ def test_a_share_beyond_what_curves_follow_is_met(gate: str, target: float) -> N
     assert target <= found.replay <= target + TOLERANCE
     if gate == "tas":
         assert max(p.ratio for p in one.curve(0, one.closed)) < 0.3 + HOPELESS / 10 + 0.15
+
+
+def test_a_path_is_read_from_the_curves() -> None:
+    """At no cost below 30 % the first shares are free; above, both layers cost the same."""
+    one = search("tas", 1.0)
+    values = one.path([0.3, 0.6, 1.0])
+    measured = one.count
+    replays = [one.outcome(v).replay for v in values]
+    assert measured == 1 + 2 * len(QUANTILES), "dense once, and both curves once"
+    assert replays == pytest.approx([0.3, 0.6, 1.0], abs=0.12)
+    assert [one.path([target]) for target in (0.3, 0.6, 1.0)] == [[v] for v in values]
+    common = search("learned", 1.0).path([0.5])[0]
+    assert common[0] == common[1], "layers that were trained together share one threshold"
 
 
 def test_one_threshold_for_every_layer() -> None:

@@ -18,7 +18,7 @@ from fastcar_compile.calibration.calibrate import program_of, rules_of
 from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.training.relaxed import RelaxedDecoder
+from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder
 from fastcar_compile.training.scorers import TasScorer
 from fastcar_compile.training.train import Options, Training
 
@@ -53,7 +53,9 @@ def test_hard_decisions_are_those_of_the_evaluator(decoder: LlamaForCausalLM, so
         logits, shares = relaxed.replayed(torch.from_numpy(tokens[:, :-1]), scorers)
     heads = [dict(enumerate(scorer.weights()["heads"].tolist())) for scorer in scorers]
     rules = rules_of(ReplayConfig(gate="tas", heads=heads), LAYERS)
-    found = Evaluator(program_of(decoder, 4), tokens, rules, prompt).measure([s.threshold() for s in scorers])
+    found = Evaluator(program_of(decoder, tokens.shape), tokens, rules, prompt).measure(
+        [s.threshold() for s in scorers]
+    )
     assert all(0.1 < ratio < 0.9 for ratio in found.ratios)
     np.testing.assert_allclose(shares.numpy(), found.ratios, atol=1e-6)
     first = prompt - 1 + FRAME
@@ -70,6 +72,20 @@ def test_gradients_reach_every_weight_of_every_layer(decoder: LlamaForCausalLM, 
             assert weight.grad is not None, name
             assert float(weight.grad.abs().max()) > 0, name
     assert all(weight.grad is None for weight in decoder.parameters())
+
+
+def test_the_loss_counts_the_tokens_that_the_decoder_predicts(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
+    """With the last symbols given, the step's NLL is the evaluator's of the same decisions."""
+    tokens, counted = some[:4], (0, int(np.median(some)))
+    relaxed = RelaxedDecoder(decoder, 4, LENGTH, FRAME, 1)
+    options = Options("tas", 0.5, 4, 1, 4, 0, counted=counted)
+    one = Training(relaxed, torch.from_numpy(tokens), options)
+    step, _, _ = one._loss(torch.from_numpy(tokens), Relaxation())
+    rules = rules_of(ReplayConfig(gate="never"), LAYERS)
+    dense = Evaluator(program_of(decoder, tokens.shape), tokens, rules, counted=counted).measure([None] * LAYERS)
+    assert step.nll_dense == pytest.approx(dense.nll, rel=1e-4)
+    with pytest.raises(InputError, match="no token after the first frame has an id in"):
+        train(decoder, tokens, "tas", steps=1, counted=(10**6, 10**6 + 1))
 
 
 def nll_increase(model: LlamaForCausalLM, tokens: np.ndarray, gate: ReplayConfig, share: float) -> float:
@@ -110,7 +126,7 @@ def test_the_network_of_the_evaluator_is_the_trained_one(
 ) -> None:
     """Weights in the file are folded and rounded, so a few decisions may differ from those of the last steps."""
     config = learned.replay_config()
-    found = Evaluator(program_of(decoder, 64), some[64:], rules_of(config, LAYERS)).measure([0.0] * LAYERS)
+    found = Evaluator(program_of(decoder, some[64:].shape), some[64:], rules_of(config, LAYERS)).measure([0.0] * LAYERS)
     assert found.replay == pytest.approx(learned.replay, abs=0.05)
     assert found.nll == pytest.approx(learned.nll, rel=0.1)
 

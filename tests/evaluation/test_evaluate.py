@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
+from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate import Case, SinkWindow, Study, entry_point, load_cases, save_cases
 from fastcar_compile.evaluate.frames import psnr, ssim, to_frames
 from fastcar_compile.evaluate.pictures import shown
@@ -92,6 +93,39 @@ def test_details_are_those_of_plain_hugging_face(study: Study, rows: list[dict[s
     assert rows[0]["nll"] == pytest.approx(float(losses[:, FRAME:].mean()), rel=1e-5)
     made, true = frames(logits.argmax(-1).numpy())[:, 1:], frames(tokens[:, 1:].numpy())[:, 1:]
     assert rows[0]["psnr"] == pytest.approx(-10 * math.log10(np.mean((made - true) ** 2)))
+
+
+def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None:
+    """Two groups share the frames between them, so their means are those of the whole. Symbol 0 counts nowhere."""
+    every = np.ones((3, 4), bool)
+    odd = every.copy()
+    odd[:, ::2] = False
+    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "detokenize": frames}
+    groups = {"odd": odd, "even": ~odd, "all": every}
+    (row,) = Study(llama(), videos(1), groups=groups, **options).rows(CASES[2:3])
+    parts, plain = row.pop("groups"), rows[2]
+    assert row == plain
+    assert [parts[name]["frames"] for name in groups] == [6, 3, 9], "the first frame counts nowhere"
+    for key in ("nll", "nll_dense", "token_agreement", "replay_ratio", "replay_by_layer", "psnr", "ssim"):
+        assert parts["all"][key] == pytest.approx(plain[key]), key
+    assert np.average([parts[n]["nll"] for n in ("odd", "even")], weights=[6, 3]) == pytest.approx(plain["nll"])
+    assert min(parts["odd"]["ssim"], parts["even"]["ssim"]) < plain["ssim"]
+
+    counting = Study(llama(), videos(1), groups=groups, counted=(1, 16), **options)
+    (fewer,) = counting.rows(CASES[2:3])
+    losses, counted = counting.judge._details(CASES[2]).losses[:, FRAME:], videos(1)[:, 1 + FRAME :] > 0
+    assert fewer["nll"] == pytest.approx(float(losses.numpy()[counted].mean()))
+    assert fewer["groups"]["all"]["nll"] == pytest.approx(fewer["nll"])
+    assert fewer["replay_ratio"] == row["replay_ratio"], "forwards of given tokens replay like any"
+
+
+def test_a_group_that_does_not_fit_the_videos_is_refused() -> None:
+    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME}
+    with pytest.raises(InputError, match=r"group 'a' is bool \[3, 5\], expected bool \[3, 4\]"):
+        Study(llama(), videos(1), groups={"a": np.ones((3, 5), bool)}, **options).rows(CASES[:1])
+    first = np.arange(4) < np.ones((3, 1))
+    with pytest.raises(InputError, match="group 'a' has no frame after the first one"):
+        Study(llama(), videos(1), groups={"a": first}, **options).rows(CASES[:1])
 
 
 def test_places_follow_the_decisions(study: Study) -> None:
@@ -246,6 +280,7 @@ def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]
         (["--videos", folder / "floats.npy", "--cases", "x"], "float64 [2, 9], expected integers [N, T]"),
         (["--videos", folder / "two.npz", "--cases", "x"], "the video file has no array 'tokens', only a, b"),
         ([*common, "--cases", "x", "--ratios", "0.5,most"], "'0.5,most' is no list of replay ratios"),
+        ([*common, "--cases", "x", "--counted", "5:5"], "'5:5' is no range of token ids"),
         ([*common, "--cases", "x", "--sparse-attention", "0/4"], "a window of 0 tokens with 4 sinks"),
     ]
     for words, message in cases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.codegen.tvm.kernels.attention import attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
@@ -142,6 +144,33 @@ def test_int8_rows_of_any_magnitude(d: int, query: float, value: float) -> None:
     torch.testing.assert_close(y, expected, atol=max(1e-5 * value, 1e-30), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "d", "dtype", "together"), [((4, 1), 64, torch.float32, 4), ((6, 1), 128, torch.float16, 2)]
+)
+def test_heads_that_share_a_pass_change_no_bit(
+    heads: Heads, d: int, dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over an empty, a filled and a split last block of rows, in pieces of the context."""
+    isa = instruction_set("avx512-vnni")
+    if lacking := sorted(isa.flags - cpu_flags()):
+        pytest.skip(f"this CPU has no {', '.join(lacking)}")
+    name = str(dtype).removeprefix("torch.")
+    assert attend_heads.heads_together(d, heads[0] // heads[1], name, isa) == together
+
+    def kernel() -> PrimFunc:
+        shapes = (1, heads[0], 1, d), (1, heads[1], 2048, d)
+        return inspect.unwrap(decode_attention)(*shapes, 0.3, name, isa=isa)
+
+    shared = kernel()
+    monkeypatch.setattr(attend_heads, "heads_together", lambda *_: 1)
+    alone = kernel()
+    torch.manual_seed(0)
+    for position in (0, KEY_BLOCK - 1, 1001, 2047):
+        inputs = _inputs(1, heads, 1, 2048, d, position, dtype)
+        results = [run(k, *inputs, torch.zeros(1, heads[0], 1, d))[-1] for k in (shared, alone)]
+        torch.testing.assert_close(*results, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
 def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
@@ -181,11 +210,12 @@ def test_attention_of_large_logits(t: int, large: float) -> None:
 @pytest.mark.parametrize(("d", "dtype"), [(16, torch.float32), (16, torch.int8), (128, torch.int8)])
 def test_attention_does_not_hide_a_nan(t: int, what: str, d: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 1, t, d), torch.randn(1, 1, 70, d), torch.randn(1, 1, 70, d)
+    q, k, v = torch.randn(1, 4, t, d), torch.randn(1, 1, 70, d), torch.randn(1, 1, 70, d)
     {"query": q, "key": k, "value": v}[what][0, 0, 0, 3] = torch.nan
     caches = stored(k, dtype), stored(v, dtype)
-    y = run(_kernel(1, (1, 1), t, 70, d, dtype), q, *caches, torch.tensor([40]), torch.zeros(1, 1, t, d))[-1]
+    y = run(_kernel(1, (4, 1), t, 70, d, dtype), q, *caches, torch.tensor([40]), torch.zeros(1, 4, t, d))[-1]
     assert torch.isnan(y[0, 0, 0]).any()
+    assert torch.isnan(y[0, 3, 0]).any() == (what != "query")
 
 
 @pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])

@@ -71,7 +71,7 @@ def _logits(rows_of: RowFormat, group: int, rule: LogitRule) -> Callable[..., No
             for c in T.unroll(rows_of.dim // stride):
                 for v in T.vectorized(lanes):
                     dot[r * lanes + v] += rows_of.product(
-                        query(o, step), row_at(o.keys, *step.clamped(part, r)), c * stride, v, lanes
+                        query(o, step), row_at(o.keys, *step.clamped(part * PARALLEL_KEYS + r)), c * stride, v, lanes
                     )
 
     @inlined

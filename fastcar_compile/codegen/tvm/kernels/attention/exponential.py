@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import broadcast, cast, vector_type
+
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 """ln 2 in two parts. The product of the first with an integer of 8 bits is exact (Cody and Waite)."""
@@ -23,20 +25,20 @@ _SMALLEST = -87.0
 """exp(-87) = 1.6e-38 is the least normal result. Smaller arguments give it too."""
 
 
-def exp_not_positive(x: Any) -> Any:
+def exp_not_positive(x: Any, lanes: int = 1) -> Any:
     """Return exp(x) of float32 x <= 0, within 2 units in the last place. Below -87 it stays at exp(-87).
 
     T.max gives its second operand where one is NaN: in this order a NaN stays a NaN.
     """
-    bounded = T.max(T.float32(_SMALLEST), x)
+    bounded = T.max(broadcast(T.float32(_SMALLEST), lanes), x)
     power = T.nearbyint(bounded * T.float32(_LOG2_E))
     r = bounded - power * T.float32(_LN2_HIGH) - power * T.float32(_LN2_LOW)
     series = T.float32(_COEFFICIENTS[0])
     for coefficient in _COEFFICIENTS[1:]:
         series = series * r + T.float32(coefficient)
     fraction = series * r * r + r + T.float32(1)
-    exponent = T.shift_left(T.Cast("int32", power) + 127, 23)
-    return fraction * T.reinterpret("float32", exponent)
+    exponent = T.shift_left(cast("int32", power, lanes) + 127, broadcast(T.int32(23), lanes))
+    return fraction * T.reinterpret(vector_type("float32", lanes), exponent)
 
 
 def tanh(x: Any) -> Any:

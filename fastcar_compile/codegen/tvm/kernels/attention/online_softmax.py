@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention import attend_float, attend_int8
+from fastcar_compile.codegen.tvm.kernels.attention import attend_float, attend_heads, attend_int8
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.script import inlined
@@ -56,6 +56,8 @@ class OnlineSoftmax:
 def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
+    if attend_heads.heads_together(d, group, dtype, isa) > 1:
+        kind = attend_heads
     rows = kind.attend_rows(d, group, rule, dtype, isa)
     place, run = rows.place, rows.run
 

@@ -178,7 +178,7 @@ def multiply_keys(d: int) -> Callable[..., None]:
         for r in T.unroll(PARALLEL_KEYS):
             sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
                 flip_sign(
-                    o.keys[(*step.clamped(part, r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
+                    o.keys[(*step.clamped(part * PARALLEL_KEYS + r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
                     VECTOR_BYTES,
                 ),
                 query.limbs,

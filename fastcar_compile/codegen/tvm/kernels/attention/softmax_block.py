@@ -89,14 +89,13 @@ class Step:
         """Return the cache index of the block's row of that number."""
         return self.group.b, self.group.h, self.rows.at(self.start + number)
 
-    def clamped(self, part: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
-        """Return the same for row 4 * part + r. The last row stands for those past the range."""
-        number = self.start + part * PARALLEL_KEYS + r
-        return self.group.b, self.group.h, self.rows.at(T.min(number, self.rows.last - 1))
+    def clamped(self, number: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the same. The last row stands for those past the range."""
+        return self.group.b, self.group.h, self.rows.at(T.min(self.start + number, self.rows.last - 1))
 
     def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
-        return [self.clamped(part, r) for r in range(PARALLEL_KEYS)]
+        return [self.clamped(part * PARALLEL_KEYS + r) for r in range(PARALLEL_KEYS)]
 
 
 M, DECAY, L = 0, 1, 2

@@ -1,0 +1,154 @@
+"""Milliseconds per token and frames per second of the game decoder: our engine, dense and with replay, and peers.
+
+    python benchmarks/doom.py --docs            # the shipped decoder; writes docs/measurements/doom_speed.md
+    chrt -r 1 python benchmarks/doom.py --docs  # the same on a busy machine: no other process interrupts the engines
+    python benchmarks/doom.py --decoder FOLDER --contexts FILE --thresholds FILE --json rows.json
+    python benchmarks/doom.py --quick           # two rounds, two of our precisions, onnxruntime
+
+All engines decode the same weights with the same threads at the end of a full window of 16 frames. Each engine is a
+process, which is stopped between its blocks of one frame. The blocks of all engines alternate.
+docs/measurements/speed.md says how peers are set up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from decode import ROOT, working_folder
+from speed.doom_plan import OWN, PEERS, DoomPlan, sizes_of
+from speed.doom_report import CLOSEST, Parts, against_peers, parts_table, table
+from speed.engines import OURS
+from speed.report import Row, conditions, rows_of
+from speed.runner import Result, environment, run_group
+
+from fastcar_compile.artifact.thresholds import Thresholds
+
+WORLD = ROOT / "examples" / "doom" / "world"
+FRAMES = 16
+"""Frames of the decoder's window."""
+
+WRITTEN_BY = "<!-- Written by `python benchmarks/doom.py --docs`; do not edit. -->\n"
+
+INTRODUCTION = """# Speed of the game decoder
+
+How long a step of the decoder of `examples/doom` takes, recorded on {date}. A frame is {tokens} tokens, and frames per
+second count all of them. Sampling and pixels are not counted. [Speed on a CPU](speed.md) has the method and the
+settings of the peers; OpenVINO in float32 has no compressed weights.
+
+- A sample is one frame, the last of a full window of {context} positions. Every engine attends to all of them.
+- Ratios are medians over the rounds: both blocks of a ratio follow each other within seconds.
+- With 100 % replayed, no MLP is computed. That is the bound of what replay can gain.
+{play}"""
+
+PLAY = """- "play" decodes two frames of real play with gate `{gate}` and its calibrated thresholds, and measures the
+  second. In the first no layer may replay yet.
+"""
+
+STEP = """
+## Parts of a step
+
+Milliseconds of a {precision} step with {kv} keys and values. TVM's hook times each kernel. The time of the least kernel
+is the hook's own, and is subtracted from each. Virtual machine and Python are the rest of a step without the hook.
+
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows of the table, and the parts of our step."""
+
+    rows: list[Row]
+    parts: Parts
+
+
+def measure(plan: DoomPlan, quick: bool) -> Measured:
+    """Measure all engines by turns, then the parts of our step."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    own, peers = ((*OWN[:1], CLOSEST), PEERS[2:3]) if quick else (OWN, PEERS)
+    jobs = plan.jobs(own, peers)
+    results = run_group(jobs, say, reads=0)
+    say("parts of a step")
+    chosen = next(job for job in jobs if job.engine == OURS and (job.precision, job.kv) == CLOSEST)
+    command = [sys.executable, "-W", "ignore", "-m", "speed.parts", json.dumps(chosen.to_json())]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(chosen), cwd=Path(__file__).parent)
+    if run.returncode:
+        raise RuntimeError(f"the parts of a step could not be measured: {run.stderr.strip()[-500:]}")
+    return Measured(rows_of(results, _reference(results), 0.0), json.loads(run.stdout))
+
+
+def _reference(results: list[Result]) -> list[float]:
+    """Return the logits of our float32 engine, which PyTorch's and the others' are compared with."""
+    return next(r.logits for r in results if r.logits)
+
+
+def text_of(plan: DoomPlan, measured: Measured) -> str:
+    """Return the page without its first line."""
+    sizes = plan.sizes
+    play = PLAY.format(gate=plan.gate) if plan.thresholds else ""
+    head = INTRODUCTION.format(tokens=sizes.tokens_per_frame, context=sizes.context, play=play, date=date.today())
+    sentences = "".join(f"- {line}\n" for line in against_peers(measured.rows))
+    step = STEP.format(precision=CLOSEST[0], kv=CLOSEST[1])
+    rows = table(measured.rows, sizes.tokens_per_frame)
+    alone = os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
+    priority = "All engines have real-time priority, so other processes do not interrupt them.\n" if alone else ""
+    return (
+        f"{head}\n{conditions(sizes, measured.rows)}{priority}\n{rows}\n{sentences}{step}{parts_table(measured.parts)}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decoder", type=Path, default=WORLD / "decoder", help="Hugging Face folder")
+    parser.add_argument("--contexts", type=Path, default=WORLD / "starts.safetensors", help="real play, as tokens")
+    parser.add_argument("--thresholds", type=Path, help="of `fastcar calibrate`; default: no row for play")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="few engines and rounds")
+    parser.add_argument("--json", type=Path, help="write rows and parts here")
+    parser.add_argument("--docs", action="store_true", help="write docs/measurements/doom_speed.md")
+    parser.add_argument("--folder", type=Path, help="keep all files here, and use existing ones")
+    return parser.parse_args()
+
+
+def thresholds_of(path: Path | None) -> tuple[str, tuple[float, ...]]:
+    """Return gate and thresholds of a file. A layer that never replays has plus infinity, which no TAS passes."""
+    if path is None:
+        return "tas", ()
+    found = Thresholds.load(path)
+    return found.gate, tuple(math.inf if value is None else value for value in found.values)
+
+
+def main() -> None:
+    """Measure, print, and write the requested files."""
+    options = parse()
+    gate, thresholds = thresholds_of(options.thresholds)
+    sizes = sizes_of(options.decoder, FRAMES, options.threads, 2 if options.quick else options.rounds)
+    with working_folder(options.folder) as folder:
+        contexts = options.contexts.resolve()
+        plan = DoomPlan(sizes, options.decoder.resolve(), contexts, folder, gate, thresholds)
+        measured = measure(plan, options.quick)
+    text = text_of(plan, measured)
+    print(text)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"rows": measured.rows, "parts": measured.parts}, indent=1) + "\n", "utf-8")
+    if options.docs:
+        (ROOT / "docs" / "measurements" / "doom_speed.md").write_text(f"{WRITTEN_BY}\n{text}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""docs/measurements/doom.md: which sequences are used, what its numbers say, and the files that it measured."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import check_module
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("setup", "sequences", "stages", "curves", "document", "document_tables", "document_text", "pictures")
+EXAMPLE = ("autoencoder", "data", "decoder", "world_format", "strips")
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[SimpleNamespace]:
+    """The study's modules, as its script imports them."""
+    check_module("vector_quantize_pytorch")
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(f"replay_doom.{name}") for name in NAMES})
+    finally:
+        sys.path[:] = before
+        for name in [name for name in sys.modules if name.startswith("replay_doom") or name in EXAMPLE]:
+            sys.modules.pop(name)
+
+
+def split_of(study: SimpleNamespace) -> Any:
+    """Two maps, two episodes of 40 frames each. Shooting: ten frames of the first map, none of the second."""
+    kinds = (np.arange(160) % 3).astype(np.uint8)
+    kinds[60:70] = study.sequences.SHOOTING
+    bounds = np.arange(0, 161, 40)
+    tokens = np.arange(160 * 65, dtype=np.int16).reshape(160, 65)
+    return study.setup.TokenSplit(tokens, kinds, np.stack([bounds[:-1], bounds[1:]], 1), ("a", "a", "b", "b"))
+
+
+def test_sequences_stay_in_their_episode_and_one_shows_shooting(study: SimpleNamespace) -> None:
+    split = split_of(study)
+    plain = study.sequences.spaced(split, 4, 8)
+    chosen = study.sequences.spaced(split, 4, 8, rich=4)
+    assert study.sequences.scenario_of(split, chosen).tolist() == ["a"] * 4 + ["b"] * 4
+    assert plain[[0, 3, 4, 7]].tolist() == [0, 72, 80, 152], "from the first sequence of a map to its last"
+    assert np.array_equal(plain[:3], chosen[:3])
+    assert (split.kinds[chosen[3] : chosen[3] + 8] == study.sequences.SHOOTING).sum() == 8
+    for starts in (plain, chosen):
+        assert (starts // 40 == (starts + 7) // 40).all()
+
+
+def test_groups_are_the_kinds_and_maps_of_the_decoded_frames(study: SimpleNamespace) -> None:
+    split = split_of(study)
+    starts = study.sequences.spaced(split, 2, 8)
+    found = study.sequences.groups_of(split, starts, 8, 3)
+    assert list(found) == ["still", "turning", "walking", "a", "b"], "nobody shoots in these"
+    assert all(shown.shape == (4, 5) and shown.dtype == bool for shown in found.values())
+    assert np.array_equal(found["still"] | found["turning"] | found["walking"], np.ones((4, 5), bool))
+    assert found["a"][:2].all()
+    assert not found["a"][2:].any()
+    assert np.array_equal(found["turning"], (starts[:, None] + np.arange(3, 8)) % 3 == 1)
+
+
+def test_the_most_replay_within_a_limit_lies_between_two_points(study: SimpleNamespace) -> None:
+    point, most = study.curves.Point, study.curves.most_replay
+    points = [point(0.0, 1.0), point(0.4, 1.04), point(0.5, 1.08), point(0.9, 1.5)]
+    assert most(points, 1.06) == pytest.approx(0.45)
+    assert most(points, 1.04) == pytest.approx(0.4)
+    assert most(points, 2.0) == pytest.approx(0.9), "no point is beyond: nothing is guessed"
+    assert most([point(0.0, 1.0), point(0.5, 2.0), point(0.6, 1.05)], 1.1) == pytest.approx(0.6)
+
+
+def values(replay: float, nll: float) -> dict[str, Any]:
+    common = {"replay_ratio": replay, "replay_by_layer": [replay, replay], "nll": nll, "nll_dense": 1.0}
+    return common | {"token_agreement": 0.9, "psnr": 20.0, "ssim": 0.7, "frames": 10}
+
+
+def row(calibration: str, replay: float, nll: float, window: str = "none") -> dict[str, Any]:
+    """A row whose still frames cost nothing, and whose turning ones cost twice as much."""
+    gate = "none" if calibration == "dense" else calibration.split(",")[0].split(" ")[0]
+    groups = {"still": values(replay, 1.0), "turning": values(replay, 2 * nll - 1), "my_way_home": values(replay, nll)}
+    names = {"gate": gate, "calibration": calibration, "sparse_attention": window, "groups": groups}
+    return values(replay, nll) | names
+
+
+def results(study: SimpleNamespace) -> dict[str, Any]:
+    within = study.stages.within
+    rows = [row("dense", 0.0, 1.0), row("random", 0.08, 1.2), row("dense", 0.0, 1.3, "window 65, sinks 16")]
+    for variant, cost in ((study.setup.MEAN, 0.5), (study.setup.DELTA, 0.25), (study.setup.LEARNED, 0.125)):
+        rows += [row(variant.name, share, 1 + cost * share) for share in (0.2, 0.4, 0.8)]
+        rows += [row(within(variant, limit), (limit - 1) / cost, limit) for limit in study.setup.LIMITS]
+    layer = {"output change": 0.5, "tas, mean of heads": 0.1, "tas, trained heads": 0.2, "input change": 0.8}
+    errors = {"dense": [0.0, 0.01], "true": [0.02, 0.03]}
+    rolled = {"replay_ratio": 0.5, "agreement": [1.0, 0.5], "errors": errors, "ssim": errors}
+    return {
+        "held_out": rows,
+        "held_out_scenario": [r for r in rows if r["sparse_attention"] == "none"],
+        "precisions": [
+            row("dense", 0.0, 1.0) | {"precision": "float32"},
+            row("dense", 0.0, 1.1) | {"precision": "w8a8"},
+        ],
+        "similarity": {"still": [{}], "turning": [layer], "walking": [{}], "shooting": [{}], "all": [layer]},
+        "rollouts": {"dense": rolled, "learned": rolled},
+        "variants": (study.setup.MEAN, study.setup.DELTA, study.setup.LEARNED),
+    }
+
+
+def test_the_page_computes_its_verdicts(study: SimpleNamespace) -> None:
+    found = results(study)
+    page = study.document.Page(study.setup.Counts(rollout_frames=2), {"trained": found, "tuned": found})
+    text = "\n".join(study.document._lines(page))
+    assert "| trained | `tas, mean of heads` | 10 % | 20 % | 10 % | 20 % |" in text
+    assert "| trained | `random` | 2 % | 4 % | 2 % | 4 % |" in text
+    assert "| tuned | `learned` | 40 % | 80 % | 40 % | 80 % |" in text
+    assert "- Best gate of the trained decoder at 1.10x: `learned`, 80 %." in text
+    assert "- Goal: 80 % at 1.10x after tuning: reached." in text
+    assert "| trained | `input_delta` | 80 % / 80 % | 10 % / 20 % |" in text, "of still and of turning frames"
+    gates = "`tas, mean of heads` 10 % (5.0x), `input_delta` 20 % (10.0x), `learned` 40 % (20.0x)"
+    assert f"- turning: chance replays 2 % at 1.10x of the dense NLL, {gates}." in text
+    assert "| turning | 0.50 | 0.10 | 0.20 | 0.80 |" in text
+    assert "| trained | `learned` | 50 % | dense rollout | 60.0 | 20.0 |" in text
+    assert "| trained | window 65, sinks 16 | dense | 0 % | 1.300 | 1.300x |" in text
+    assert "| trained | w8a8 | dense | 0 % | 1.1000 | 1.100x | 1.100x |" in text
+
+
+def test_pictures_are_drawn(study: SimpleNamespace, tmp_path: Path) -> None:
+    check_module("matplotlib")
+    found = results(study)
+    study.pictures.quality({"trained": found["held_out"], "tuned": found["held_out"]}, tmp_path / "quality.png")
+    study.pictures.similarity(found["similarity"], tmp_path / "similarity.png")
+    study.pictures.drift({"trained": found["rollouts"]}, tmp_path / "drift.png")
+    video = np.random.default_rng(0).integers(0, 255, (3, 64, 64, 3), np.uint8)
+    study.pictures.strip({"game": video, "dense": video}, tmp_path / "strip.png")
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sorted(sizes) == ["drift.png", "quality.png", "similarity.png", "strip.png"]
+    assert min(sizes.values()) > 5000, sizes
+    again = tmp_path / "again.png"
+    study.pictures.drift({"trained": found["rollouts"]}, again)
+    assert again.read_bytes() == (tmp_path / "drift.png").read_bytes()
