@@ -58,6 +58,7 @@ class CompileOptions(TypedDict, total=False):
     offload: str
     sparse_attention: SparseAttention | None
     kv: str
+    numerics: str
     host_cpus: Sequence[str]
     output: str | Path
     strict: bool
@@ -97,6 +98,7 @@ def compile(
     offload: str = "mlp",
     sparse_attention: SparseAttention | None = None,
     kv: str = "float32",
+    numerics: str = "native",
     host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
     dry_run: bool = False,
@@ -122,6 +124,8 @@ def compile(
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
         kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent.
+        numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
+            prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md).
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
             its CPU runs.
@@ -163,6 +167,7 @@ def compile(
         "offload": offload,
         "sparse_attention": sparse_attention,
         "kv": kv,
+        "numerics": numerics,
     }
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options)

@@ -51,7 +51,7 @@ def test_every_engine_has_the_whole_window_and_a_frame_as_sample(plan: DoomPlan)
     assert len({job.folder for job in jobs}) == len(jobs)
     assert {job.engine for job in jobs} <= ENGINES.keys()
     assert all(job.precision in BITS and job.kv for job in jobs)
-    assert {job.variants for job in jobs if job.engine == OURS} == {(DENSE, "0.5", "0.8", "1", PLAY)}
+    assert {job.variants for job in jobs if job.engine == OURS} == {(DENSE, "0.5", "0.6", "0.8", "1", PLAY)}
     assert {job.variants for job in jobs if job.engine != OURS} == {(DENSE,)}
     assert Job.from_json(json.loads(json.dumps(jobs[0].to_json()))) == jobs[0]
 
@@ -68,13 +68,14 @@ def test_the_page_has_ratios_within_a_round(plan: DoomPlan) -> None:
         Result(jobs[engine], variant, samples, replay=0.6, logits=[1.0], traffic=Traffic(1, 0, 0), version="1")
         for (engine, variant), samples in seconds.items()
     ]
-    parts = {n: {m: dict.fromkeys(PARTS, 0.25) for m in ("dense", "all replayed")} for n in ("1", "2")}
+    quarters = dict.fromkeys(PARTS, 0.25)
+    parts = {"2": {"dense": quarters}, "1": {"dense": quarters, "all replayed": quarters}}
     text = text_of(plan, Measured(rows_of(results, [1.0], 0.0), parts))
     assert "| fastcar_compile | w8a8 | float16 | dense | 2.000 | 1.000 - 4.000 | 7.7 |  |" in text
     assert "| fastcar_compile | w8a8 | float16 | 60% (play) | 2.000 | 0.500 - 2.000 | 7.7 | 2.00x |" in text
     assert "8 bit: w8a8 with float16 KV is 2.00x as fast as the fastest peer, openvino int8." in text
-    assert "| part | 1 thread, dense | 1 thread, all replayed | 2 threads, dense | 2 threads, all replayed |" in text
-    assert f"| the step | {' | '.join(['2.250'] * 4)} |" in text
+    assert "| part | 1 thread, dense | 1 thread, all replayed | 2 threads, dense |" in text
+    assert f"| the step | {' | '.join(['2.250'] * 3)} |" in text
 
 
 @pytest.mark.parametrize(
@@ -104,5 +105,10 @@ def test_a_layer_without_replay_has_a_threshold_that_nothing_passes(tmp_path: Pa
     """And without a file there is no row for play."""
     numbers = {"replay": 0.5, "per_layer": (0.5, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "", "inputs": ""}
     Thresholds(gate="tas", values=(0.25, None), **numbers).save(tmp_path / "thresholds.json")
-    assert thresholds_of(tmp_path / "thresholds.json") == ("tas", (0.25, math.inf))
-    assert thresholds_of(None) == ("tas", ())
+    assert thresholds_of(tmp_path / "thresholds.json", 0.5) == ("tas", (0.25, math.inf))
+    assert thresholds_of(None, 0.5) == ("tas", ())
+    cases: list[dict[str, Any]] = [{"calibration": "dense", "target": None, "replay": None}]
+    for target, values in ((0.3, [2.0, None]), (0.5, ["-inf", None])):
+        cases.append({"calibration": "tas, mean of heads", "target": target, "replay": {"threshold": values}})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    assert thresholds_of(tmp_path / "cases.json", 0.5) == ("tas", (-math.inf, math.inf))

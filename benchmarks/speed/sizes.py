@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 HEAD_DIM = 128
@@ -100,6 +100,11 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return JSON-safe values."""
         return asdict(self)
+
+    def built_from(self) -> dict[str, Any]:
+        """Return what the engine's files depend on: not how much is measured with them, nor on what."""
+        sizes = replace(self.sizes, rounds=0, samples=0)
+        return replace(self, sizes=sizes, variants=(), contexts="", thresholds=()).to_json()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:

@@ -91,6 +91,9 @@ def compile_command(
         str,
         typer.Option(help="What keys and values are cached as: float32, float16 or int8.", autocompletion=kv_names),
     ] = "float32",
+    numerics: Annotated[
+        str, typer.Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.")
+    ] = "native",
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
@@ -125,6 +128,7 @@ def compile_command(
         "offload": offload,
         "sparse_attention": parse_sparse(window, sinks, window_positions),
         "kv": kv,
+        "numerics": numerics,
         "host_cpus": [name.strip() for name in host_cpus.split(",")],
         "strict": strict,
     }

@@ -34,7 +34,8 @@ def _summary(report: DryRun) -> dict[str, str]:
         "decoder": f"{count_text(decoder.num_layers, 'layer')}, hidden {decoder.hidden_size}, "
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
         f"{decoder.tokens_per_frame} tokens per frame, {count_text(decoder.batch_size, 'row')}",
-        "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, offload {options.offload}",
+        "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
+        f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",
         "pipeline": re.sub(r"\{.*?\}(?=,|$)", "", report.pipeline),
     }

@@ -162,7 +162,7 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
     return {
         "target": f"{config['target']}, offload: {config['offload']}",
         "sizes": f"{config['tokens_per_frame']} tokens per frame, {config['max_seq_len']} positions, {rows}",
-        "numbers": f"quant {config['quant']}, KV cache {config['kv']}",
+        "numbers": f"quant {config['quant']}, KV cache {config['kv']}, {config['numerics']} numerics",
         "attention": _attention_text(config["sparse_attention"]),
         **_replay_fields(config["replay"]),
     }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Target, map_arg
 
-from fastcar_compile.codegen.schema import index_of
 from fastcar_compile.ir.modules import get_attribute
+from fastcar_compile.ir.schema import index_of
 
 fastcar = torch.ops.fastcar
 _LITERALS: dict[Target, int] = {

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from fastcar_compile.config.base import Config
 from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.gates import GATES, gate_named
 from fastcar_compile.gates.registry import weights_problem
 
@@ -156,9 +156,12 @@ class CompileConfig(Config):
         sparse_attention: None: attention to all positions.
         kv: what keys and values are cached as: "float32", "float16" (rounded half to even, at most ±65504), or "int8"
             (with an exponent per 32 values of a head).
+        numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.
+            "exact": they are defined bit for bit too, so that logits and decisions are equal on every backend that has
+            them, for every number of threads and in prefill; needs quant w8a8 or w4a8, and kv int8.
 
     Raises:
-        CompileError: a field is not valid, or tokens_per_frame >= max_seq_len.
+        CompileError: a field is not valid, tokens_per_frame >= max_seq_len, or exact numerics of other types.
     """
 
     target: str
@@ -171,6 +174,7 @@ class CompileConfig(Config):
     offload: Literal["mlp", "linears"] = "mlp"
     sparse_attention: SparseAttention | None = None
     kv: str = "float32"
+    numerics: Literal["native", "exact"] = "native"
 
     @field_validator("quant")
     @classmethod
@@ -194,6 +198,11 @@ class CompileConfig(Config):
                 "no token would have a previous frame to replay",
                 hint="lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
                 f"({2 * self.tokens_per_frame})",
+            )
+        if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
+            raise CompileError(
+                f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}",
+                hint="use quant w8a8 or w4a8 with kv='int8', or numerics='native'",
             )
         if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
             raise CompileError(

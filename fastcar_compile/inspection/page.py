@@ -156,6 +156,7 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
             "offload": options.offload,
             "weights": options.quant,
             "keys and values": options.kv,
+            "numerics": options.numerics,
             "attention reads": window,
             "libraries": "; ".join(v.instruction_set for v in manifest.host.variants) or "none",
         },

@@ -11,6 +11,9 @@ from torch import fx
 from fastcar_compile.ir.query import argument_names, is_op, shape_of
 
 fastcar = torch.ops.fastcar
+WINDOWED = (fastcar.window_attention, fastcar.exact_window_attention)
+ATTENTIONS = (fastcar.attention, fastcar.exact_attention, *WINDOWED)
+"""Attention of a decoder layer to its own cache; of these, to a window."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,15 @@ def ring_of(written: fx.Node) -> RingRows | None:
 
 def window_of(attention: fx.Node) -> Window | None:
     """Return what an attention sees; None: all earlier positions."""
-    if not is_op(attention, fastcar.window_attention):
+    if not is_op(attention, *WINDOWED):
         return None
     return Window(cast("int", attention.args[5]), cast("int", attention.args[6]))
 
 
 def softcap_of(attention: fx.Node) -> float | None:
     """Return the soft-cap of an attention's logits; None: there is none."""
-    index = argument_names(attention).index("softcap")
+    names = argument_names(attention)
+    if "softcap" not in names:
+        return None
+    index = names.index("softcap")
     return cast("float | None", attention.args[index]) if len(attention.args) > index else None

@@ -12,13 +12,14 @@ from fastcar_compile.ir.layers import LAYER, Role, layer_of, operators_with_role
 from fastcar_compile.ir.modules import branches_of, get_attribute, placeholder_names, with_branches
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
 from fastcar_compile.ir.query import is_op, output_nodes
+from fastcar_compile.ir.rings import ATTENTIONS
 from fastcar_compile.ir.sites import LINEARS
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 Problems = Iterator[str]
 Type = tuple[torch.dtype, tuple[int, ...]]
 _OPERATORS = {
-    Role.ATTENTION: (fastcar.attention, fastcar.window_attention),
+    Role.ATTENTION: ATTENTIONS,
     Role.RESIDUAL: (aten.add,),
     Role.EXIT: (aten.add,),
     Role.GATE_PROJ: LINEARS,

@@ -10,8 +10,8 @@ from fastcar_compile.formats import KV_TYPES, kv_type
 FLOAT16_MAX = 65504.0
 """A float16 cache limits magnitudes to this, infinities too."""
 
-BLOCK = KV_TYPES["int8"].block
-"""Elements of a row that share an exponent in an int8 cache (OCP Microscaling Formats, MXINT8)."""
+BLOCK, CACHE_BITS = KV_TYPES["int8"].block, 8
+"""Elements of a row that share an exponent in an int8 cache, and the bits of one (OCP Microscaling Formats, MXINT8)."""
 
 LEAST_EXPONENT = -120
 """Least exponent. No scale, inverse or product is subnormal then, so a CPU that flushes subnormals agrees."""
@@ -25,11 +25,15 @@ BIAS, MANTISSA_BITS = 127, 23
 NOT_A_NUMBER = -128
 """Exponent of a block that contains a NaN; its mantissas are 0. As a scale its bits are those of minus infinity."""
 
-ROUNDS_UP = 1 << 16
-"""Added to the bits of a float32, it carries into the exponent if the mantissa (1 to 2) is at least 127.5 / 64."""
 
-EXCESS = BIAS + 6
-"""A float32's exponent field minus the scale's exponent: a mantissa has 7 bits before the point."""
+def rounds_up(bits: int) -> int:
+    """Return what carries into the exponent of a float32 that `bits` bits would round up to a power of two."""
+    return 1 << (MANTISSA_BITS + 1 - bits)
+
+
+def excess(bits: int) -> int:
+    """Return a float32's exponent field minus the exponent of its block: a mantissa has bits - 1 before the point."""
+    return BIAS + bits - 2
 
 
 def row_size(dim: int, dtype: torch.dtype | str) -> int:
@@ -53,30 +57,42 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype == torch.float16:
         return value.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(dtype)
-    return _blocks(value) if dtype == torch.int8 else value
+    return _rows(value) if dtype == torch.int8 else value
 
 
 def loaded(rows: Tensor, dim: int) -> Tensor:
     """Return the exact float32 values [..., dim] of cached rows; `dim` is a head's dimension."""
     if rows.dtype != torch.int8:
         return rows.to(torch.float32)
-    scales = _power_of_two(rows[..., dim:]).repeat_interleave(BLOCK, -1)
+    scales = power_of_two(rows[..., dim:]).repeat_interleave(BLOCK, -1)
     return rows[..., :dim] * scales[..., :dim]
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent as float32, made of its bits."""
     return ((exponent.to(torch.int32) + BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
-def _blocks(value: Tensor) -> Tensor:
-    dim = value.shape[-1]
-    padded = torch.nn.functional.pad(value.clamp(-INT8_MAX, INT8_MAX), (0, -dim % BLOCK)).unflatten(-1, (-1, BLOCK))
+def blocks(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return float32 [..., K] in blocks of 32 along the last axis, padded with zeros.
+
+    A mantissa has `bits` bits with its sign. The exponent is the least one, from -120 on, with which no mantissa of the
+    block rounds to 2^(bits - 1).
+
+    Returns:
+        mantissas, integers as float32 [..., n, 32], and exponents int32 [..., n]. A block with a NaN has zeros and
+        -128.
+    """
+    padded = torch.nn.functional.pad(value.clamp(-INT8_MAX, INT8_MAX), (0, -value.shape[-1] % BLOCK))
+    padded = padded.unflatten(-1, (-1, BLOCK))
     top = padded.abs().amax(-1)
-    exponent = ((top.view(torch.int32) + ROUNDS_UP) >> MANTISSA_BITS) - EXCESS
-    exponent = exponent.clamp(min=LEAST_EXPONENT)
-    mantissas = torch.round(padded * _power_of_two(-exponent)[..., None])
+    field = (top.view(torch.int32) + rounds_up(bits)) >> MANTISSA_BITS
+    exponent = (field - excess(bits)).clamp(min=LEAST_EXPONENT)
+    mantissas = torch.round(padded * power_of_two(-exponent)[..., None])
     unknown = top.isnan()
-    mantissas = torch.where(unknown[..., None], 0, mantissas).flatten(-2)[..., :dim]
-    exponent = torch.where(unknown, NOT_A_NUMBER, exponent)
-    return torch.cat([mantissas.to(torch.int8), exponent.to(torch.int8)], -1)
+    return torch.where(unknown[..., None], 0, mantissas), torch.where(unknown, NOT_A_NUMBER, exponent)
+
+
+def _rows(value: Tensor) -> Tensor:
+    mantissas, exponent = blocks(value, CACHE_BITS)
+    return torch.cat([mantissas.flatten(-2)[..., : value.shape[-1]].to(torch.int8), exponent.to(torch.int8)], -1)

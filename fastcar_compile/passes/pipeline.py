@@ -7,6 +7,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -48,6 +49,7 @@ PASSES: dict[str, type[Pass]] = {
         SparsifyAttention,
         WindowCaches,
         QuantizeKvCache,
+        ExactArithmetic,
         OffloadGate,
         OffloadMlp,
         OffloadLinears,
@@ -84,6 +86,8 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     passes.append(WindowCaches())
     if config.kv != "float32":
         passes.append(QuantizeKvCache(config.kv))
+    if config.numerics == "exact":
+        passes.append(ExactArithmetic())
     return passes
 
 

@@ -62,7 +62,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False,
+        "host_cpus": ["native", "avx2"], "kv": "float16", "numerics": "native", "strict": False,
     }  # fmt: skip
 
 

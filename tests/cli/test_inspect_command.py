@@ -23,7 +23,7 @@ def test_summary(fastcar: Callable[..., Result]) -> None:
         "",
         "target      zcu102, offload: mlp",
         "sizes       4 tokens per frame, 32 positions, 2 rows",
-        "numbers     quant none, KV cache float32",
+        "numbers     quant none, KV cache float32, native numerics",
         "attention   to all positions",
         "gate        tas",
         "threshold   2, never, inf (layer by layer)",

@@ -25,7 +25,7 @@ from fastcar_compile.ir.text import program_to_text
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
 from .laws import without_sources
-from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, TinyBlock, TinyDecoder, Windowed
+from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, Rotated, TinyBlock, TinyDecoder, Windowed
 
 FILES = sorted((Path(__file__).parent / "filecheck").glob("*.txt"))
 
@@ -102,6 +102,7 @@ class Adapted(TinyBlock):
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "tiny": (TinyBlock,),
     "window": (Windowed,),
+    "rotated": (Rotated,),
     "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,),
     "products": (Products,),

@@ -71,6 +71,40 @@ class Windowed(TinyBlock):
         return (columns <= position[:, None]) & (columns > position[:, None] - 4)
 
 
+class RootMeanSquare(nn.Module):
+    """A norm without a mean, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Rotated(TinyBlock):
+    """Root-mean-square norms, and rotary positions."""
+
+    frequencies: Tensor
+
+    def __init__(self, batch: int = BATCH) -> None:
+        super().__init__(batch)
+        self.norm_1, self.norm_2 = RootMeanSquare(), RootMeanSquare()
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.1]))
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        angles = (position.float()[:, None] * self.frequencies).repeat(1, 2)[None, None]
+        q, k = (self.rotated(t, angles) for t in (q.unflatten(-1, (2, 4)).transpose(1, 2), k[:, None]))
+        keys = self.keys.index_copy_(2, position, k)
+        values = self.values.index_copy_(2, position, v[:, None])
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask(position), enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+    def rotated(self, x: Tensor, angles: Tensor) -> Tensor:
+        return x * angles.cos() + torch.cat([-x[..., 2:], x[..., :2]], -1) * angles.sin()
+
+
 class TinyDecoder(nn.Module):
     """A decoder of the step protocol. `blocks` are (kind of block) per layer."""
 

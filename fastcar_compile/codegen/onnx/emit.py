@@ -20,8 +20,10 @@ EXTERNAL_DATA_FROM = 1 << 26
 class OnnxEmitter:
     """Writes the decode step as one ONNX model, and with cross-attention the context graph as a second one."""
 
-    def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection:
-        """Write the model; see Emitter.emit."""
+    def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection | None:
+        """Write the model; see Emitter.emit. Exact numerics have none: onnxruntime rounds linears in its own way."""
+        if context.options.numerics == "exact":
+            return None
         context.say("exporting to ONNX")
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from tvm import relax
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.schema import bound
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import dispatch
 from fastcar_compile.codegen.tvm.relax_api import (
@@ -30,6 +29,7 @@ from fastcar_compile.codegen.tvm.relax_api import (
     type_of,
 )
 from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.schema import bound
 
 Value = relax.Expr | tuple[relax.Expr, ...]
 """What a converter returns: the operator's result, or its results."""

@@ -49,6 +49,9 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtSteppe
     """Open an artifact in onnxruntime; see OpenStepper."""
     section = artifact.manifest.onnx
     if section is None:
+        if artifact.manifest.options.numerics == "exact":
+            what = "this artifact has exact numerics, and onnxruntime rounds quantised linears in its own way"
+            raise BackendError(what, hint="use backend 'cpu' or 'eager', or compile with numerics='native'")
         raise BackendError("this artifact has no ONNX model", hint="compile the model again")
     weights = {name: artifact.files.mapped(name) for name in weight_files(artifact.manifest.files)}
     model = OnnxModel(section.model, artifact.files.data(section.model), weights)

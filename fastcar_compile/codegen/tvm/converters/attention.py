@@ -8,6 +8,7 @@ import torch
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
+from fastcar_compile.exact import EXP_TABLE
 
 fastcar = torch.ops.fastcar
 
@@ -32,6 +33,23 @@ def _window_attention(call: Call) -> Value:
     kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
     sink_query = call.optional("sink_query") or query
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
+
+
+@converts(fastcar.exact_attention.default)
+def _exact_attention(call: Call) -> Value:
+    return _exact(call, ())
+
+
+@converts(fastcar.exact_window_attention.default)
+def _exact_window_attention(call: Call) -> Value:
+    return _exact(call, ((call.integer("sinks"), call.integer("window")),))
+
+
+def _exact(call: Call, window: tuple[tuple[int, int], ...]) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window)
+    table = call.constant(EXP_TABLE.astype(np.int32))
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), table])
 
 
 @converts(fastcar.context_attention.default)

@@ -9,6 +9,7 @@ from tvm import relax
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.linear import quantized
 from fastcar_compile.codegen.tvm.converters.registry import converts
+from fastcar_compile.codegen.tvm.kernels.norm.exact import exact_norm, exact_norm_quantize, exact_rotary
 from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from fastcar_compile.codegen.tvm.kernels.norm.rotary import rotary
 
@@ -26,6 +27,19 @@ def _rms_norm(call: Call) -> Value:
 def _rms_norm_quantize(call: Call) -> Value:
     x = call.tensor("x")
     return quantized(call, rms_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
+
+
+@converts(fastcar.exact_norm.default)
+def _exact_norm(call: Call) -> Value:
+    x = call.tensor("x")
+    y = call.kernel(exact_norm(*x.rows, call.number("epsilon")), _rms_arguments(call), x.rows)
+    return call.reshape(y, x.shape)
+
+
+@converts(fastcar.exact_norm_quantize.default)
+def _exact_norm_quantize(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, exact_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
 
 
 def _rms_arguments(call: Call) -> list[relax.Expr]:
@@ -60,3 +74,11 @@ def _rotary(call: Call) -> Value:
     batch, heads, rows, width = x.shape
     kernel = rotary((batch, heads, rows, width), cos.shape[0])
     return call.kernel(kernel, [x.value, *(call.reshape(t.value, t.shape) for t in (cos, sin))])
+
+
+@converts(fastcar.exact_rotary.default)
+def _exact_rotary(call: Call) -> Value:
+    batch, heads, rows, width = call.tensor("x").shape
+    size, angles = call.tensor("table").rows
+    kernel = exact_rotary((batch, heads, rows, width), (size, angles))
+    return call.kernel(kernel, call.values("x", "table", "position"))

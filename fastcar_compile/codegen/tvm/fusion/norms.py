@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from fastcar_compile.codegen.tvm.fusion.rewrite import arguments, factors, replace, shape, tensor
+from fastcar_compile.codegen.tvm.fusion.rewrite import replace
+from fastcar_compile.passes.patterns.norms import layer_norm, rms_norm
 
-aten, fastcar = torch.ops.aten, torch.ops.fastcar
+fastcar = torch.ops.fastcar
 NAME = "fuse-norms"
 
 
@@ -20,44 +19,3 @@ def fuse_norms(graph: fx.Graph) -> None:
             replace(node, fastcar.rms_norm.default, found, NAME)
         elif (found := layer_norm(node)) is not None:
             replace(node, fastcar.layer_norm.default, found, NAME)
-
-
-def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return (x, weight, epsilon) where node is x * rsqrt(mean(x^2, last axis) + epsilon) * weight, weight [K]."""
-    for scaled, weight in factors(node):
-        for x, inverse in factors(scaled):
-            epsilon = _inverse_root(inverse, x)
-            if epsilon is not None and shape(weight) == shape(x)[-1:]:
-                return x, weight, epsilon
-    return None
-
-
-def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
-    """Return epsilon where node is rsqrt(mean(x^2, last axis, keepdim) + epsilon)."""
-    root = arguments(node, aten.rsqrt)
-    shifted = arguments(root["self"], aten.add) if root is not None else None
-    if shifted is None or not isinstance(shifted["other"], float) or shifted["alpha"] != 1:
-        return None
-    mean = arguments(shifted["self"], aten.mean)
-    if mean is None or not mean.get("keepdim") or mean["dtype"] is not None:
-        return None
-    last = mean["dim"] in ([-1], [len(shape(x)) - 1])
-    return shifted["other"] if last and _is_square(mean["self"], x) else None
-
-
-def _is_square(node: object, x: fx.Node) -> bool:
-    power = arguments(node, aten.pow)
-    if power is not None:
-        return power["self"] is x and power.get("exponent") == 2
-    return (x, x) in factors(node)
-
-
-def layer_norm(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return (x, weight, bias, epsilon) where node is a layer norm of float32 rows over the last axis alone."""
-    norm = arguments(node, aten.layer_norm)
-    if norm is None:
-        return None
-    x = norm["input"]
-    if list(norm["normalized_shape"]) != [shape(x)[-1]] or tensor(x).dtype != torch.float32:
-        return None
-    return x, norm["weight"], norm["bias"], float(norm["eps"])

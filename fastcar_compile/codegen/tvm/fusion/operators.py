@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
-from fastcar_compile.ops import quant
+from fastcar_compile.ops import exact, quant
 
 fastcar = torch.ops.fastcar
 _LIBRARY = Library("fastcar", "FRAGMENT")
@@ -52,6 +52,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def rms_norm_quantize(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return `quantize_rows` of `rms_norm`."""
     return quant.quantize_rows(rms_norm(x, weight, epsilon))
+
+
+@_fused
+def exact_norm_quantize(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `quantize_rows` of `exact_norm`."""
+    return quant.quantize_rows(exact.exact_norm(x, weight, epsilon))
 
 
 @_fused

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fastcar_compile.codegen.schema import bound
-from fastcar_compile.codegen.tvm.fusion.rewrite import arguments, factors, replace, shape
+from fastcar_compile.codegen.tvm.fusion.rewrite import replace
+from fastcar_compile.ir.schema import bound
+from fastcar_compile.passes.patterns.algebra import arguments, factors, shape
 
 fastcar = torch.ops.fastcar
 NAME = "fuse-quantize"
 _QUANTIZED_NORMS = {
     fastcar.rms_norm.default: fastcar.rms_norm_quantize.default,
+    fastcar.exact_norm.default: fastcar.exact_norm_quantize.default,
     fastcar.layer_norm.default: fastcar.layer_norm_quantize.default,
 }
 

@@ -10,9 +10,9 @@ import operator
 import torch
 from torch import fx
 
-from fastcar_compile.codegen.schema import bound
 from fastcar_compile.codegen.tvm.fusion.rewrite import replace
 from fastcar_compile.ir.rewrite import call
+from fastcar_compile.ir.schema import bound
 
 fastcar = torch.ops.fastcar
 NAME = "split-quantized-linears"

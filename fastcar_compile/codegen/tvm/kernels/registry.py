@@ -19,6 +19,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
+from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
 from fastcar_compile.codegen.tvm.kernels.attention.window import window_attention
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
 from fastcar_compile.codegen.tvm.kernels.gate.scores import output_bound
@@ -78,6 +79,7 @@ KERNELS: dict[str, Kernel] = {
     "attention": decode_attention,
     "attention_chunk": chunk_attention,
     "cache_write": cache_write,
+    "exact_attention": exact_attention,
     "linears": combined_linears,
     "output_bound": output_bound,
     "ring_write": ring_write,

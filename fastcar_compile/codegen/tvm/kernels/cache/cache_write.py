@@ -148,7 +148,9 @@ def _write_row(d: int) -> Callable[..., None]:
 
 def _exponent(bits: Expr) -> Expr:
     """Return the exponent of the least scale with which a float32 of these bits rounds to at most 127."""
-    return T.shift_right(bits + T.int32(cached.ROUNDS_UP), T.int32(cached.MANTISSA_BITS)) - T.int32(cached.EXCESS)
+    return T.shift_right(bits + T.int32(cached.rounds_up(cached.CACHE_BITS)), T.int32(cached.MANTISSA_BITS)) - T.int32(
+        cached.excess(cached.CACHE_BITS)
+    )
 
 
 def _bounded(value: Expr) -> Expr:

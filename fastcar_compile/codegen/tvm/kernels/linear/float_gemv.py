@@ -34,7 +34,8 @@ SMALL_BATCH = 8
 """The most rows of x for this kernel. Up to here the arithmetic per weight hides behind the memory."""
 
 PARALLEL_WEIGHTS = 1 << 18
-"""Weights from which a second thread pays for launching and awaiting a parallel region."""
+"""Weights from which a second thread pays for launching and awaiting a parallel region, which takes about 3 us. One
+thread reads 2^18 int8 weights from the last-level cache in about 10 us."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
     scanned = k if m > 1 else 0
-    tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial)
+    tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply, move_row = tile_macro(m, n, k, isa), _move_row(k, dot)
 
     @script.prim_func(private=True, s_tir=True)

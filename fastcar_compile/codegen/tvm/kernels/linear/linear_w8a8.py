@@ -73,7 +73,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     """
     dot = INT8_DOTS[isa.int8]
     scanned = k if m > 1 else 0
-    tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= 2 * PARALLEL_WEIGHTS else T.serial)
+    tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply, correct = _multiply(m, n, k, dot), _correct(k, dot)
 
     @script.prim_func(private=True, s_tir=True)

@@ -1,0 +1,90 @@
+"""The TVM kernels against the operators, bit for bit."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from tvm.tirx import PrimFunc
+
+from fastcar_compile import exact
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
+from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
+from fastcar_compile.codegen.tvm.kernels.norm.exact import exact_norm, exact_norm_quantize, exact_rotary
+from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.ops.quant import quantize_rows
+
+from .cases import KINDS, Array, cache, same, values
+
+fastcar = torch.ops.fastcar
+LEAST = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())[-1]
+"""The smallest instruction set that this CPU runs."""
+
+
+class Library:
+    """A compiled kernel."""
+
+    def __init__(self, kernel: PrimFunc, isa: InstructionSet | None = None) -> None:
+        module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+        self.function = tvm.compile(module, target=host_target(isa))["main"]
+
+    def __call__(self, *arrays: Array, results: int = 1) -> list[Array]:
+        """Return the last arrays as they are afterwards."""
+        tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
+        self.function(*tensors)
+        return [t.numpy() for t in tensors[-results:]]
+
+
+@pytest.mark.parametrize("width", [5, 64, 129])
+def test_norm(width: int) -> None:
+    plain, quantized = Library(exact_norm(4, width, 1e-6)), Library(exact_norm_quantize(4, width, 1e-6))
+    for seed, kind in enumerate(KINDS):
+        random = np.random.default_rng(seed)
+        x, weight = values(kind, (4, width), random), values("normal", (width,), random)
+        (y,) = plain(x, weight, np.zeros_like(x))
+        expected = exact.rms_norm(x, weight, 1e-6)
+        assert same(y, expected), kind
+        if np.isfinite(expected).all():
+            rows, scales = quantized(x, weight, np.zeros(x.shape, np.int8), np.zeros(4, np.float32), results=2)
+            own = [t.numpy() for t in quantize_rows(torch.from_numpy(expected))]
+            assert all(np.array_equal(*pair) for pair in zip((rows, scales), own, strict=True)), kind
+
+
+def test_rotary() -> None:
+    random = np.random.default_rng(0)
+    x, table = values("wide", (2, 3, 4, 40), random), values("normal", (9, 32), random)
+    library = Library(exact_rotary(x.shape, table.shape))
+    for position in (0, 4, 7, 100):
+        (y,) = library(x, table, np.array([position]), np.zeros_like(x))
+        assert same(y, exact.rotary(x, table, position))
+
+
+@pytest.mark.parametrize(
+    ("query", "rows", "window", "isa"),
+    [
+        ((2, 4, 1, 64), (2, 70), None, None),
+        ((1, 4, 3, 40), (1, 40), None, LEAST),
+        ((1, 2, 2, 32), (1, 50), (3, 20), None),
+        ((1, 1, 1, 8), (1, 12), (0, 12), None),
+    ],
+)
+def test_attention(
+    query: tuple[int, int, int, int], rows: tuple[int, int], window: tuple[int, int] | None, isa: InstructionSet | None
+) -> None:
+    """One row and several, whole blocks and not, grouped heads, rings; on this CPU and on the smallest one."""
+    batch, _, steps, dim = query
+    heads, size = rows
+    library = Library(exact_attention(query, (batch, heads, size, dim), 0.3, window), isa)
+    table = exact.EXP_TABLE.astype(np.int32)
+    for seed, kind in enumerate([*KINDS, *KINDS]):
+        random = np.random.default_rng(seed)
+        q, other = values(kind, query, random), str(random.choice(KINDS))
+        keys, held = cache(other, (batch, heads, size), dim, random), cache(kind, (batch, heads, size), dim, random)
+        position = int(random.integers(0, size - steps + 1 if window is None else 3 * size))
+        (y,) = library(q, keys, held, np.array([position]), table, np.zeros_like(q))
+        operands = [*(torch.from_numpy(a) for a in (q, keys, held)), torch.tensor([position]), 0.3]
+        operator = fastcar.exact_attention if window is None else fastcar.exact_window_attention
+        assert same(y, operator(*operands, *(window or ())).numpy()), (kind, other, position)

@@ -1,0 +1,76 @@
+"""exact-arithmetic: what it rewrites, the same bits in both graphs, and everything it refuses at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string
+from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
+from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
+from fastcar_compile.passes.sparse_attention import SparsifyAttention
+
+from .laws import check_truthful, nodes_of
+from .tiny import CHUNK, ROWS, Rotated, TinyBlock, after, logits, prefill_logits
+
+NARROW = (*analysis_pipeline(), QuantizeW8A8(), QuantizeKvCache("int8"))
+
+
+class Capped(Rotated):
+    """A residual multiplier, and keys that turn with the sum of two positions."""
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + 0.5 * self.out(torch.tanh(self.attend(self.norm_1(h), position)))
+        return h + self.mlp(self.norm_2(h))
+
+    def rotated(self, x: Tensor, angles: Tensor) -> Tensor:
+        return super().rotated(x, angles + x.mean() * 0)
+
+
+def test_it_says_what_it_did() -> None:
+    check_truthful(after(*NARROW, blocks=[Rotated, Rotated]), ExactArithmetic())
+    text = pipeline_to_string([ExactArithmetic()])
+    assert pipeline_from_string(text, PASSES) == [ExactArithmetic()]
+
+
+def test_steps_and_chunks_have_the_same_bits() -> None:
+    program = after(*NARROW, ExactArithmetic(), blocks=[Rotated])
+    steps, chunks = logits(program), prefill_logits(program)
+    whole = ROWS // CHUNK * CHUNK
+    assert np.array_equal(steps[:whole].transpose(1, 0, 2), chunks[:, :whole])
+    near = logits(after(*NARROW, blocks=[Rotated]))
+    np.testing.assert_allclose(steps, near, atol=0.05)
+
+
+def test_a_window_of_sparse_attention() -> None:
+    sparse = SparsifyAttention(2, 6)
+    program = after(
+        *analysis_pipeline(), QuantizeW8A8(), sparse, QuantizeKvCache("int8"), ExactArithmetic(), blocks=[Rotated]
+    )
+    targets = [str(n.target) for n in nodes_of(program)]
+    assert targets.count("fastcar.exact_window_attention.default") == 2
+    assert np.isfinite(logits(program)).all()
+
+
+def test_everything_is_refused_at_once() -> None:
+    with pytest.raises(CompileError) as found:
+        after(*NARROW, ExactArithmetic(), blocks=[TinyBlock, Capped])
+    for text in (
+        "aten.layer_norm.default (4 times): only root-mean-square norms are defined bit for bit",
+        "aten.tanh.default (2 times): it has no definition bit for bit",
+        "its angles depend on more than the position",
+        "aten.add.Tensor (10 times): a backend may fuse its product with the sum",
+    ):
+        assert text in str(found.value)
+
+
+def test_float_caches_and_weights_are_refused() -> None:
+    with pytest.raises(CompileError) as found:
+        after(*analysis_pipeline(), ExactArithmetic(), blocks=[Rotated])
+    assert "its cache is not int8" in str(found.value)
+    assert "its weight is not quantised" in str(found.value)
