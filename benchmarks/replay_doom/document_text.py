@@ -35,7 +35,8 @@ The highest replay within a limit of the cost, on straight lines between measure
 """
 
 DENSE = """
-Tuning changes the NLL without replay too. The last column counts from the dense NLL of the *trained* decoder.
+Tuning changes the NLL without replay too. The last column counts from the dense NLL of the *trained* decoder;
+*none*: without replay the decoder is beyond the limit already.
 """
 
 KINDS = """## By kind of motion
@@ -71,7 +72,7 @@ WORTH = """
 In layer 0 TAS ranks the changes ({tas_first:.2f}), in the later layers hardly ({tas_later:.2f} on average). The change
 of the MLP's input, which costs as little to measure, ranks them in all ({delta_first:.2f}, {delta_later:.2f}). In
 turning frames an MLP's output changes by {turning:.2f} of its own size at the median. A turn of 10 degrees moves the
-picture by about one of its eight tokens, so the same place shows something else. There all gates but `random` find less
+picture by about one of its eight tokens, so the same place shows something else. There every gate finds less
 to replay than while walking. Where the picture stands still, nearly everything could be replayed, but TAS hardly finds
 more of it than chance. So on this decoder the claim holds in the first layer only, and a gate that looks at the MLP's
 input is better everywhere.
