@@ -1,15 +1,27 @@
-# make demo | test | pytest | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | play | test | pytest | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch>=2.11,<2.14
 
-.PHONY: demo test pytest families fuzz lint docs bench sbom release clean
+.PHONY: demo play test pytest families fuzz lint docs bench sbom release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
+
+# The game of the shipped world, compiled again where its decoder or the compiler has changed. Ctrl-C ends it.
+# PLAY: more options of `fastcar play`, for example PLAY="--port 8000".
+WORLD ?= examples/doom/world
+GAME  ?= build/play
+# The thresholds were calibrated for 1.10 times the dense NLL.
+GATE  ?= --gate input_delta --threshold 0.521,0.587,0.532,0.559,0.531
+play: $(GAME)/manifest.json
+	$(BIN)/fastcar play $(GAME) --world $(WORLD) $(PLAY) || [ $$? -eq 130 ]
+
+$(GAME)/manifest.json: Makefile $(STAMP) $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
+	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 $(GATE) --output $(GAME)
 
 test: lint pytest
 

@@ -50,7 +50,7 @@ settings of the peers; OpenVINO in float32 has no compressed weights.
 {play}"""
 
 PLAY = """- "play" decodes two frames of real play with gate `{gate}` and its calibrated thresholds, and measures the
-  second. In the first no layer may replay yet.
+  second. In the first no layer may replay yet. Each round has another start; the share is the mean over the rounds.
 """
 
 STEP = """
@@ -114,7 +114,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decoder", type=Path, default=WORLD / "decoder", help="Hugging Face folder")
     parser.add_argument("--contexts", type=Path, default=WORLD / "starts.safetensors", help="real play, as tokens")
-    parser.add_argument("--thresholds", type=Path, help="of `fastcar calibrate`; default: no row for play")
+    parser.add_argument(
+        "--thresholds", type=Path, help="of `fastcar calibrate` or the shipped cases.json; default: no play"
+    )
+    parser.add_argument("--target", type=float, default=0.5, help="share to replay, which names a case of cases.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="few engines and rounds")
@@ -124,10 +127,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def thresholds_of(path: Path | None) -> tuple[str, tuple[float, ...]]:
-    """Return gate and thresholds of a file. A layer that never replays has plus infinity, which no TAS passes."""
+def thresholds_of(path: Path | None, target: float) -> tuple[str, tuple[float, ...]]:
+    """Return gate and thresholds of a file. A layer that never replays has plus infinity, which no TAS passes.
+
+    Args:
+        target: of a file of cases, as the quality benchmark writes them: the share of the case `tas, mean of heads`.
+    """
     if path is None:
         return "tas", ()
+    read = json.loads(path.read_text("utf-8"))
+    if isinstance(read, list):
+        case = next(c for c in read if c["calibration"] == "tas, mean of heads" and c["target"] == target)
+        values = case["replay"]["threshold"]
+        return "tas", tuple(math.inf if value is None else float(value) for value in values)
     found = Thresholds.load(path)
     return found.gate, tuple(math.inf if value is None else value for value in found.values)
 
@@ -135,7 +147,7 @@ def thresholds_of(path: Path | None) -> tuple[str, tuple[float, ...]]:
 def main() -> None:
     """Measure, print, and write the requested files."""
     options = parse()
-    gate, thresholds = thresholds_of(options.thresholds)
+    gate, thresholds = thresholds_of(options.thresholds, options.target)
     sizes = sizes_of(options.decoder, FRAMES, options.threads, 2 if options.quick else options.rounds)
     with working_folder(options.folder) as folder:
         contexts = options.contexts.resolve()

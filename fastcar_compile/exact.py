@@ -171,14 +171,14 @@ def weighted_values(weights: Integers, values: Bytes, dim: int) -> Floats:
     return total.reshape(-1)[:dim]
 
 
-def attention(query: Floats, keys: Bytes, values: Bytes, visible: Flags, scale: float) -> Floats:
+def attention(query: Floats, keys: Bytes, values: Bytes, visible: Flags, factor: np.float32) -> Floats:
     """Return what one query row [D] of a head attends to in cached rows [S, D + n], of which bool [S] are visible.
 
-    At least one is.
+    At least one is. `factor`: of the logits (`logit_factor`).
     """
     dim, seen = len(query), visible
     with np.errstate(over="ignore", invalid="ignore"):
-        found = logits(query, keys, logit_factor(scale))
+        found = logits(query, keys, factor)
         top = found[seen].max()
         if not np.isfinite(top):
             return np.full(dim, np.nan, np.float32)

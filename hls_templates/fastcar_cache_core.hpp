@@ -1,10 +1,10 @@
 // Keys and values as int8 blocks with one exponent each (docs/reference/numerics.md, "int8"), and where they lie in memory.
 // Plain functions over words, no streams. A weight port has a section of the cache as it has one of the weights.
 //
-// Keys: position s is row s / P of port s mod P, so that a key is a channel of the array and its words hold 16 elements. A tile is 16
-// rows of a port: a word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a block of
-// weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on port i mod P.
-// The exponents of a tile, two words per block, begin its ports' words in turn.
+// Keys: position s is row s / P of port s mod P, so that a key is a channel of the array and its words hold 16 elements. A
+// tile is 16 rows of a port: a word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a
+// block of weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on
+// port i mod P. The exponents of a tile, two words per block, begin its ports' words in turn.
 #ifndef FASTCAR_CACHE_CORE_HPP
 #define FASTCAR_CACHE_CORE_HPP
 
@@ -172,6 +172,41 @@ void append_key(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[B
     }
 }
 
+// The key of row `row` of this port as float32 words, exactly: four elements per clock. A block with a NaN gives NaNs.
+template <int BLOCKS, int WORDS>
+void load_key(const word_t* section, uint32_t first, uint32_t row, uint32_t blocks, uint32_t target, word_t words[WORDS]) {
+    FASTCAR_NO_INLINE
+    word_t head[BLOCKS];
+    word_t mantissas[BLOCKS * BLOCK_WORDS];
+    const uint32_t tile = first + row / KEY_ROWS * (blocks + KEY_ROWS * blocks * BLOCK_WORDS);
+    read_tile<BLOCKS>(section, tile, blocks, head);
+    read_tile<BLOCKS * BLOCK_WORDS>(section, tile + blocks + row % KEY_ROWS * blocks * BLOCK_WORDS, blocks * BLOCK_WORDS,
+                                    mantissas);
+    const uint32_t count = blocks * BLOCK_FLOAT_WORDS;
+expand_words:
+    for (uint32_t i = 0; i < count; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(8, BLOCKS * BLOCK_FLOAT_WORDS)
+        int8_t lanes[INT8_LANES];
+        int8_t exponents[INT8_LANES];
+        float values[FLOAT_LANES];
+        FASTCAR_PARTITION(lanes, 0)
+        FASTCAR_PARTITION(exponents, 0)
+        FASTCAR_PARTITION(values, 0)
+        unpack_int8(mantissas[i / FLOAT_LANES], lanes);
+        unpack_int8(head[i / BLOCK_FLOAT_WORDS], exponents);
+        const int8_t exponent = exponents[row % KEY_ROWS];
+        const bool known = exponent != BLOCK_OF_NAN;
+        const float scale = gate::power_of_two(known ? exponent : 0);
+        FASTCAR_UNROLL
+        for (int c = 0; c < FLOAT_LANES; ++c) {
+            const float value = static_cast<float>(lanes[i % FLOAT_LANES * FLOAT_LANES + c]) * scale;
+            values[c] = known ? value : float_of_bits(gate::NOT_A_NUMBER);
+        }
+        words[target + i] = pack_float(values);
+    }
+}
+
 // Words of a block of values and of the exponents of all blocks, on one port.
 template <int BLOCKS, int PORTS>
 struct ValueTile {
@@ -188,8 +223,8 @@ struct TilePlace {
     uint32_t base;     // first element of the block
 };
 
-// Port `port` gets every PORTS-th element of each block of the value at `position`, a byte of every other word of the tile, and
-// the exponents whose turn it is. The tile is read in one burst and written in another.
+// Port `port` gets every PORTS-th element of each block of the value at `position`, a byte of every other word of the tile,
+// and the exponents whose turn it is. The tile is read in one burst and written in another.
 template <int BLOCKS, int PORTS>
 void append_value(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t head_words,
                   uint32_t first, uint32_t position, uint32_t port, word_t* section) {

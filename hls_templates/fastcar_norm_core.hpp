@@ -1,6 +1,6 @@
-// RMSNorm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per clock.
-// The row is rounded to integers of at most 2^18 in magnitude first, so one 64-bit addition per clock closes the loop, and a
-// square takes one multiplier of 27 by 18 bits and a few LUT.
+// RMSNorm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per
+// clock. The row is rounded to integers of at most 2^18 in magnitude first, so one 64-bit addition per clock closes the loop,
+// and a square takes one multiplier of 27 by 18 bits and a few LUT.
 #ifndef FASTCAR_NORM_CORE_HPP
 #define FASTCAR_NORM_CORE_HPP
 
@@ -62,7 +62,8 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
     return pack_float(y);
 }
 
-// `words` words of x from `first` on -> the same words of y: a whole row, or one head of it. inverse_size: float32(1 / values).
+// `words` words of x from `first` on -> the same words of y: a whole row, or one head of it. inverse_size: float32(1 /
+// values).
 template <int WORDS, int WEIGHT_WORDS>
 void normalize(const word_t x[WORDS], uint32_t first, uint32_t words, const word_t weight[WEIGHT_WORDS], float inverse_size,
                float epsilon, word_t y[WORDS]) {

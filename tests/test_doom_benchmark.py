@@ -105,5 +105,10 @@ def test_a_layer_without_replay_has_a_threshold_that_nothing_passes(tmp_path: Pa
     """And without a file there is no row for play."""
     numbers = {"replay": 0.5, "per_layer": (0.5, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "", "inputs": ""}
     Thresholds(gate="tas", values=(0.25, None), **numbers).save(tmp_path / "thresholds.json")
-    assert thresholds_of(tmp_path / "thresholds.json") == ("tas", (0.25, math.inf))
-    assert thresholds_of(None) == ("tas", ())
+    assert thresholds_of(tmp_path / "thresholds.json", 0.5) == ("tas", (0.25, math.inf))
+    assert thresholds_of(None, 0.5) == ("tas", ())
+    cases: list[dict[str, Any]] = [{"calibration": "dense", "target": None, "replay": None}]
+    for target, values in ((0.3, [2.0, None]), (0.5, ["-inf", None])):
+        cases.append({"calibration": "tas, mean of heads", "target": target, "replay": {"threshold": values}})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    assert thresholds_of(tmp_path / "cases.json", 0.5) == ("tas", (-math.inf, math.inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,21 @@ import numpy as np
 import pytest
 from conftest import check_module
 
+from fastcar_compile.evaluate import load_cases
+from fastcar_compile.gates import GateWeights
+
 ROOT = Path(__file__).parents[1]
-NAMES = ("setup", "sequences", "stages", "curves", "document", "document_tables", "document_text", "pictures")
+NAMES = (
+    "setup",
+    "sequences",
+    "stages",
+    "curves",
+    "document",
+    "document_tables",
+    "document_text",
+    "pictures",
+    "weighting",
+)
 EXAMPLE = ("autoencoder", "data", "decoder", "world_format", "strips")
 
 
@@ -74,6 +88,21 @@ def test_the_most_replay_within_a_limit_lies_between_two_points(study: SimpleNam
     assert most([point(0.0, 1.0), point(0.5, 2.0), point(0.6, 1.05)], 1.1) == pytest.approx(0.6)
 
 
+def test_shipped_cases_fit_their_decoder(study: SimpleNamespace) -> None:
+    """Every gate of the page has its thresholds in the file, and those of the trained gates name their weights."""
+    folder = ROOT / "examples" / "doom"
+    config = json.loads((folder / "world" / "decoder" / "config.json").read_text())
+    weights = GateWeights.load(folder / "gates" / "learned.safetensors")
+    weights.check([config["hidden_size"]] * config["num_hidden_layers"])
+    cases = load_cases(folder / "cases.json", weights)
+    setup, within = study.setup, study.stages.within
+    gates = (setup.MEAN, setup.HEADS, setup.DELTA, setup.BOUND, setup.LEARNED)
+    expected = {gate.name for gate in gates} | {within(gate, limit) for gate in gates for limit in setup.LIMITS}
+    assert {case.calibration for case in cases} == {"dense", "random", *expected}
+    replays = [case.replay for case in cases if case.replay is not None]
+    assert {len(replay.thresholds(config["num_hidden_layers"])) for replay in replays} == {5}
+
+
 def values(replay: float, nll: float) -> dict[str, Any]:
     common = {"replay_ratio": replay, "replay_by_layer": [replay, replay], "nll": nll, "nll_dense": 1.0}
     return common | {"token_agreement": 0.9, "psnr": 20.0, "ssim": 0.7, "frames": 10}
@@ -111,7 +140,8 @@ def results(study: SimpleNamespace) -> dict[str, Any]:
 
 def test_the_page_computes_its_verdicts(study: SimpleNamespace) -> None:
     found = results(study)
-    page = study.document.Page(study.setup.Counts(rollout_frames=2), {"trained": found, "tuned": found})
+    shares = {"still": 0.1, "turning": 0.9}
+    page = study.document.Page(study.setup.Counts(rollout_frames=2), {"trained": found, "tuned": found}, shares)
     text = "\n".join(study.document._lines(page))
     assert "| trained | `tas, mean of heads` | 10 % | 20 % | 10 % | 20 % |" in text
     assert "| trained | `random` | 2 % | 4 % | 2 % | 4 % |" in text
@@ -125,6 +155,20 @@ def test_the_page_computes_its_verdicts(study: SimpleNamespace) -> None:
     assert "| trained | `learned` | 50 % | dense rollout | 60.0 | 20.0 |" in text
     assert "| trained | window 65, sinks 16 | dense | 0 % | 1.300 | 1.300x |" in text
     assert "| trained | w8a8 | dense | 0 % | 1.1000 | 1.100x | 1.100x |" in text
+
+
+def test_kinds_count_with_their_share_of_play(study: SimpleNamespace) -> None:
+    split = split_of(study)
+    shares = study.weighting.natural_shares(split)
+    assert shares["shooting"] == pytest.approx(10 / 160)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    given = row("learned", 0.5, 1.5)
+    given["groups"]["still"] = values(1.0, 1.0) | {"psnr": "inf"}
+    found = study.weighting.weighted(given, {"still": 0.1, "turning": 0.3, "walking": 0.3, "shooting": 0.3})
+    assert found["nll"] == pytest.approx(0.25 * 1.0 + 0.75 * 2.0)
+    assert found["replay_by_layer"] == pytest.approx([0.625, 0.625])
+    assert found["psnr"] == pytest.approx(20.0 - 10 * np.log10(0.75)), "means of errors, not of decibels"
+    assert found["groups"] is given["groups"]
 
 
 def test_pictures_are_drawn(study: SimpleNamespace, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import torch
 from conftest import check_module
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import fastcar_compile as fc
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = EXAMPLES / "doom"
 NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", "measure", "report", "train", "export")
@@ -170,12 +172,21 @@ def test_learning_rate_warms_up_stays_and_cools_down(example: SimpleNamespace) -
     assert rates == pytest.approx([0.01, 1.0, 1.0, 1.0, 0.5, 0.0])
 
 
-def test_imagined_frames_follow_the_decoder(example: SimpleNamespace) -> None:
+@pytest.fixture(scope="module")
+def player(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Session]:
+    """The tiny decoder as the rollouts open it."""
+    folder = tmp_path_factory.mktemp("player")
+    tiny().save_pretrained(folder)
+    with example.rollout.open_decoder(folder, 2, 2) as session:
+        yield session
+
+
+def test_imagined_frames_follow_the_decoder(example: SimpleNamespace, player: fc.Session) -> None:
     """With top_k 1 each token is the most likely image code after all tokens before it."""
     model, split = tiny(), tiny_split(example)
     context, actions, true = example.rollout.contexts_of(split, np.array([0, 2]), 2)
     assert (context.shape, true.shape) == ((2, 1040), (2, 2, 64))
-    codes = example.rollout.imagine(model, context[:, :65], actions, example.rollout.Sampling(top_k=1))
+    codes = example.rollout.imagine(player, context[:, :65], actions, example.rollout.Sampling(top_k=1))
     frames = torch.cat([actions[..., None], torch.from_numpy(codes)], 2)
     whole = torch.cat([context[:, :65], frames.flatten(1)], 1)
     with torch.inference_mode():
@@ -197,7 +208,7 @@ def test_a_jpeg_of_the_same_bits_fits(example: SimpleNamespace) -> None:
 
 
 def test_what_is_measured_becomes_a_page(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: SimpleNamespace, player: fc.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     autoencoder, split = example.autoencoder.Autoencoder().eval(), tiny_split(example)
@@ -205,7 +216,7 @@ def test_what_is_measured_becomes_a_page(
     held = example.measure.Held("my_way_home", "decoder", frames, split)
     tiny().save_pretrained(tmp_path / "decoder")
     options = SimpleNamespace(count=8, frames=1, decoder=tmp_path / "decoder", out=tmp_path / "measured")
-    found = example.measure.measure(held, options, autoencoder)
+    found = example.measure.measure(held, options, autoencoder, player)
     assert found["nll"]["still"] == found["nll"]["all"]
     assert found["nll"]["all"]["frames"] == 8
     assert len(found["rollout_psnr"]) == example.measure.ROLLOUTS

@@ -11,7 +11,7 @@ import numpy as np
 
 from replay_doom import document_text as text
 from replay_doom import pictures
-from replay_doom.curves import Row, curve, most_replay, rows_of
+from replay_doom.curves import Point, Row, curve, most_replay, rows_of
 from replay_doom.document_tables import (
     dense_row,
     every_row,
@@ -25,6 +25,7 @@ from replay_doom.rollouts import SEEDS
 from replay_doom.sequences import KINDS, RICH
 from replay_doom.setup import DELTA, LEARNED, LIMITS, MEAN, RANDOMLY, TOKENS_PER_FRAME, Counts, Setup, Variant
 from replay_doom.stages import GATE_TARGET, SPLITS, TUNED_RATE, TUNED_TARGET, WINDOWS, loaded, within
+from replay_doom.weighting import natural_shares, weighted
 
 GOAL = (0.8, 1.10)
 """Replay and cost that the tuned decoder is to reach."""
@@ -44,6 +45,8 @@ class Page:
 
     counts: Counts
     found: Results
+    shares: Mapping[str, float]
+    """Of the kinds of motion in all held-out play on the seen maps."""
 
     def rows(self, decoder: str, split: str = "held_out") -> Rows:
         """Return rows; none where the stage was not run."""
@@ -64,12 +67,16 @@ def write_document(setup: Setup, docs: Path) -> None:
     found: dict[str, dict[str, Any]] = {d.name: {"variants": d.variants} for d in setup.decoders}
     for decoder in setup.decoders:
         found[decoder.name] |= {name: loaded(setup, decoder, name) for name in names}
-    page, images = Page(setup.counts, found), docs / "images" / "doom"
+        for name in (*SPLITS, "precisions"):
+            shares = natural_shares(setup.tokens("held_out" if name == "precisions" else name))
+            found[decoder.name][name] = [weighted(row, shares) for row in found[decoder.name][name] or []]
+    page, images = Page(setup.counts, found, natural_shares(setup.tokens("held_out"))), docs / "images" / "doom"
     images.mkdir(parents=True, exist_ok=True)
     pictures.quality({name: page.rows(name) for name in found}, images / "quality.png")
     pictures.similarity(found["trained"]["similarity"], images / "similarity.png")
     rolled = {name: stages["rollouts"] for name, stages in found.items() if stages["rollouts"]}
-    pictures.drift(rolled, images / "drift.png")
+    if rolled:
+        pictures.drift(rolled, images / "drift.png")
     for name in rolled:
         _strip(setup, name, images / f"drift_{name}.png")
     (docs / "measurements" / "doom.md").write_text("\n".join(_lines(page)) + "\n", "utf-8")
@@ -139,11 +146,12 @@ def _dense(page: Page) -> Iterator[str]:
             rows, first = page.rows(decoder, split), page.rows("trained", split)
             if not rows:
                 continue
-            dense, own = dense_row(rows), [r for r in rows if r["calibration"] == within(LEARNED, LIMITS[-1])]
-            replay = f"{float(own[0]['nll']):.3f} at {percent(own[0]['replay_ratio'])}" if own else ""
-            cost = f"{float(own[0]['nll']) / dense_row(first)['nll']:.3f}x" if own else ""
-            lines.append([label, decoder, f"{float(dense['nll']):.3f}", f"{float(dense['psnr']):.2f} dB", replay, cost])
-    header = ["maps", "decoder", "dense NLL", "dense PSNR", "`learned`, calibrated for 1.10x", "of dense, trained"]
+            dense, base = dense_row(rows), float(dense_row(first)["nll"])
+            points = [Point(0.0, dense["nll"] / base)]
+            points += [Point(row["replay_ratio"], float(row["nll"]) / base) for row in rows_of(rows, LEARNED)]
+            most = percent(most_replay(points, LIMITS[-1])) if points[0].cost <= LIMITS[-1] else "none"
+            lines.append([label, decoder, f"{dense['nll']:.3f}", f"{dense['psnr']:.2f} dB", most])
+    header = ["maps", "decoder", "dense NLL", "dense PSNR", f"`learned` within {LIMITS[-1]:.2f}x of dense, trained"]
     yield from table(header, lines)
     yield ""
 
@@ -153,10 +161,16 @@ def _kinds(page: Page) -> Iterator[str]:
     dense = dense_row(page.rows("trained"))["groups"]
     yield text.KINDS
     lines = [
-        [kind, str(one["frames"]), f"{float(one['nll']):.3f}", f"{float(one['psnr']):.2f} dB"]
+        [
+            kind,
+            str(one["frames"]),
+            percent(page.shares[kind]),
+            f"{float(one['nll']):.3f}",
+            f"{float(one['psnr']):.2f} dB",
+        ]
         for kind, one in ((kind, dense[kind]) for kind in kinds)
     ]
-    yield from table(["kind", "frames", "dense NLL", "dense PSNR"], lines)
+    yield from table(["kind", "frames", "share of play", "dense NLL", "dense PSNR"], lines)
     yield text.KINDS_BEST.format(**ENDS)
     lines = []
     for decoder, variant, rows in page.gates():
@@ -200,12 +214,29 @@ def _tas(page: Page) -> Iterator[str]:
     for kind in (k for k in KINDS if k in rows[0]["groups"]):
         shares = {v: most_replay(curve(rows, v, kind), LIMITS[1]) for v in (MEAN, DELTA, LEARNED)}
         chance = most_replay(curve(rows, RANDOMLY, kind), LIMITS[1])
-        values = ", ".join(f"`{v.name}` {percent(share)} ({share / chance:.1f}x)" for v, share in shares.items())
+        values = ", ".join(f"`{v.name}` {percent(share)}{_times(share, chance)}" for v, share in shares.items())
         yield f"- {kind}: chance replays {percent(chance)} at {LIMITS[1]:.2f}x of the dense NLL, {values}."
-    yield ""
+    yield _worth(page.found["trained"]["similarity"])
+
+
+def _worth(found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """Return what the correlations say about TAS and about the change of the input."""
+    first, *later = found["all"]
+    values = {"turning": float(np.median([layer["output change"] for layer in found["turning"]]))}
+    for name, score in (("tas", MEAN.name), ("delta", "input change")):
+        values[f"{name}_first"] = first[score]
+        values[f"{name}_later"] = float(np.mean([layer[score] for layer in later or [first]]))
+    return text.WORTH.format(**values)
+
+
+def _times(share: float, chance: float) -> str:
+    """Return how many times as much replays as by chance, in brackets; nothing where chance replays nothing."""
+    return f" ({share / chance:.1f}x)" if chance else ""
 
 
 def _drift(page: Page) -> Iterator[str]:
+    if not any(stages["rollouts"] for stages in page.found.values()):
+        return
     counts = page.counts
     yield text.DRIFT.format(**asdict(counts), **ENDS)
     numbers = [n for n in DRIFT_FRAMES if n <= counts.rollout_frames]
@@ -234,6 +265,8 @@ def _windows(page: Page) -> Iterator[str]:
 
 
 def _precisions(page: Page) -> Iterator[str]:
+    if not any(stages["precisions"] for stages in page.found.values()):
+        return
     yield text.PRECISIONS.format(**asdict(page.counts), **ENDS)
     yield from precision_table({name: p for name, stages in page.found.items() if (p := stages["precisions"])})
     yield ""

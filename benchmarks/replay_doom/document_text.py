@@ -10,20 +10,21 @@ A sequence has {frames} frames of held-out play. The first {prompt} are a prompt
 token from the true past (teacher-forced). Figures are of the last {measured} frames, because the first decoded frame
 has nothing to replay. There are {held_out} sequences of each of the three maps that the decoder was trained on (*seen
 maps*), and {unseen} of a map that neither decoder nor gate nor threshold has seen (*unseen map*). They are evenly
-spaced, but one of {rich} was chosen because it shows shooting, which is rare. With so few sequences, one or two points
-of replay mean nothing.
+spaced, but one of {rich} was chosen because it shows shooting, which is rare. So figures of all frames are means of the
+kinds of motion, each with its share of all recorded play. With so few sequences, a few points of replay mean nothing.
 
 - A frame is an action token and {image} image tokens. The action is given, so it counts neither in the NLL nor in the
   agreement. Its forward may replay like any, and counts in *replay*.
 - *replay*: share of the eligible forwards (t >= F) whose MLP is replayed, over all layers.
 - *cost*: NLL per image token with replay, over the NLL of the same decoder without.
-- *trained*: the decoder as it was trained. *tuned*: fine-tuned together with its gate `learned`, in {tuned} steps of
-  {batch} sequences of {train_frames} frames, at a rate of {rate:g}, for {tuned_target} replay.
+- *trained*: the decoder as it was trained. *tuned*: fine-tuned together with its gate `learned`, in only {tuned} steps
+  of {batch} sequences of {train_frames} frames, at a rate of {rate:g}, for {tuned_target} replay. It is not shipped.
+  It has one threshold for all layers, as the gate was trained.
 - `tas, mean of heads` is the paper's gate. `tas, trained heads` has a trained weight per query head ({tas} steps).
   `learned` is a trained network ({learned} steps). Both were trained for {gate_target} replay. `random` replays by a
   hash: it is what chance gives.
-- Thresholds come from {calibration} other sequences of each seen map: along the layers' own loss curves, and the most
-  replay within {low:.2f}x and {high:.2f}x of the dense NLL there.
+- Thresholds of the trained decoder come from {calibration} other sequences of each seen map: along the layers' own loss
+  curves (`learned`: one for all layers), and the most replay within {low:.2f}x and {high:.2f}x of the dense NLL there.
 """
 
 ANSWER = """## How much can replay
@@ -34,7 +35,8 @@ The highest replay within a limit of the cost, on straight lines between measure
 """
 
 DENSE = """
-Tuning changes the NLL without replay too. The last column counts from the NLL of the *trained* decoder.
+Tuning changes the NLL without replay too. The last column counts from the dense NLL of the *trained* decoder;
+*none*: without replay the decoder is beyond the limit already.
 """
 
 KINDS = """## By kind of motion
@@ -52,7 +54,8 @@ Replay and cost in each kind, with the thresholds that were calibrated for {high
 
 MAPS = """## By map
 
-The highest replay within {low:.2f}x / {high:.2f}x of the map's own dense NLL:
+The highest replay within {low:.2f}x / {high:.2f}x of the map's own dense NLL. On seen maps all frames of the sequences
+count alike here, so shooting, which is easy, weighs more than in play. On the unseen map kinds have their shares.
 """
 
 TAS = """## TAS on camera motion
@@ -63,6 +66,16 @@ output is |y - y one frame earlier| / |y|. The table has its median, and the ran
 with it: 1 ranks all tokens rightly, 0 is chance. Figures are means of the layers.
 
 ![Rank correlations](../images/doom/similarity.png)
+"""
+
+WORTH = """
+In layer 0 TAS ranks the changes ({tas_first:.2f}), in the later layers hardly ({tas_later:.2f} on average). The change
+of the MLP's input, which costs as little to measure, ranks them in all ({delta_first:.2f}, {delta_later:.2f}). In
+turning frames an MLP's output changes by {turning:.2f} of its own size at the median. A turn of 10 degrees moves the
+picture by about one of its eight tokens, so the same place shows something else. There every gate finds less
+to replay than while walking. Where the picture stands still, nearly everything could be replayed, but TAS hardly finds
+more of it than chance. So on this decoder the claim holds in the first layer only, and a gate that looks at the MLP's
+input is better everywhere.
 """
 
 DRIFT = """## Drift
@@ -89,5 +102,5 @@ PRECISIONS = """## Precisions
 EVERYTHING = """## All measured points
 
 *agreement*: share of image tokens whose most likely code is the dense decoder's. *PSNR*, *SSIM*: frames of the most
-likely codes against frames of the true codes; the tokenizer's decoder makes both.
+likely codes against frames of the true codes; the tokenizer's decoder makes both. Kinds have their shares of play.
 """

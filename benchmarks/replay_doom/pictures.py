@@ -18,7 +18,7 @@ SHOWN_COST = 2.2
 """Highest NLL relative to dense that is drawn."""
 
 STYLES = {MEAN: "#1b6ca8", HEADS: "#3a9bdc", DELTA: "#d1495b", BOUND: "#e08e45", LEARNED: "#3a7d44", RANDOMLY: "#777"}
-TUNED_STYLE = {MEAN: "#1b6ca8", DELTA: "#d1495b", LEARNED: "#3a7d44"}
+TUNED_STYLE = {LEARNED: "#3a7d44", RANDOMLY: "#777"}
 COLOURS = 128
 """Colours of a stored strip: it is a third as large as with all of them."""
 

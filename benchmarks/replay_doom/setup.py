@@ -97,13 +97,14 @@ class Decoder:
 
     Attributes:
         name: in tables. folder: of its cases.json and its gates/. weights: folder of `save_pretrained`.
-        variants: the gates that are calibrated for it.
+        variants: the gates that are calibrated for it. shipped: it is in the repository.
     """
 
     name: str
     folder: Path
     weights: Path
     variants: tuple[Variant, ...]
+    shipped: bool = True
 
     def model(self) -> Any:
         """Return the model in float32, in evaluation mode."""
@@ -130,7 +131,7 @@ class Setup:
 
     Attributes:
         data: recorded and tokenised play. tokenizer: the autoencoder's file. world: folder of `export.py`.
-        out: folder of gates, cases and the tuned decoder. work: journals, checkpoints and results, to go on from.
+        out: folder of gates and cases. work: journals, checkpoints, results, and the tuned decoder.
     """
 
     data: Path
@@ -148,8 +149,8 @@ class Setup:
     @property
     def tuned(self) -> Decoder:
         """The decoder that was tuned together with its gate `learned`."""
-        folder = self.out / "tuned"
-        return Decoder("tuned", folder, folder / "decoder", (MEAN, DELTA, LEARNED))
+        folder = self.work / "tuned"
+        return Decoder("tuned", folder, folder / "decoder", (LEARNED,), shipped=False)
 
     @property
     def decoders(self) -> tuple[Decoder, ...]:

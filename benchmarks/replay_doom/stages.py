@@ -49,7 +49,7 @@ PRECISIONS = {
 }
 """Name -> what the linears are, and what the cached keys and values are."""
 
-FULL = "float32"
+FULL = "full"
 """Label of the studies with all cases."""
 
 SPLITS = {"held_out": "seen maps", "held_out_scenario": "unseen map"}
@@ -105,7 +105,7 @@ def _save_gate(gate: fc.TrainedGate, path: Path) -> None:
 
 
 def calibrate(setup: Setup, decoder: Decoder, variant: Variant) -> None:
-    """Choose thresholds of one gate: near every target, and the most replay within every limit."""
+    """Choose thresholds of one gate: near every target, and of a shipped decoder the most replay within every limit."""
     counts, split = setup.counts, setup.tokens("calibration")
     videos = split.take(spaced(split, counts.calibration, counts.frames), counts.frames)
     config, folder = decoder.config(variant), _work(setup, decoder)
@@ -114,7 +114,8 @@ def calibrate(setup: Setup, decoder: Decoder, variant: Variant) -> None:
     search = search_of(program, config, videos, setup.setting, journal, setup.say)[0]
     path = dict(zip(search.path(TARGETS), TARGETS, strict=True))  # beyond what a gate reaches, targets are equal
     chosen = [(variant.name, target, values) for values, target in path.items()]
-    chosen += [(within(variant, limit), None, search.for_loss(math.log(limit))) for limit in LIMITS]
+    limits = LIMITS if decoder.shipped else ()
+    chosen += [(within(variant, limit), None, search.for_loss(math.log(limit))) for limit in limits]
     cases = [Case(name, config.model_copy(update={"threshold": found}), target) for name, target, found in chosen]
     save_cases(cases, folder / f"cases-{variant.slug}.json")
 
@@ -174,12 +175,12 @@ def shape_of(setup: Setup, split: str, label: str) -> tuple[int, int]:
 
 
 def measure(setup: Setup, decoder: Decoder, split: str) -> Rows:
-    """Return the rows of the decoder's cases, and of some under windows, on a split."""
+    """Return the rows of the decoder's cases on a split; of the trained decoder on seen maps also under windows."""
     gather(setup, decoder)
     cases = load_cases(decoder.folder / "cases.json", decoder.gate_weights())
     windows = [case.with_attention(window) for window in WINDOWS for case in compared(cases)]
     study = study_of(setup, decoder, split, program_of(decoder.model(), shape_of(setup, split, FULL)), FULL)
-    windows = windows if split == "held_out" else []
+    windows = windows if decoder.shipped and split == "held_out" else []
     return _kept(setup, decoder, split, study.rows([*cases, *windows]))
 
 

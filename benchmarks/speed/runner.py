@@ -36,7 +36,8 @@ class Result:
     """Measurements of one engine and variant; `reason` says why there are none.
 
     Attributes:
-        samples: seconds per token, each the mean of `sizes.group` tokens. replay: achieved ratio.
+        samples: seconds per token, each the mean of `sizes.group` tokens.
+        shares: achieved ratio of each round. replay: their mean.
         gigabytes: read bandwidth of our engine's process in GB/s. logits: after a few tokens from an empty cache.
     """
 
@@ -44,6 +45,7 @@ class Result:
     variant: str
     samples: list[float] = field(default_factory=list)
     gigabytes: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     replay: float = 0.0
     logits: list[float] = field(default_factory=list)
     notes: str = ""
@@ -205,4 +207,5 @@ def _measure(worker: Worker, result: Result, reads: int) -> None:
     seconds = answer["seconds"]
     group = result.job.sizes.group
     result.samples += [sum(seconds[i : i + group]) / group for i in range(0, len(seconds), group)]
-    result.replay = answer["replay"]
+    result.shares.append(answer["replay"])
+    result.replay = sum(result.shares) / len(result.shares)

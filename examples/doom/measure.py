@@ -15,12 +15,14 @@ from autoencoder import Autoencoder, load_autoencoder
 from data import load_shard, shard_paths
 from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens
 from PIL import Image
-from rollout import Sampling, contexts_of, imagine
+from rollout import Sampling, contexts_of, imagine, open_decoder
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from strips import write_strip
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from world_format import CODES, CONTEXT_FRAMES, GRID, SIZE, TOKENS_PER_FRAME
+
+import fastcar_compile as fc
 
 ROLES = ("decoder", "tokenizer", "nothing")
 """What was trained on a scenario: decoder and tokenizer, the tokenizer alone, or nothing."""
@@ -36,7 +38,7 @@ SHOWN_FRAMES = 12
 """Frames in a strip of reconstructions."""
 
 ROLLOUTS = 2
-"""Rollouts of a scenario."""
+"""Rollouts of a scenario, and plays that are generated at a time."""
 
 
 def quality(made: np.ndarray, true: np.ndarray) -> tuple[float, float]:
@@ -128,27 +130,36 @@ def nll_by_kind(model: PreTrainedModel, held: Held, count: int) -> dict[str, dic
     return {name: {"frames": len(of), "nll": float(of.mean())} for name, of in groups.items() if len(of)}
 
 
-def one_step(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, count: int) -> dict[str, dict[str, float]]:
+def continued(
+    session: fc.Session, split: TokenSplit, starts: np.ndarray, frames: int, sampling: Sampling
+) -> np.ndarray:
+    """Return the image codes int64 [N, frames, 64] of as many plays at a time as the session has rows."""
+    parts = [
+        imagine(session, *contexts_of(split, part, frames)[:2], sampling)
+        for part in np.split(starts, len(starts) // ROLLOUTS)
+    ]
+    return np.concatenate(parts)
+
+
+def one_step(session: fc.Session, autoencoder: Autoencoder, held: Held, count: int) -> dict[str, dict[str, float]]:
     """Return PSNR and SSIM against the true pixels of one frame after 16 true ones: drawn, most likely, and copied."""
     starts = held.chosen(CONTEXT_FRAMES + 1, count)
-    context, actions, codes = contexts_of(held.split, starts, 1)
-    true = held.frames[starts + CONTEXT_FRAMES]
+    true, tokens = held.frames[starts + CONTEXT_FRAMES], held.split.tokens[:, 1:].astype(np.int64)
     made = {
-        "drawn": imagine(model, context, actions, Sampling())[:, 0],
-        "most likely": imagine(model, context, actions, Sampling(top_k=1))[:, 0],
-        "true tokens": codes[:, 0],
-        "frame before": held.split.tokens[starts + CONTEXT_FRAMES - 1, 1:].astype(np.int64),
+        "drawn": continued(session, held.split, starts, 1, Sampling())[:, 0],
+        "most likely": continued(session, held.split, starts, 1, Sampling(top_k=1))[:, 0],
+        "true tokens": tokens[starts + CONTEXT_FRAMES],
+        "frame before": tokens[starts + CONTEXT_FRAMES - 1],
     }
-    pairs = {name: quality(autoencoder.decode(tokens), true) for name, tokens in made.items()}
+    pairs = {name: quality(autoencoder.decode(codes), true) for name, codes in made.items()}
     return {name: {"psnr": psnr, "ssim": ssim} for name, (psnr, ssim) in pairs.items()}
 
 
-def rollout(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, options: argparse.Namespace) -> list[float]:
+def rollout(session: fc.Session, autoencoder: Autoencoder, held: Held, options: argparse.Namespace) -> list[float]:
     """Draw ROLLOUTS rollouts beside the truth and return the mean PSNR of each against the true pixels."""
     starts = held.chosen(CONTEXT_FRAMES + options.frames, ROLLOUTS + 2)[1:-1]
-    context, actions, _ = contexts_of(held.split, starts, options.frames)
-    found = []
-    for number, (start, made) in enumerate(zip(starts, imagine(model, context, actions, Sampling()), strict=True), 1):
+    codes, found = continued(session, held.split, starts, options.frames, Sampling()), []
+    for number, (start, made) in enumerate(zip(starts, codes, strict=True), 1):
         pictures, true = autoencoder.decode(made), held.frames[start + CONTEXT_FRAMES :][: options.frames]
         shown = slice(SHOWN_EVERY - 1, None, SHOWN_EVERY)
         rows = {f"{held.scenario} {number}: game": true[shown], "decoder": pictures[shown]}
@@ -157,18 +168,19 @@ def rollout(model: PreTrainedModel, autoencoder: Autoencoder, held: Held, option
     return found
 
 
-def measure(held: Held, options: argparse.Namespace, autoencoder: Autoencoder) -> dict[str, object]:
-    """Return everything about one scenario and draw its pictures."""
+def measure(
+    held: Held, options: argparse.Namespace, autoencoder: Autoencoder, session: fc.Session | None
+) -> dict[str, object]:
+    """Return everything about one scenario and draw its pictures. Without a session: of the tokenizer alone."""
     result: dict[str, object] = {"role": held.role, "frames": len(held.frames)}
     result["reconstruction"] = reconstruction(autoencoder, held, options.count // 4)
     frames = held.frames[:: len(held.frames) // SHOWN_FRAMES][:SHOWN_FRAMES]
     rows = {f"{held.scenario}: game": frames, "tokens": autoencoder.decode(autoencoder.encode(frames))}
     write_strip(rows, options.out / f"tokens_{held.scenario}.png")
-    if options.decoder is not None:
-        model = load_decoder(options.decoder)
-        result["nll"] = nll_by_kind(model, held, options.count)
-        result["one_step"] = one_step(model, autoencoder, held, options.count // 4)
-        result["rollout_psnr"] = rollout(model, autoencoder, held, options)
+    if session is not None:
+        result["nll"] = nll_by_kind(load_decoder(options.decoder), held, options.count)
+        result["one_step"] = one_step(session, autoencoder, held, options.count // 4)
+        result["rollout_psnr"] = rollout(session, autoencoder, held, options)
     return result
 
 
@@ -187,10 +199,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     autoencoder = load_autoencoder(options.tokenizer)
+    session = options.decoder and open_decoder(options.decoder, ROLLOUTS, options.frames)
     measured: dict[str, object] = {}
     for held in load_held_out(options.data):
         if options.scenarios is None or held.scenario in options.scenarios:
-            measured[held.scenario] = measure(held, options, autoencoder)
+            measured[held.scenario] = measure(held, options, autoencoder, session)
             print(held.scenario, json.dumps(measured[held.scenario]), flush=True)
     (options.out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from decoder import TokenSplit
 from torch import Tensor
-from transformers import PreTrainedModel
 from world_format import CODES, CONTEXT_FRAMES, GRID, TOKENS_PER_FRAME
+
+import fastcar_compile as fc
 
 
 @dataclass(frozen=True)
@@ -28,23 +32,29 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     return codes.gather(1, drawn)
 
 
-@torch.inference_mode()
-def imagine(model: PreTrainedModel, context: Tensor, actions: Tensor, sampling: Sampling) -> np.ndarray:
-    """Return the image codes int64 [N, F, 64] of frames after a context.
+def open_decoder(path: Path, rows: int, frames: int) -> fc.Session:
+    """Return a session of the decoder in a folder: float32, dense, `rows` plays of `frames` frames after a context."""
+    options: dict[str, Any] = {"batch_size": rows, "max_seq_len": (CONTEXT_FRAMES + frames) * TOKENS_PER_FRAME}
+    options["tokens_per_frame"] = TOKENS_PER_FRAME
+    with TemporaryDirectory() as folder:
+        return fc.compile(path, "cpu", replay=None, output=Path(folder) / "decoder", **options).session()
+
+
+def imagine(session: fc.Session, context: Tensor, actions: Tensor, sampling: Sampling) -> np.ndarray:
+    """Return the image codes int64 [B, F, 64] of frames after a context.
 
     Args:
-        context: int64 [N, C * 65], whole frames. actions: int64 [N, F], action tokens, one per frame to make.
+        context: int64 [B, C * 65], whole frames. actions: int64 [B, F], action tokens, one per frame to make.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    output = model(context, use_cache=True)
+    session.reset()
+    session.prefill(context)
     made = []
     for action in actions.T:
-        token = action[:, None]
+        logits = session.step(action)
         for _ in range(GRID * GRID):
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
-            token = choose(output.logits[:, -1], sampling, generator)
-            made.append(token)
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            made.append(choose(torch.as_tensor(logits), sampling, generator))
+            logits = session.step(made[-1][:, 0])
     return torch.cat(made, 1).reshape(len(context), -1, GRID * GRID).numpy()
 
 

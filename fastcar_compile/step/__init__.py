@@ -1,1 +1,1 @@
-"""A decode step for the engine: what it keeps in memory."""
+"""A decode step as a program for the engine: binary, JSON, simulator, and the caches in memory."""

@@ -47,11 +47,11 @@ def attended(
     """The reference for queries [B, Hq, T, D], one row after the other."""
     batch, heads, steps, _ = query.shape
     group, size, newest = heads // keys.shape[1], keys.shape[2], position + steps - 1
-    y = np.empty_like(query)
+    y, factor = np.empty_like(query), exact.logit_factor(scale)
     for b, h, i in np.ndindex(batch, heads, steps):
         ring = None if window is None else (*window, newest)
         visible = exact.visible_rows(size, position + i, ring)
-        y[b, h, i] = exact.attention(query[b, h, i], keys[b, h // group], rows[b, h // group], visible, scale)
+        y[b, h, i] = exact.attention(query[b, h, i], keys[b, h // group], rows[b, h // group], visible, factor)
     return y
 
 

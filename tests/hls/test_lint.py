@@ -17,6 +17,8 @@ NOT_SYNTHESISED = {
     "probe_testbench.cpp",
     "fastcar_csim.cpp",
     "fastcar_csim.hpp",
+    "fastcar_attention_csim.hpp",
+    "fastcar_step_csim.hpp",
     "fastcar_reference.hpp",
 }
 TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
@@ -98,7 +100,10 @@ ENGINE_FILES = (
     *("fastcar_mac.hpp", "fastcar_numerics.hpp", "fastcar_activation.hpp", "fastcar_word.hpp", "fastcar_mapping.hpp"),
 )
 
-STEP_FILES = ("fastcar_row_core.hpp", "fastcar_cache_core.hpp", "fastcar_norm_core.hpp")
+STEP_FILES = (
+    *("fastcar_row_core.hpp", "fastcar_cache_core.hpp", "fastcar_norm_core.hpp", "fastcar_attention_core.hpp"),
+    *("fastcar_softmax_core.hpp", "fastcar_step_program.hpp"),
+)
 """Cores of a decode step outside of the array."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,12 +14,17 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
-from fastcar_compile.codegen.tvm.kernels.attention import attend_heads
+from fastcar_compile.codegen.tvm.kernels.attention import attend_heads, decode
 from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS, context_parts
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import (
+    PARALLEL_CACHE_ELEMENTS,
+    SPLIT_CACHE_ELEMENTS,
+    context_parts,
+    head_splits,
+)
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK
 from fastcar_compile.ops.cached import loaded, stored
 
@@ -188,10 +193,33 @@ def test_chunk_attention_in_parallel(heads: Heads) -> None:
     _check(1, heads, 8, 1024, 64, 300)
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [((6, 2), torch.int8), ((3, 1), torch.float32)])
+def test_query_heads_in_parallel_change_no_bit(
+    heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cache too small for pieces of the context: a piece for each query head, against one loop over all."""
+    b, s, d = 2, 400, 64
+    kernel = partial(inspect.unwrap(decode_attention), (b, heads[0], 1, d), (b, heads[1], s, d), 0.3)
+    split = kernel(str(dtype).removeprefix("torch."), isa=ISA)
+    monkeypatch.setattr(decode, "head_splits", lambda *_: 1)
+    whole = kernel(str(dtype).removeprefix("torch."), isa=ISA)
+    assert "T.parallel(" in split.script()
+    assert "T.parallel(" not in whole.script()
+    torch.manual_seed(0)
+    inputs = _inputs(b, heads, 1, s, d, 300, dtype)
+    results = [run(k, *inputs, torch.zeros(b, heads[0], 1, d))[-1] for k in (split, whole)]
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+    torch.testing.assert_close(results[0], torch.ops.fastcar.attention(*inputs, 0.3), atol=1e-5, rtol=1e-4)
+
+
 def test_small_caches_stay_on_one_thread() -> None:
     assert context_parts(4, PARALLEL_CACHE_ELEMENTS - 1) == 0
     assert context_parts(1, PARALLEL_CACHE_ELEMENTS) == 16
     assert context_parts(15, PARALLEL_CACHE_ELEMENTS) == 1
+    assert head_splits(4, 1, SPLIT_CACHE_ELEMENTS - 1) == 1
+    assert head_splits(4, 1, SPLIT_CACHE_ELEMENTS) == 4
+    assert head_splits(8, 4, SPLIT_CACHE_ELEMENTS) == 2
+    assert head_splits(4, 1, PARALLEL_CACHE_ELEMENTS) == 1
 
 
 @pytest.mark.parametrize("t", [1, 2])

@@ -35,6 +35,7 @@ from .worlds import COLOURS
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 OWN = {"host": HOST, "origin": f"http://{HOST}"}
 
@@ -221,6 +222,18 @@ def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, shown)
         assert play._opened("http://page") is bool(shown)
     assert opened == ["http://page"]
+
+
+def test_make_play_compiles_once(tmp_path: Path) -> None:
+    make = [check_tool("make"), "--dry-run", "--old-file", ".venv/.installed", "play", f"GAME={tmp_path}"]
+
+    def commands() -> list[str]:
+        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [line.split()[1] for line in done.stdout.splitlines()]
+
+    assert commands() == ["compile", "play"]
+    (tmp_path / "manifest.json").touch()
+    assert commands() == ["play"]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -45,18 +46,25 @@ def _passed(value: Array | int | float) -> ctypes.c_void_p | ctypes.c_uint32 | c
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_uint32(value)
 
 
+class Build(Protocol):
+    """`build(name, texts)`: a library of a source beside this file."""
+
+    def __call__(self, name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores: ...
+
+
 @pytest.fixture(scope="session")
-def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cores]:
-    """`build_cores(name)`: the library of name.cpp."""
+def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """`build_cores(name, texts)`: the library of name.cpp, with these headers besides those of the package."""
     folder = shared_folder(tmp_path_factory) / "step_cores"
     folder.mkdir(exist_ok=True)
     headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
 
     @cache
-    def build(name: str) -> Cores:
+    def build(name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores:
         source = Path(__file__).with_name(f"{name}.cpp")
+        own = {source.name: source.read_bytes(), **{header: text.encode() for header, text in texts}}
         with FileLock(folder / "lock"):  # one test process builds it, all of them load it
-            return Cores(build_library(headers | {source.name: source.read_bytes()}, folder, [source.name]))
+            return Cores(build_library(headers | own, folder, [source.name]))
 
     return build
 
@@ -69,6 +77,12 @@ def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str
 
 
 @pytest.fixture
-def cores(csim_tools: None, build_cores: Callable[[str], Cores]) -> Cores:
+def cores(csim_tools: None, build_cores: Build) -> Cores:
     """Rows, norms and the cache."""
     return build_cores("cores")
+
+
+@pytest.fixture
+def attention_cores(csim_tools: None, build_cores: Build) -> Cores:
+    """Attention."""
+    return build_cores("attention")

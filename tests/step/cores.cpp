@@ -2,6 +2,7 @@
 #include "fastcar_cache_core.hpp"
 #include "fastcar_norm_core.hpp"
 #include "fastcar_row_core.hpp"
+#include "fastcar_step_program.hpp"
 
 using fastcar::word_t;
 
@@ -41,6 +42,12 @@ void step_rotate(const word_t* from, const word_t* cosine, const word_t* sine, u
 void step_normalize(const word_t* x, uint32_t first, uint32_t words, const word_t* weight, float inverse_size, float epsilon,
                     word_t* y) {
     fastcar::norm::normalize<WORDS, WORDS>(x, first, words, weight, inverse_size, epsilon, y);
+}
+
+// A program of at most 64 instructions; returns the status.
+uint32_t step_load(const word_t* memory, uint32_t bytes) {
+    static fastcar::step::Program<64> program;
+    return fastcar::step::load<64>(memory, bytes, program);
 }
 
 // Returns 0 for a number of ports that is not here.

@@ -86,15 +86,15 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
 
 def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDArray[np.uint8]:
     """Return the kernel's weight stream of one layer, uint8."""
-    return pack_mlp(_weights(program, site.mlp.weights, site.mlp.biases), design)
+    return pack_mlp(linear_weights(program, site.mlp.weights, site.mlp.biases), design)
 
 
 def _linear_stream(program: DecoderProgram, call: LinearCall, design: Design) -> NDArray[np.uint8]:
     """Return the kernel's weight stream of one linear call, uint8."""
-    return pack_linear(_weights(program, call.weights, call.biases), design.linears[call.name], design.axi_words)
+    return pack_linear(linear_weights(program, call.weights, call.biases), design.linears[call.name], design.axi_words)
 
 
-def _weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
+def linear_weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
     """Return quantised linears by the names that their weights had before."""
     params, linears = program.params, []
     for name, bias in zip(names, biases, strict=True):

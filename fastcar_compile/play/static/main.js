@@ -72,7 +72,7 @@ const connection = new Connection({
     at("artifact").textContent = `${message.artifact}, ${message.layers} layers, ${message.tokens_per_frame} tokens per frame`;
     pictures.shape(message);
     controls.build(message.buttons);
-    at("start").replaceChildren(...message.starts.map((name) => new Option(name)));
+    at("start").replaceChildren(...message.starts.map((name) => new Option(name.replaceAll("_", " "))));
     at("top-k").max = message.codes;
     at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";

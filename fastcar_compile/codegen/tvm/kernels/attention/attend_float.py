@@ -34,7 +34,7 @@ from fastcar_compile.codegen.tvm.kernels.simd.vectors import (
 def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     rows_of = RowFormat(d, dtype, isa)
-    logits, add_values = _logits(rows_of, group, rule), _add_values(rows_of)
+    logits, add_values = _logits(rows_of, rule), _add_values(rows_of)
     lanes = vector_lanes(d)
 
     @inlined
@@ -56,13 +56,13 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
     return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend, lambda column: column, d)
 
 
-def _logits(rows_of: RowFormat, group: int, rule: LogitRule) -> Callable[..., None]:
+def _logits(rows_of: RowFormat, rule: LogitRule) -> Callable[..., None]:
     """Return the macro (o, step, block, dot): the block's weights become logits, its m their maximum with m."""
     lanes, lines = vector_lanes(rows_of.dim), -(-rows_of.bytes // LINE)
     stride = lanes * rows_of.vectors_of_block(lanes)
 
     def query(o: Operands, step: Step) -> Row:
-        return row_at(o.q, step.group.b, step.group.h * group + step.g, step.group.i)
+        return row_at(o.q, step.group.b, step.group.first + step.g, step.group.i)
 
     @inlined
     def multiply(o, step, part, dot):

@@ -31,10 +31,9 @@ from fastcar_compile.formats import kv_type
 
 @dataclass(frozen=True)
 class HeadTile:
-    """`heads` of the `group` query heads of a key/value head share a pass over the rows."""
+    """`heads` query heads of a group share a pass over the rows."""
 
     heads: int
-    group: int
     rows_of: RowFormat
 
     @property
@@ -44,7 +43,7 @@ class HeadTile:
 
     def query(self, o: Operands, step: Step, head: Expr) -> Row:
         """Return the query row of a head of the tile that begins at `step.g`."""
-        return row_at(o.q, step.group.b, step.group.h * self.group + step.g + head, step.group.i)
+        return row_at(o.q, step.group.b, step.group.first + step.g + head, step.group.i)
 
     def of_lane(self, values: Any, start: Expr) -> Expr:
         """Return one value per head, in all lanes: lane i has that of head i modulo `heads`."""
@@ -78,7 +77,7 @@ def heads_together(d: int, group: int, dtype: str, isa: InstructionSet) -> int:
 
 def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
-    tile = HeadTile(heads_together(d, group, dtype, isa), group, RowFormat(d, dtype, isa))
+    tile = HeadTile(heads_together(d, group, dtype, isa), RowFormat(d, dtype, isa))
     heads, logits, weigh, add_values = tile.heads, _logits(tile, rule), _weigh(tile), _add_values(tile)
 
     @inlined

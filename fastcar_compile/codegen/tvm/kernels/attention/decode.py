@@ -13,8 +13,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.attend_heads import heads_together
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, head_splits, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
@@ -42,15 +43,18 @@ def decode_attention(
 
     query float32 [B, Hq, 1, D], keys and values [B, Hkv, S, D] of `dtype`. A cached row is read from memory once for
     all query heads of its group. Time grows with the position, not with S. Parallel over key/value heads and, where
-    those are few, parts of the context. The partial results are then rescaled and added.
+    those are few, over query heads of a small cache, or parts of the context. Such partial results are then rescaled
+    and added.
     """
     b, hq, _, d = query
     hkv, s = cache[1], cache[2]
     group, width = hq // hkv, row_size(d, dtype)
-    pieces = context_parts(b * hkv, b * hkv * s * d * 2)
-    parts = max(pieces, 1)
-    loop = T.parallel if pieces else T.serial
-    softmax = online_softmax(d, group, LogitRule(scale, softcap), dtype, isa)
+    elements = b * hkv * s * d * 2
+    pieces = context_parts(b * hkv, elements)
+    parts, splits = max(pieces, 1), head_splits(group, heads_together(d, group, dtype, isa), elements)
+    loop = T.parallel if pieces or splits > 1 else T.serial
+    size = group // splits
+    softmax = online_softmax(d, size, LogitRule(scale, softcap), dtype, isa)
 
     def ahead_of(last: Any, j: Any) -> Any:
         # Past the rows 0 .. last - 1 of a head come those of the next head.
@@ -77,20 +81,33 @@ def decode_attention(
             acc = T.alloc_buffer((b * hkv * parts * group, d), "float32")
             m = T.alloc_buffer((b * hkv * parts * group,), "float32")
             l = T.alloc_buffer((b * hkv * parts * group,), "float32")  # noqa: E741
-            for item in loop(b * hkv * parts):
-                bi: T.let = item // (hkv * parts)
-                h: T.let = item // parts % hkv
+            # item: key/value heads, then pieces of their query heads or of the context
+            for item in loop(b * hkv * splits * parts):
+                bi: T.let = item // (hkv * splits * parts)
+                h: T.let = item // (splits * parts) % hkv
+                head: T.let = item // parts % (hkv * splits) * size
                 filled: T.let = filled_rows(position[0], 0, s)
                 span: T.let = (filled + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
                 first: T.let = item % parts * span
                 last: T.let = T.min(first + span, filled)
-                softmax.clear(State(m, l, acc), item * group)
+                softmax.clear(State(m, l, acc), item * size)
                 softmax.attend(
                     Operands(q, keys, values, State(m, l, acc)),
-                    Group(bi, h, 0, item * group),
+                    Group(bi, h, head, 0, item * size),
                     Rows(first, last, _itself, partial(ahead_of, last)),
                 )
-            for head in range(b * hkv):
-                softmax.finish(y, State(m, l, acc), Group(head // hkv, head % hkv, 0, head * parts * group), parts)
+            for row in range(b * hkv * splits):
+                softmax.finish(
+                    y,
+                    State(m, l, acc),
+                    Group(
+                        row // (hkv * splits),
+                        row // splits % hkv,
+                        row % (hkv * splits) * size,
+                        0,
+                        row * parts * size,
+                    ),
+                    parts,
+                )
 
     return attend

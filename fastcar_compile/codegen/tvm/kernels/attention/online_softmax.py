@@ -20,6 +20,9 @@ from fastcar_compile.codegen.tvm.kernels.script import inlined
 PARALLEL_CACHE_ELEMENTS = 1 << 18
 """Cache elements from which a second thread pays for launching and awaiting a parallel region."""
 
+SPLIT_CACHE_ELEMENTS = 1 << 16
+"""Cache elements from which it pays where the pieces are whole query heads: no partial results are added."""
+
 PARTS = 16
 """The least pieces of work of a parallel region. Few or an odd number of heads are cut along the context."""
 
@@ -32,6 +35,15 @@ def context_parts(heads: int, elements: int) -> int:
     while heads * parts < PARTS * 3 // 4:
         parts *= 2
     return parts
+
+
+def head_splits(group: int, together: int, elements: int) -> int:
+    """Return into how many pieces the query heads of a group are cut, for a context that is not cut.
+
+    Heads that share a pass over the rows stay together. The results do not depend on it, and on one thread it costs
+    nothing: a small cache stays in the second-level cache.
+    """
+    return group // together if SPLIT_CACHE_ELEMENTS <= elements < PARALLEL_CACHE_ELEMENTS else 1
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,6 @@ def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: Instruc
                     acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
             for c in T.unroll(d // run):
                 for v in T.vectorized(run):
-                    y[heads.b, heads.h * group + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
+                    y[heads.b, heads.first + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
 
     return OnlineSoftmax(rows.ahead, clear, rows.attend, finish)

@@ -142,7 +142,7 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
     def split(o, heads, query, sums, integers):
         for g in range(group):
             for e in range(blocks):
-                split_block(row_at(o.q, heads.b, heads.h * group + g, heads.i), g, e, query, sums, integers)
+                split_block(row_at(o.q, heads.b, heads.first + g, heads.i), g, e, query, sums, integers)
             # The correction is the product with zero mantissas, in the lanes in which `logits` has its sums.
             for c in T.unroll(vectors):
                 for r in T.unroll(PARALLEL_KEYS):

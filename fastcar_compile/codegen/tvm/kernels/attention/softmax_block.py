@@ -46,10 +46,14 @@ class Operands:
 
 @dataclass(frozen=True)
 class Group:
-    """The query heads of key/value head h, row i of batch row b. Their slots begin at `slot`."""
+    """Query heads from number `first` on, which share key/value head h: row i of batch row b.
+
+    Their slots begin at `slot`.
+    """
 
     b: Expr
     h: Expr
+    first: Expr
     i: Expr
     slot: Expr
 

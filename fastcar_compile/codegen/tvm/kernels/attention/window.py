@@ -13,8 +13,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.attend_heads import heads_together
 from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, online_softmax
+from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, head_splits, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel
 from fastcar_compile.ops.cached import row_size
@@ -57,11 +58,12 @@ def window_attention(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     group, ring, width = hq // hkv, s - sinks, row_size(d, dtype)
-    pieces = context_parts(b * hkv * t, b * hkv * t * (sinks + window) * d * 2)
-    parts = max(pieces, 1)
-    loop = T.parallel if pieces else T.serial
-    slots = b * hkv * t * parts * group
-    softmax = online_softmax(d, group, LogitRule(scale, softcap), dtype, isa)
+    elements = b * hkv * t * (sinks + window) * d * 2
+    pieces = context_parts(b * hkv * t, elements)
+    parts, splits = max(pieces, 1), head_splits(group, heads_together(d, group, dtype, isa), elements)
+    loop = T.parallel if pieces or splits > 1 else T.serial
+    slots, size = b * hkv * t * parts * group, group // splits
+    softmax = online_softmax(d, size, LogitRule(scale, softcap), dtype, isa)
 
     def sink(j: Any) -> Any:
         return j
@@ -101,9 +103,11 @@ def window_attention(
             acc = T.alloc_buffer((slots, d), "float32")
             m = T.alloc_buffer((slots,), "float32")
             l = T.alloc_buffer((slots,), "float32")  # noqa: E741
-            for item in loop(b * hkv * t * parts):
-                bi: T.let = item // (hkv * t * parts)
-                h: T.let = item // (t * parts) % hkv
+            # item: key/value heads, pieces of their query heads, query rows, pieces of the context
+            for item in loop(b * hkv * splits * t * parts):
+                bi: T.let = item // (hkv * splits * t * parts)
+                h: T.let = item // (splits * t * parts) % hkv
+                head: T.let = item // (t * parts) % (hkv * splits) * size
                 i: T.let = item // parts % t
                 p: T.let = T.Cast("int32", position[0]) + i
                 begin: T.let = T.max(p - (window - 1), sinks)
@@ -111,17 +115,17 @@ def window_attention(
                 seen: T.let = T.max(p + 1 - begin, 0)
                 span: T.let = (seen + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
                 first: T.let = item % parts * span
-                softmax.clear(State(m, l, acc), item * group)
+                softmax.clear(State(m, l, acc), item * size)
                 if sinks > 0:
                     met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
                     softmax.attend(
                         Operands(sink_q, keys, values, State(m, l, acc)),
-                        Group(bi, h, i, item * group),
+                        Group(bi, h, head, i, item * size),
                         Rows(0, met, sink, sink_of_next_head if t == 1 else None),
                     )
                 softmax.attend(
                     Operands(q, keys, values, State(m, l, acc)),
-                    Group(bi, h, i, item * group),
+                    Group(bi, h, head, i, item * size),
                     Rows(
                         first,
                         T.min(first + span, seen),
@@ -129,11 +133,17 @@ def window_attention(
                         partial(ahead_of, seen, base) if t == 1 else None,
                     ),
                 )
-            for row in range(b * hkv * t):
+            for row in range(b * hkv * splits * t):
                 softmax.finish(
                     y,
                     State(m, l, acc),
-                    Group(row // (hkv * t), row // t % hkv, row % t, row * parts * group),
+                    Group(
+                        row // (hkv * splits * t),
+                        row // (splits * t) % hkv,
+                        row // t % (hkv * splits) * size,
+                        row % t,
+                        row * parts * size,
+                    ),
                     parts,
                 )
 

@@ -1,0 +1,199 @@
+"""What a decode step with exact numerics is made of, layer by layer, where a step program can express it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import parameter_of
+from fastcar_compile.ir.modules import with_branches
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import is_op, node_arg, node_named, output_nodes, shape_of
+from fastcar_compile.ir.sites import QUANTISED_LINEARS, LayerSite, branch_operands
+from fastcar_compile.passes.patterns.linear_calls import LinearCall
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+ATTENTIONS = (fastcar.exact_attention, fastcar.exact_window_attention)
+MOVES = (aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Parameters of a layer by name; None where it has none.
+
+    Args:
+        attention_norm, mlp_norm, query_norm, key_norm: weights. table: of RoPE. epsilons: of the norms, in this order.
+    """
+
+    attention_norm: str
+    mlp_norm: str
+    query_norm: str | None
+    key_norm: str | None
+    table: str | None
+    epsilons: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Layers, and the norm in front of the head. `embedded`: the node that the host computes."""
+
+    layers: tuple[LayerParts, ...]
+    last_norm: str
+    epsilon: float
+    embedded: str
+
+
+@dataclass(frozen=True)
+class _Norm:
+    x: fx.Node
+    weight: str
+    epsilon: float
+
+
+def step_parts(program: DecoderProgram, calls: dict[str, LinearCall]) -> StepParts:
+    """Return the parts of the decode step.
+
+    Args:
+        calls: the linears outside of the MLPs, by their names.
+
+    Raises:
+        CompileError: the first operation that stands where a step program has another or none.
+    """
+    return _Reader(program, calls).parts()
+
+
+class _Reader:
+    def __init__(self, program: DecoderProgram, calls: dict[str, LinearCall]) -> None:
+        self.program, self.calls = program, calls
+        self.graph = program.graph_module.graph
+        self.outer = branch_operands(program.graph_module)
+        modules = with_branches(program.graph_module)  # names are unique in a graph, those of linears in all of them
+        self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *QUANTISED_LINEARS)}
+
+    def parts(self) -> StepParts:
+        """Return all of it."""
+        sites = self.program.sites
+        head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear("head", 0), "the head")
+        last = self.norm(self.resolved(node_arg(head, 0)))
+        self.expect(self.resolved(last.x), self.node(sites[-1].exit), "the input of the last norm")
+        found = tuple(self.layer(site) for site in sites)
+        for before, site in pairwise(sites):
+            self.expect(self.node(site.entry), self.node(before.exit), f"the input of layer {site.layer}")
+        return StepParts(found, last.weight, last.epsilon, sites[0].entry)
+
+    def layer(self, site: LayerSite) -> LayerParts:
+        """Return the parts of one layer."""
+        entry, residual, leave = (self.node(n) for n in (site.entry, site.residual, site.exit))
+        attention = self.node(site.attention.node)
+        if not is_op(attention, *ATTENTIONS) or site.parallel:
+            raise self.refused(attention if not site.parallel else leave, "attention in exact numerics before the MLP")
+        number = f"layer_{site.layer}"
+        o = self.linear(f"{number}.o", 0)
+        self.expect(self.resolved(node_arg(o, 0)), attention, f"the input of {number}.o")
+        self.expect_sum(residual, entry, o)
+        self.expect_sum(leave, residual, self.resolved(self.node(site.region_output)))
+        first = self.norm(self.resolved(node_arg(self.linear(f"{number}.qkv", 0), 0)))
+        self.expect(self.resolved(first.x), entry, f"the input of {number}.qkv")
+        second = self.mlp_norm(site, residual)
+        query, query_norm, table = self.head(node_arg(attention, 0))
+        key, key_norm, key_table = self.head(self.written(node_arg(attention, 1)))
+        value = self.resolved(self.written(node_arg(attention, 2)))
+        for place, node in enumerate((query, key, value)):
+            self.expect(node, self.linear(f"{number}.qkv", place), f"q, k and v of {number}")
+        if table != key_table or (query_norm is None) != (key_norm is None):
+            raise self.refused(attention, "q and k that have a norm and rotate alike")
+        own = tuple(n for n in (query_norm, key_norm) if n is not None)
+        names = tuple(n.weight for n in own) or (None, None)
+        epsilons = tuple(n.epsilon for n in (first, second, *own))
+        return LayerParts(first.weight, second.weight, names[0], names[1], table, epsilons)
+
+    def mlp_norm(self, site: LayerSite, residual: fx.Node) -> _Norm:
+        """Return the norm between the residual and the MLP, inside of the branch that computes it or before."""
+        found = self.norm(self.resolved(node_arg(self.linears[site.mlp.linears[0]], 0)))
+        x = self.resolved(found.x)
+        if is_op(x, aten.where) and is_op(self.resolved(node_arg(x, 0)), fastcar.gate):
+            x = self.resolved(node_arg(x, 2))  # rows that replay are zeroed: the engine does not compute them
+        self.expect(x, residual, f"the input of the MLP of layer {site.layer}")
+        return found
+
+    def head(self, node: fx.Node) -> tuple[fx.Node, _Norm | None, str | None]:
+        """Return what q or k is made of, its norm and its RoPE table."""
+        node, table, norm = self.resolved(node), None, None
+        if is_op(node, fastcar.exact_rotary):
+            table, node = self.parameter(node_arg(node, 1)), self.resolved(node_arg(node, 0))
+        if is_op(node, fastcar.exact_norm):
+            norm = self.norm(node)
+            node = self.resolved(norm.x)
+        return node, norm, table
+
+    def norm(self, node: fx.Node) -> _Norm:
+        """Return the parts of an RMSNorm."""
+        if not is_op(node, fastcar.exact_norm):
+            raise self.refused(node, "an RMSNorm")
+        epsilon = node.args[2]
+        return _Norm(
+            node_arg(node, 0), self.parameter(node_arg(node, 1)), epsilon if isinstance(epsilon, float) else 0.0
+        )
+
+    def written(self, cache: fx.Node) -> fx.Node:
+        """Return the rows that are written to a cache."""
+        if not is_op(cache, fastcar.cache_write, fastcar.ring_write):
+            raise self.refused(cache, "the write of one position")
+        return node_arg(cache, 1)
+
+    def resolved(self, node: fx.Node) -> fx.Node:
+        """Return what a node is, without moves that keep the order of its elements."""
+        while True:
+            node = self.outer.get(node, node)
+            if not is_op(node, *MOVES) or not _keeps_order(node):
+                return node
+            node = node_arg(node, 0)
+
+    def linear(self, name: str, place: int) -> fx.Node:
+        """Return a linear of a call."""
+        if name not in self.calls or place >= len(self.calls[name].nodes):
+            raise CompileError(f"a step program has no linear {name}", hint='use offload="linears"')
+        return self.node(self.calls[name].nodes[place])
+
+    def node(self, name: str) -> fx.Node:
+        return node_named(self.graph, name)
+
+    def parameter(self, node: fx.Node) -> str:
+        return parameter_of(self.outer.get(node, node))
+
+    def expect(self, node: fx.Node, wanted: fx.Node, what: str) -> fx.Node:
+        """Return the node, which is the wanted one."""
+        if node is not wanted:
+            raise self.refused(node, f"{wanted.name} as {what}")
+        return node
+
+    def expect_sum(self, node: fx.Node, left: fx.Node, right: fx.Node) -> None:
+        """Check that a node adds two others and nothing else."""
+        plain = is_op(node, aten.add) and len(node.all_input_nodes) == 2 and not node.kwargs
+        if not plain or {self.resolved(n) for n in node.all_input_nodes} != {self.resolved(left), self.resolved(right)}:
+            raise self.refused(node, f"the sum of {left.name} and {right.name}")
+
+    def refused(self, node: fx.Node, wanted: str) -> CompileError:
+        what = f"a step program has {wanted}, and the decode step has {node.name} ({node.target}) there"
+        return CompileError(what, where=where(node), hint='use offload="linears"')
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Return whether a move leaves the elements in their order: only dimensions of one element change places."""
+    if not is_op(node, aten.transpose, aten.permute):
+        return True
+    before = shape_of(node_arg(node, 0))
+    numbers = list(range(len(before)))
+    if is_op(node, aten.transpose):
+        first, second = (int(str(d)) % len(before) for d in node.args[1:3])
+        numbers[first], numbers[second] = numbers[second], numbers[first]
+    else:
+        order = node.args[1]
+        numbers = [int(str(d)) % len(before) for d in order] if isinstance(order, list | tuple) else numbers
+    large = [d for d in numbers if before[d] != 1]
+    return large == sorted(large)

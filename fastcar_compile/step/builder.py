@@ -1,0 +1,234 @@
+"""The step program of a decoder, made of its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastcar_compile.drs.score import float32
+from fastcar_compile.errors import UserError
+from fastcar_compile.step import instructions as step
+from fastcar_compile.step.cache_layout import BLOCK, CacheLayout
+from fastcar_compile.step.instructions import LANES, Place
+from fastcar_compile.step.program import MAX_INSTRUCTIONS, StepProgram
+from fastcar_compile.step.sizes import Sizes
+
+NO_WINDOW = 0xFFFFFFFF
+"""A window that no position is outside of."""
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """A linear as the array computes it.
+
+    Args:
+        inputs, channels: its size. tile: rows of a tile on one port. tiles: of it. words: of its weights on one port.
+    """
+
+    inputs: int
+    channels: int
+    tile: int
+    tiles: int
+    words: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Rows of a cache: `sinks` first positions, then a ring of `ring` rows; a token sees `window` positions of it."""
+
+    sinks: int
+    ring: int
+    window: int = NO_WINDOW
+
+    @property
+    def positions(self) -> int:
+        """Rows."""
+        return self.sinks + self.ring
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Heads of a layer.
+
+    Args:
+        rotary: elements of a head that rotate; 0: none. table_rows: positions of the RoPE table.
+        factor: of the logits (`fastcar_compile.exact.logit_factor`). head_norm: q and k have a norm per head.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    rotary: int
+    table_rows: int
+    factor: float
+    cache: CachePlan
+    head_norm: bool = False
+
+    def problems(self) -> list[str]:
+        """Return what the engine cannot compute, as texts."""
+        found = []
+        if self.head_dim % BLOCK:
+            found.append(f"heads of {self.head_dim} elements (a multiple of {BLOCK})")
+        if self.key_heads < 1 or self.heads % max(self.key_heads, 1):
+            found.append(f"{self.heads} heads on {self.key_heads} key heads")
+        if self.rotary % (2 * LANES) or self.rotary > self.head_dim:
+            found.append(f"{self.rotary} rotating elements (a multiple of {2 * LANES}, at most the head)")
+        return found
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Replay of MLP outputs.
+
+    Args:
+        stride: forwards from one frame to the next. gated: per layer, whether its gate is in the control table.
+    """
+
+    stride: int
+    gated: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A decoder whose layers are alike: norm, q/k/v, RoPE, attention, o, norm, MLP; then a norm and the head.
+
+    Args:
+        mlp_words: of an MLP's weights on one port. epsilon: of the norms. replay: of MLPs; None: there is none.
+    """
+
+    layers: int
+    rows: int
+    ports: int
+    hidden: int
+    epsilon: float
+    attention: AttentionPlan
+    qkv: LinearPlan
+    o: LinearPlan
+    mlp_words: int
+    head: LinearPlan
+    replay: ReplayPlan | None = None
+
+    def is_gated(self, layer: int) -> bool:
+        """Return whether a layer may replay."""
+        return self.replay is not None and self.replay.gated[layer]
+
+
+def build_step(plan: StepPlan) -> StepProgram:
+    """Return the step program of a decoder.
+
+    In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
+    of the last norm, then the RoPE table. In a section of `weights`, layer by layer: q/k/v, o, the MLP; then the head.
+    In a section of the caches: layer, row, key head. In the replay buffer: chain counts by layer and slot, then MLP
+    outputs by layer, slot and row.
+
+    Raises:
+        UserError: sizes that the engine cannot compute, all of them.
+    """
+    wrong = plan.attention.problems()
+    if plan.replay is not None and len(plan.replay.gated) != plan.layers:
+        wrong.append(f"gates of {len(plan.replay.gated)} layers for {plan.layers} layers")
+    if plan.hidden % LANES:
+        wrong.append(f"a hidden size of {plan.hidden} (a multiple of {LANES})")
+    if not wrong:
+        program = _Builder(plan).program()
+        wrong += [f"{i.opcode.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
+        if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
+            return program
+    raise UserError(
+        f"no step program can be built: {'; '.join(wrong) or 'its sizes'}", hint="change the model or batch"
+    )
+
+
+class _Builder:
+    def __init__(self, plan: StepPlan) -> None:
+        heads = plan.attention
+        self.plan, self.heads = plan, heads
+        self.words = plan.hidden // LANES
+        self.head_words = heads.head_dim // LANES
+        self.norm_words = 2 * self.words + (2 * self.head_words if heads.head_norm else 0)
+        self.layer_weights = plan.qkv.words + plan.o.words + plan.mlp_words
+        layout = CacheLayout(plan.ports, heads.head_dim, heads.cache.positions)
+        cached = plan.rows * heads.key_heads
+        self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
+        self.last_norm = plan.layers * self.norm_words
+        self.slots = 0 if plan.replay is None else plan.replay.stride
+        self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * plan.rows * self.words
+
+    def program(self) -> StepProgram:
+        """Return the program; it is not checked yet."""
+        plan, heads = self.plan, self.heads
+        query_words = heads.heads * self.head_words
+        output = -(-plan.head.channels // LANES)
+        sizes = Sizes(
+            rows=plan.rows,
+            ports=plan.ports,
+            positions=heads.cache.positions,
+            row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
+            constant_words=self.last_norm + self.words + heads.table_rows * heads.rotary // LANES,
+            weight_words=plan.layers * self.layer_weights + plan.head.words,
+            key_words=plan.layers * self.layer_keys,
+            value_words=plan.layers * self.layer_values,
+            input_words=plan.rows * self.words,
+            output_words=plan.rows * output,
+            replay_words=plan.layers * (self.layer_chains + self.layer_outputs),
+        )
+        layers = (i for layer in range(plan.layers) for i in self._layer(layer))
+        return StepProgram(sizes, (step.Load(0, Place.X, self.words), *layers, *self._last()))
+
+    def _layer(self, layer: int) -> Iterator[step.Instruction]:
+        plan, norms = self.plan, layer * self.norm_words
+        weights = layer * self.layer_weights
+        yield self._norm(layer, norms)
+        yield _linear(layer, Place.A, Place.Y, plan.qkv, weights)
+        yield from self._attention(layer, norms + 2 * self.words)
+        yield _linear(layer, Place.A, Place.Y, plan.o, weights + plan.qkv.words)
+        yield step.Add(layer, Place.Y, Place.X, self.words)
+        yield self._norm(layer, norms + self.words)
+        yield step.Mlp(layer, Place.A, Place.Y, weights + plan.qkv.words + plan.o.words)
+        cache = plan.layers * self.layer_chains + layer * self.layer_outputs
+        replay = step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
+        yield replay if plan.is_gated(layer) else step.Add(layer, Place.Y, Place.X, self.words)
+
+    def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
+        heads, head_words = self.heads, self.head_words
+        query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
+        ring = heads.cache.sinks, heads.cache.ring
+        keys, values = layer * self.layer_keys, layer * self.layer_values
+        q, k = Place.Y, Place.Y
+        yield step.AppendValues(layer, Place.Y, query + key, heads.key_heads, blocks, values, *ring)
+        if heads.head_norm:
+            size, epsilon = float32(1 / heads.head_dim), float32(self.plan.epsilon)
+            yield step.Norm(layer, q, Place.Q, 0, head_words, heads.heads, norms, size, epsilon)
+            yield step.Norm(layer, k, Place.K, query, head_words, heads.key_heads, norms + head_words, size, epsilon)
+            q, k = Place.Q, Place.K
+        if heads.rotary:
+            turned = (Place.Y, Place.Y) if heads.head_norm else (Place.Q, Place.K)
+            yield self._rotation(layer, (q, turned[0]), 0, heads.heads)
+            yield self._rotation(layer, (k, turned[1]), query, heads.key_heads)
+            q, k = turned
+        yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
+        if self.plan.is_gated(layer):
+            counts = (heads.heads, heads.key_heads, blocks)
+            yield step.Decide(layer, q, *counts, keys, *ring, self.slots, chain=layer * self.layer_chains)
+        cached = (keys, values, *ring, heads.cache.window)
+        yield step.Attend(layer, q, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
+
+    def _rotation(self, layer: int, places: tuple[Place, Place], first: int, heads: int) -> step.Rotate:
+        half, table = self.heads.rotary // LANES // 2, self.last_norm + self.words
+        return step.Rotate(layer, *places, first, heads, self.head_words, half, table, self.heads.table_rows)
+
+    def _norm(self, layer: int, weight: int) -> step.Norm:
+        size, epsilon = float32(1 / self.plan.hidden), float32(self.plan.epsilon)
+        return step.Norm(layer, Place.X, Place.A, 0, self.words, 1, weight, size, epsilon)
+
+    def _last(self) -> Iterator[step.Instruction]:
+        plan = self.plan
+        yield self._norm(plan.layers, self.last_norm)
+        yield _linear(plan.layers, Place.A, Place.OUTPUT, plan.head, plan.layers * self.layer_weights)
+        yield step.End(plan.layers)
+
+
+def _linear(layer: int, source: Place, target: Place, plan: LinearPlan, weights: int) -> step.Linear:
+    sizes = (plan.inputs, plan.channels, plan.tile, plan.tiles, int(plan.bias))
+    return step.Linear(layer, source, target, *sizes, weights)

@@ -1,0 +1,116 @@
+"""A decode step as a list of instructions: little-endian binary, JSON, reader (docs/reference/step_program.md)."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any
+
+from fastcar_compile.errors import UserError
+from fastcar_compile.step.encoding import decode
+from fastcar_compile.step.instructions import INSTRUCTION_WORDS, End, Instruction
+from fastcar_compile.step.sizes import Sizes
+
+MAGIC = 0x50545346
+"""The bytes "FSTP"."""
+
+VERSION = 1
+HEADER_WORDS = 16
+MAX_INSTRUCTIONS = 65535
+
+
+class Status(IntEnum):
+    """Result of loading a program. The checks run in this order; the first that fails is reported."""
+
+    OK = 0
+    TOO_SHORT = 1
+    BAD_MAGIC = 2
+    BAD_VERSION = 3
+    BAD_LENGTH = 4
+    BAD_CRC = 5
+    BAD_HEADER = 6
+    BAD_INSTRUCTION = 7
+
+
+_EXPLAINED = {
+    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
+    Status.BAD_MAGIC: 'it does not begin with "FSTP"',
+    Status.BAD_VERSION: f"this program reads version {VERSION}",
+    Status.BAD_LENGTH: "its length is not the one in its header",
+    Status.BAD_CRC: "its CRC-32 does not match its content",
+    Status.BAD_HEADER: "a header field is out of range",
+    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or END is not the last one",
+}
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A decode step: END is its last instruction."""
+
+    sizes: Sizes
+    instructions: tuple[Instruction, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the binary form; same program, same bytes."""
+        count = len(self.instructions)
+        sizes = [getattr(self.sizes, field.name) for field in fields(self.sizes)]
+        words = [HEADER_WORDS + count * INSTRUCTION_WORDS, count, *sizes]
+        words += [word for instruction in self.instructions for word in instruction.words]
+        body = struct.pack(f"<{len(words)}I", *words)
+        return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same content as plain values."""
+        sizes = {field.name: getattr(self.sizes, field.name) for field in fields(self.sizes)}
+        return {"version": VERSION, **sizes, "instructions": [i.to_json() for i in self.instructions]}
+
+
+def check(data: bytes, capacity: int = MAX_INSTRUCTIONS) -> Status:
+    """Return the first check of a program that fails, or OK, for an engine that holds `capacity` instructions."""
+    if len(data) < 4 * HEADER_WORDS:
+        return Status.TOO_SHORT
+    magic, version, crc, words, count = struct.unpack_from("<5I", data)
+    if magic != MAGIC:
+        return Status.BAD_MAGIC
+    if version != VERSION:
+        return Status.BAD_VERSION
+    if words * 4 != len(data) or words > HEADER_WORDS + capacity * INSTRUCTION_WORDS:
+        return Status.BAD_LENGTH
+    if zlib.crc32(data[12:]) != crc:
+        return Status.BAD_CRC
+    length = words == HEADER_WORDS + count * INSTRUCTION_WORDS
+    if not (_sizes(data).is_valid() and count >= 1 and length):
+        return Status.BAD_HEADER
+    return Status.BAD_INSTRUCTION if _instructions(data) is None else Status.OK
+
+
+def _sizes(data: bytes) -> Sizes:
+    return Sizes(*struct.unpack_from(f"<{len(fields(Sizes))}I", data, 20))
+
+
+def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
+    """Return the instructions of a program whose header is checked; None where one is not valid."""
+    sizes, found = _sizes(data), list[Instruction]()
+    for words in struct.iter_unpack(f"<{INSTRUCTION_WORDS}I", data[4 * HEADER_WORDS :]):
+        instruction = decode(words)
+        if instruction is None or not instruction.fits(sizes):
+            return None
+        found.append(instruction)
+    ends = [isinstance(instruction, End) for instruction in found]
+    return tuple(found) if ends == [False] * (len(found) - 1) + [True] else None
+
+
+def read_program(data: bytes) -> StepProgram:
+    """Read and check a binary program.
+
+    Raises:
+        UserError: it is damaged or of another version; the text names the check that failed.
+    """
+    status = check(data)
+    instructions = _instructions(data) if status is Status.OK else None
+    if instructions is None:
+        text = f"the step program is not valid: {status.name}, {_EXPLAINED[status]}"
+        raise UserError(text, hint="compile the model again")
+    return StepProgram(_sizes(data), instructions)

@@ -1,0 +1,327 @@
+// A step program on chip: loaded once with its checks in the documented order (docs/reference/step_program.md). Every loop is
+// bounded, and an instruction that passes reads and writes inside of its buffers only.
+#ifndef FASTCAR_STEP_PROGRAM_HPP
+#define FASTCAR_STEP_PROGRAM_HPP
+
+#include "fastcar_cache_core.hpp"
+#include "fastcar_step_fields.hpp"
+
+namespace fastcar {
+namespace step {
+
+static const uint32_t MAGIC = 0x50545346u;  // "FSTP"
+static const uint32_t VERSION = 1;
+static const uint32_t HEADER_WORDS = 16;
+static const uint32_t MAX_ROWS = 32;
+static const uint32_t MAX_PORTS = 64;
+static const uint32_t MAX_COUNT = 65535;
+static const uint32_t MOST_WORDS = 1u << 30;
+static const uint32_t MOST_STEP_CHANNELS = 1u << 18;
+static const uint32_t ROWS_ON_CHIP = 5;
+static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
+
+enum Status { OK, TOO_SHORT, BAD_MAGIC, BAD_VERSION, BAD_LENGTH, BAD_CRC, BAD_HEADER, BAD_INSTRUCTION };
+
+// Words 5 to 15 of the header.
+struct Sizes {
+    uint32_t rows;
+    uint32_t ports;
+    uint32_t positions;
+    uint32_t row_words;
+    uint32_t constant_words;
+    uint32_t weight_words;
+    uint32_t key_words;
+    uint32_t value_words;
+    uint32_t input_words;
+    uint32_t output_words;
+    uint32_t replay_words;
+};
+
+// INSTRUCTIONS: what the engine holds.
+template <int INSTRUCTIONS>
+struct Program {
+    Sizes sizes;
+    uint32_t count;
+    word_t words[INSTRUCTIONS * INSTRUCTION_BEATS];
+};
+
+// One instruction's words, and those after its fields are zero.
+struct Fields {
+    uint32_t opcode;
+    uint32_t layer;
+    uint32_t word[INSTRUCTION_WORDS];
+};
+
+inline Fields fields_of(const word_t beats[INSTRUCTION_BEATS]) {
+    FASTCAR_INLINE
+    Fields fields;
+    FASTCAR_UNROLL
+    for (int i = 0; i < INSTRUCTION_WORDS; ++i) {
+        fields.word[i] = lane_bits(beats[i / FLOAT_LANES], i % FLOAT_LANES);
+    }
+    fields.opcode = fields.word[0] & 0xFFFFu;
+    fields.layer = fields.word[0] >> 16;
+    return fields;
+}
+
+inline bool counts(uint32_t value) {
+    FASTCAR_INLINE
+    return value >= 1 && value <= MAX_COUNT;
+}
+
+inline bool on_chip(uint32_t place) {
+    FASTCAR_INLINE
+    return place < ROWS_ON_CHIP;
+}
+
+// `count` times `words` words from `first` on lie within `room`; 64 bits hold every product of what was counted.
+inline bool inside(uint64_t first, uint64_t count, uint64_t words, uint64_t room) {
+    FASTCAR_INLINE
+    return first + count * words <= room;
+}
+
+inline uint64_t key_words_of(const Sizes& sizes, uint32_t blocks) {
+    FASTCAR_INLINE
+    const uint32_t stride = sizes.ports * cache::KEY_ROWS;
+    const uint64_t tiles = (sizes.positions + stride - 1) / stride;
+    return tiles * blocks * (1 + cache::KEY_ROWS * cache::BLOCK_WORDS);
+}
+
+inline uint64_t value_words_of(const Sizes& sizes, uint32_t blocks) {
+    FASTCAR_INLINE
+    const uint64_t slots = (cache::BLOCK + sizes.ports - 1) / sizes.ports;
+    const uint64_t head = (static_cast<uint64_t>(blocks) * cache::BLOCK_WORDS + sizes.ports - 1) / sizes.ports;
+    const uint64_t tiles = (sizes.positions + cache::TILE - 1) / cache::TILE;
+    return tiles * (head + blocks * slots * cache::BLOCK_WORDS);
+}
+
+inline bool ring_fits(uint64_t sinks, uint32_t ring, const Sizes& sizes) {
+    FASTCAR_INLINE
+    return ring >= 1 && sinks + ring <= sizes.positions;
+}
+
+inline bool norm_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    return on_chip(f.word[NORM_SOURCE]) && on_chip(f.word[NORM_TARGET]) && f.word[NORM_SOURCE] != f.word[NORM_TARGET] &&
+           counts(f.word[NORM_COUNT]) && counts(f.word[NORM_PIECES]) &&
+           inside(f.word[NORM_FIRST], f.word[NORM_PIECES], f.word[NORM_COUNT], sizes.row_words) &&
+           inside(f.word[NORM_WEIGHT], 1, f.word[NORM_COUNT], sizes.constant_words);
+}
+
+inline bool linear_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t channels = f.word[LINEAR_CHANNELS];
+    const uint64_t words = (static_cast<uint64_t>(channels) + FLOAT_LANES - 1) / FLOAT_LANES;
+    const bool leaves = f.word[LINEAR_TARGET] == OUTPUT_ROWS;
+    const bool places = on_chip(f.word[LINEAR_SOURCE]) && (leaves || on_chip(f.word[LINEAR_TARGET])) &&
+                        f.word[LINEAR_SOURCE] != f.word[LINEAR_TARGET];
+    const bool small = counts(f.word[LINEAR_INPUTS]) && counts(f.word[LINEAR_TILE]) && channels >= 1 &&
+                       channels <= MOST_STEP_CHANNELS && f.word[LINEAR_TILES] >= 1 && f.word[LINEAR_TILES] <= channels;
+    const uint64_t covered = static_cast<uint64_t>(f.word[LINEAR_TILE]) * f.word[LINEAR_TILES] * sizes.ports;
+    return places && small && covered >= channels && f.word[LINEAR_BIAS] <= 1 &&
+           f.word[LINEAR_WEIGHTS] < sizes.weight_words &&
+           inside(0, 1, (f.word[LINEAR_INPUTS] + FLOAT_LANES - 1) / FLOAT_LANES, sizes.row_words) &&
+           (leaves ? inside(0, sizes.rows, words, sizes.output_words) : words <= sizes.row_words);
+}
+
+inline bool rotate_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t half = f.word[ROTATE_HALF_WORDS];
+    return on_chip(f.word[ROTATE_SOURCE]) && on_chip(f.word[ROTATE_TARGET]) &&
+           f.word[ROTATE_SOURCE] != f.word[ROTATE_TARGET] && counts(f.word[ROTATE_HEADS]) &&
+           counts(f.word[ROTATE_HEAD_WORDS]) && counts(f.word[ROTATE_HALF_WORDS]) && 2 * half <= f.word[ROTATE_HEAD_WORDS] &&
+           inside(f.word[ROTATE_FIRST], f.word[ROTATE_HEADS], f.word[ROTATE_HEAD_WORDS], sizes.row_words) &&
+           f.word[ROTATE_TABLE_ROWS] >= 1 && f.word[ROTATE_TABLE_ROWS] <= MOST_WORDS &&
+           inside(f.word[ROTATE_TABLE], f.word[ROTATE_TABLE_ROWS], 2 * half, sizes.constant_words);
+}
+
+// Keys and values have the same fields.
+inline bool append_fits(const Fields& f, const Sizes& sizes, uint64_t head_words, uint32_t section) {
+    FASTCAR_INLINE
+    const uint64_t heads = f.word[APPEND_KEYS_HEADS];
+    return on_chip(f.word[APPEND_KEYS_SOURCE]) && counts(f.word[APPEND_KEYS_HEADS]) && counts(f.word[APPEND_KEYS_BLOCKS]) &&
+           inside(f.word[APPEND_KEYS_FIRST], heads * f.word[APPEND_KEYS_BLOCKS], cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
+           ring_fits(f.word[APPEND_KEYS_SINKS], f.word[APPEND_KEYS_RING], sizes) &&
+           inside(f.word[APPEND_KEYS_CACHE], sizes.rows * heads, head_words, section);
+}
+
+inline bool attend_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t key_heads = f.word[ATTEND_KEY_HEADS];
+    const uint32_t blocks = f.word[ATTEND_BLOCKS];
+    const uint64_t heads = f.word[ATTEND_HEADS];
+    const bool small = on_chip(f.word[ATTEND_SOURCE]) && on_chip(f.word[ATTEND_TARGET]) &&
+                       f.word[ATTEND_SOURCE] != f.word[ATTEND_TARGET] && counts(f.word[ATTEND_HEADS]) && counts(key_heads) &&
+                       counts(blocks);
+    const uint64_t cached = static_cast<uint64_t>(sizes.rows) * key_heads;
+    return small && heads % (small ? key_heads : 1u) == 0 && f.word[ATTEND_WINDOW] >= 1 &&
+           ring_fits(f.word[ATTEND_SINKS], f.word[ATTEND_RING], sizes) &&
+           inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
+           inside(f.word[ATTEND_KEYS], cached, key_words_of(sizes, blocks), sizes.key_words) &&
+           inside(f.word[ATTEND_VALUES], cached, value_words_of(sizes, blocks), sizes.value_words);
+}
+
+static const uint32_t CHAIN_BEATS = INDEX_REGISTER_BITS / FLOAT_LANES;  // memory words of the chain counts of a slot
+
+inline bool decide_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t key_heads = f.word[DECIDE_KEY_HEADS];
+    const uint32_t blocks = f.word[DECIDE_BLOCKS];
+    const uint64_t heads = f.word[DECIDE_HEADS];
+    const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) &&
+                       counts(blocks) && counts(f.word[DECIDE_STRIDE]);
+    return small && heads % (small ? key_heads : 1u) == 0 && ring_fits(f.word[DECIDE_SINKS], f.word[DECIDE_RING], sizes) &&
+           inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
+           inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.rows) * key_heads, key_words_of(sizes, blocks),
+                  sizes.key_words) &&
+           inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
+}
+
+inline bool replay_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t slots = f.word[REPLAY_SLOTS];
+    return on_chip(f.word[REPLAY_SOURCE]) && on_chip(f.word[REPLAY_TARGET]) &&
+           f.word[REPLAY_SOURCE] != f.word[REPLAY_TARGET] && counts(f.word[REPLAY_COUNT]) && counts(f.word[REPLAY_SLOTS]) &&
+           f.word[REPLAY_COUNT] <= sizes.row_words &&
+           inside(f.word[REPLAY_CACHE], slots * sizes.rows, f.word[REPLAY_COUNT], sizes.replay_words);
+}
+
+inline bool rest_is_zero(const Fields& f, int used) {
+    FASTCAR_INLINE
+    uint32_t any = 0;
+    FASTCAR_UNROLL
+    for (int i = 0; i < INSTRUCTION_WORDS; ++i) {
+        any |= i >= used ? f.word[i] : 0u;
+    }
+    return any == 0;
+}
+
+// Whether an instruction is known, its fields are in range, and it stays inside of its buffers.
+inline bool instruction_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_NO_INLINE
+    switch (f.opcode) {
+        case OP_LOAD:
+            return rest_is_zero(f, LOAD_WORDS) && on_chip(f.word[LOAD_TARGET]) && counts(f.word[LOAD_COUNT]) &&
+                   f.word[LOAD_COUNT] <= sizes.row_words && inside(0, sizes.rows, f.word[LOAD_COUNT], sizes.input_words);
+        case OP_NORM:
+            return rest_is_zero(f, NORM_WORDS) && norm_fits(f, sizes);
+        case OP_LINEAR:
+            return rest_is_zero(f, LINEAR_WORDS) && linear_fits(f, sizes);
+        case OP_MLP:
+            return rest_is_zero(f, MLP_WORDS) && on_chip(f.word[MLP_SOURCE]) && on_chip(f.word[MLP_TARGET]) &&
+                   f.word[MLP_SOURCE] != f.word[MLP_TARGET] && f.word[MLP_WEIGHTS] < sizes.weight_words;
+        case OP_ROTATE:
+            return rest_is_zero(f, ROTATE_WORDS) && rotate_fits(f, sizes);
+        case OP_APPEND_KEYS:
+            return rest_is_zero(f, APPEND_KEYS_WORDS) &&
+                   append_fits(f, sizes, key_words_of(sizes, f.word[APPEND_KEYS_BLOCKS]), sizes.key_words);
+        case OP_APPEND_VALUES:
+            return rest_is_zero(f, APPEND_VALUES_WORDS) &&
+                   append_fits(f, sizes, value_words_of(sizes, f.word[APPEND_VALUES_BLOCKS]), sizes.value_words);
+        case OP_ATTEND:
+            return rest_is_zero(f, ATTEND_WORDS) && attend_fits(f, sizes);
+        case OP_ADD:
+            return rest_is_zero(f, ADD_WORDS) && on_chip(f.word[ADD_SOURCE]) && on_chip(f.word[ADD_TARGET]) &&
+                   f.word[ADD_SOURCE] != f.word[ADD_TARGET] && counts(f.word[ADD_COUNT]) &&
+                   f.word[ADD_COUNT] <= sizes.row_words;
+        case OP_DECIDE:
+            return rest_is_zero(f, DECIDE_WORDS) && decide_fits(f, sizes);
+        case OP_REPLAY:
+            return rest_is_zero(f, REPLAY_WORDS) && replay_fits(f, sizes);
+        case OP_END:
+            return rest_is_zero(f, END_WORDS);
+        default:
+            return false;
+    }
+}
+
+inline bool sizes_are_valid(const Sizes& sizes) {
+    FASTCAR_INLINE
+    return sizes.rows >= 1 && sizes.rows <= MAX_ROWS && sizes.ports >= 1 && sizes.ports <= MAX_PORTS &&
+           counts(sizes.row_words) && counts(sizes.positions) && sizes.constant_words <= MOST_WORDS &&
+           sizes.weight_words <= MOST_WORDS && sizes.key_words <= MOST_WORDS && sizes.value_words <= MOST_WORDS &&
+           sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS && sizes.replay_words <= MOST_WORDS;
+}
+
+// CRC-32 of the words 3 to `words` - 1.
+inline uint32_t crc_of(const word_t* memory, uint32_t words) {
+    FASTCAR_NO_INLINE
+    uint32_t crc = 0xFFFFFFFFu;
+add_words_to_crc:
+    for (uint32_t i = 3; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(13, 1048576)
+        crc = drs::crc_step(crc, lane_bits(memory[i / FLOAT_LANES], static_cast<int>(i % FLOAT_LANES)));
+    }
+    return ~crc;
+}
+
+// Copies the instructions and checks each; END is the last one and no other.
+template <int INSTRUCTIONS>
+bool load_instructions(const word_t* memory, Program<INSTRUCTIONS>& program) {
+    FASTCAR_NO_INLINE
+    bool good = true;
+load_instruction:
+    for (uint32_t i = 0; i < program.count; ++i) {
+        FASTCAR_TRIPS(1, INSTRUCTIONS)
+        word_t beats[INSTRUCTION_BEATS];
+        FASTCAR_PARTITION(beats, 0)
+    load_beats:
+        for (uint32_t beat = 0; beat < INSTRUCTION_BEATS; ++beat) {
+            FASTCAR_PIPELINE(1)
+            beats[beat] = memory[HEADER_WORDS / FLOAT_LANES + i * INSTRUCTION_BEATS + beat];
+            program.words[i * INSTRUCTION_BEATS + beat] = beats[beat];
+        }
+        const Fields fields = fields_of(beats);
+        const bool last = i + 1 == program.count;
+        good = good && instruction_fits(fields, program.sizes) && (fields.opcode == OP_END) == last;
+    }
+    return good;
+}
+
+// Loads a program of `bytes` bytes. With a status other than OK there is no program (count 0).
+template <int INSTRUCTIONS>
+uint32_t load(const word_t* memory, uint32_t bytes, Program<INSTRUCTIONS>& program) {
+    FASTCAR_NO_INLINE
+    uint32_t header[HEADER_WORDS] = {};
+    FASTCAR_PARTITION(header, 0)
+    program.count = 0;
+    if (bytes < 4 * HEADER_WORDS) {
+        return TOO_SHORT;
+    }
+read_header:
+    for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
+        header[i] = lane_bits(memory[i / FLOAT_LANES], static_cast<int>(i % FLOAT_LANES));
+    }
+    const uint32_t words = header[3];
+    const uint32_t count = header[4];
+    if (header[0] != MAGIC) {
+        return BAD_MAGIC;
+    }
+    if (header[1] != VERSION) {
+        return BAD_VERSION;
+    }
+    if (bytes % 4 != 0 || words != bytes / 4 || words > HEADER_WORDS + INSTRUCTIONS * INSTRUCTION_WORDS) {
+        return BAD_LENGTH;
+    }
+    if (crc_of(memory, words) != header[2]) {
+        return BAD_CRC;
+    }
+    const Sizes sizes = {header[5], header[6],  header[7],  header[8],  header[9],
+                         header[10], header[11], header[12], header[13], header[14], header[15]};
+    const bool length = count <= INSTRUCTIONS && words == HEADER_WORDS + count * INSTRUCTION_WORDS;
+    if (!sizes_are_valid(sizes) || count == 0 || !length) {
+        return BAD_HEADER;
+    }
+    program.sizes = sizes;
+    program.count = count;
+    const bool good = load_instructions<INSTRUCTIONS>(memory, program);
+    program.count = good ? count : 0;
+    return good ? OK : BAD_INSTRUCTION;
+}
+
+}  // namespace step
+}  // namespace fastcar
+
+#endif

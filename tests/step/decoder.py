@@ -1,0 +1,129 @@
+"""A small decoder with random weights: its step program, its memory, and plain floating point to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hls.library import design, linear, random_layer, random_linear, reference
+
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
+from fastcar_compile.drs.builder import build_table
+from fastcar_compile.drs.score import float32
+from fastcar_compile.drs.table import AttentionShape, DrsTable
+from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan, build_step
+from fastcar_compile.step.cache_layout import LANES, CacheLayout
+from fastcar_compile.step.instructions import Linear, Mlp
+from fastcar_compile.step.program import StepProgram
+from fastcar_compile.step.simulator import Memory, Product
+from step.values import Array
+
+HIDDEN, VOCAB, LAYERS, ROWS, FRAME = 64, 17, 2, 2, 5
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder on an engine. `weights`: by the word at which they begin, of a linear or of gate, up and down."""
+
+    made: Design
+    program: StepProgram
+    table: DrsTable
+    weights: dict[int, list[LinearWeights]]
+    constants: Array
+    stream: Array
+
+    @property
+    def products(self) -> dict[int, Product]:
+        """Each product in numpy."""
+
+        def product(parts: list[LinearWeights]) -> Product:
+            spec = self.made.mlp
+            return (lambda x: linear(x, parts[0], spec)[1]) if len(parts) == 1 else (lambda x: self._mlp(x, parts))
+
+        return {at: product(parts) for at, parts in self.weights.items()}
+
+    def _mlp(self, x: Array, parts: list[LinearWeights]) -> Array:
+        return reference(x[:, :HIDDEN], parts, self.made.mlp).y
+
+    def memory(self) -> Memory:
+        """Memory with empty caches."""
+        sizes = self.program.sizes
+        keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
+        replay = np.zeros((sizes.replay_words, 4), np.uint32)
+        return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes())
+
+
+def decoder(
+    attention: AttentionPlan, quant: str, gated: tuple[bool, ...], max_chain: int | None, seed: int = 0
+) -> Decoder:
+    """A decoder of two layers and two rows, those of `gated` with TAS. About half of the forwards replay."""
+    shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
+    scales = [0.25 if gate else None for gate in gated]
+    sizes = (LAYERS, ROWS, 1, FRAME, [0.0] * LAYERS)
+    table = build_table(*sizes, attention=shape, scales=scales, max_chain=max_chain)
+    rng = np.random.default_rng(0)
+    query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
+    linears = [("qkv", HIDDEN, query + 2 * key, False), ("o", query, HIDDEN, True), ("head", HIDDEN, VOCAB, False)]
+    made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant)
+    plans = {name: _plan(made, name) for name, *_ in linears}
+    plan = StepPlan(
+        *(LAYERS, ROWS, made.ports, HIDDEN, float32(1e-5), attention, plans["qkv"], plans["o"]),
+        mlp_words=made.section_words,
+        head=plans["head"],
+        replay=ReplayPlan(FRAME, gated) if any(gated) else None,
+    )
+    program = build_step(plan)
+    weights, sections = {}, []
+    for instruction in program.instructions:
+        if isinstance(instruction, Mlp):
+            parts = [_scaled(part) for part in random_layer(made.mlp, rng)]
+            weights[instruction.weights], packed = parts, pack_mlp(parts, made)
+        elif isinstance(instruction, Linear):
+            name = next(
+                n for n, p in plans.items() if (p.inputs, p.channels) == (instruction.inputs, instruction.channels)
+            )
+            parts = [_scaled(random_linear(made.mlp, instruction.channels, instruction.inputs, name == "o", rng))]
+            weights[instruction.weights], packed = parts, pack_linear(parts, made.linears[name], made.axi_words)
+        else:
+            continue
+        sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
+    return Decoder(made, program, table, weights, _constants(program, attention, rng), np.concatenate(sections, 1))
+
+
+def _plan(made: Design, name: str) -> LinearPlan:
+    product = made.linears[name]
+    return LinearPlan(
+        product.inputs, product.channels, product.tile, product.tiles, product.section_words, bias=product.bias
+    )
+
+
+def _scaled(weights: LinearWeights) -> LinearWeights:
+    """Weights whose products keep the size of their inputs."""
+    size = np.abs(weights.values).astype(np.float32).mean() * np.sqrt(weights.values.shape[1])
+    flat = np.full_like(weights.scales, 1 / size)
+    return replace(
+        weights, scales=flat * np.linspace(0.5, 1.5, len(flat), dtype=flat.dtype).reshape(-1, *[1] * (flat.ndim - 1))
+    )
+
+
+def _constants(program: StepProgram, attention: AttentionPlan, rng: np.random.Generator) -> Array:
+    """Norm weights near one, then the table of cosines and sines."""
+    table = attention.table_rows * attention.rotary
+    weights = rng.uniform(0.5, 1.5, 4 * program.sizes.constant_words - table)
+    angles = np.arange(attention.table_rows)[:, None] * 10.0 ** -np.linspace(0, 4, attention.rotary // 2)
+    return np.concatenate([weights, np.concatenate([np.cos(angles), np.sin(angles)], 1).reshape(-1)]).astype(np.float32)
+
+
+def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> tuple[Array, Array]:
+    """The rows of keys and values of one head; `number` counts layers, rows and key heads."""
+    layout = CacheLayout(program.sizes.ports, head_dim, program.sizes.positions)
+    keys = memory.keys[:, number * layout.key_words : (number + 1) * layout.key_words]
+    values = memory.values[:, number * layout.value_words : (number + 1) * layout.value_words]
+    return layout.unpack_keys(keys), layout.unpack_values(values)
+
+
+ROTATED = AttentionPlan(
+    4, 2, 64, rotary=64, table_rows=48, factor=float32(0.125 * 1.4426950408889634), cache=CachePlan(0, 50)
+)
+NORMED = AttentionPlan(4, 2, 32, 16, table_rows=20, factor=0.25, cache=CachePlan(2, 33, 9), head_norm=True)

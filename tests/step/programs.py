@@ -1,0 +1,37 @@
+"""Step programs that the tests share."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
+
+HEADS = AttentionPlan(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CachePlan(0, 40))
+
+
+def plan(
+    attention: AttentionPlan = HEADS, layers: int = 2, rows: int = 2, replay: ReplayPlan | None = None
+) -> StepPlan:
+    """A decoder of four weight ports."""
+    query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
+    return StepPlan(
+        layers=layers,
+        rows=rows,
+        ports=4,
+        hidden=64,
+        epsilon=1e-5,
+        attention=attention,
+        qkv=LinearPlan(64, query + 2 * key, tile=4, tiles=-(-(query + 2 * key) // 16), words=512),
+        o=LinearPlan(query, 64, tile=4, tiles=4, words=256),
+        mlp_words=1024,
+        head=LinearPlan(64, 17, tile=1, tiles=5, words=256),
+        replay=replay,
+    )
+
+
+def repaired(words: Sequence[int]) -> bytes:
+    """These words as bytes, with the CRC-32 that fits them."""
+    body = struct.pack(f"<{len(words) - 3}I", *words[3:])
+    return struct.pack("<3I", *words[:2], zlib.crc32(body)) + body

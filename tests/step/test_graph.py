@@ -1,0 +1,125 @@
+"""Step programs of captured decoders: the simulator against the eager graph, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import SIZES, llama
+from hls.library import linear, reference
+from passes.tiny import backend_of
+from torch.fx import Node
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from fastcar_compile.codegen.hls.emit import linear_weights
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator
+from fastcar_compile.codegen.hls.step_plan import step_sources
+from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
+from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.query import node_named
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.step.cache_layout import LANES
+from fastcar_compile.step.program import StepProgram
+from fastcar_compile.step.simulator import Memory, Product, StepSimulator
+from fastcar_compile.targets import load_target
+from step.values import Array, assert_same
+
+FRAME, LENGTH, BATCH = 8, 25, 2
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A rewritten decoder, and what the engine computes of it."""
+
+    program: DecoderProgram
+    plan: AcceleratorPlan
+
+    def memory(self, program: StepProgram, streams: tuple[str, ...], constants: Array) -> Memory:
+        """Memory with empty caches; products by the place of their streams in a section."""
+        places, at, sizes = dict[int, Product](), 0, program.sizes
+        for name in streams:
+            places[at] = self.product(name)
+            words = self.plan.design.linears
+            at += words[name].section_words if name in words else self.plan.design.section_words
+        keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
+        replay = np.zeros((sizes.replay_words, 4), np.uint32)
+        return Memory(constants, places, keys, values, replay, self.plan.table.to_bytes())
+
+    def product(self, name: str) -> Product:
+        """A linear call, or the MLP of layer_<l>, in numpy."""
+        spec, calls = self.plan.design.mlp, {call.name: call for call in self.plan.calls}
+        if name in calls:
+            parts = linear_weights(self.program, calls[name].weights, calls[name].biases)
+            return lambda x: np.concatenate([linear(x, part, spec)[1] for part in parts], 1)
+        site = self.program.sites[int(name.removeprefix("layer_"))]
+        own = linear_weights(self.program, site.mlp.weights, site.mlp.biases)
+        return lambda x: reference(x[:, : spec.hidden], own, spec).y
+
+
+def captured(model: torch.nn.Module, **options: Any) -> Captured:
+    """A model for a board, with exact numerics."""
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}
+    program = run_pipeline(capture(model, prefill_chunk=16, **sizes), analysis_pipeline())
+    given = {"target": "zcu102", "kv": "int8", "numerics": "exact", "offload": "linears", "prefill_chunk": 16}
+    config = CompileConfig(**{**sizes, **given, **options})
+    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    return Captured(program, plan_accelerator(program, config, load_target("zcu102")))
+
+
+@pytest.fixture(scope="module")
+def grouped() -> Captured:
+    """Llama with replay."""
+    return captured(llama(initializer_range=0.2, head_dim=32), quant="w8a8", replay=ReplayConfig(threshold=0.0))
+
+
+@pytest.fixture(scope="module")
+def normed() -> Captured:
+    """q and k with norms, a ring of keys and values, int4 weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**SIZES, "head_dim": 32, "initializer_range": 0.2, "max_position_embeddings": LENGTH})
+    sparse = SparseAttention(sinks=3, window=9)
+    return captured(Qwen3ForCausalLM(config).eval(), quant="w4a8", replay=None, sparse_attention=sparse)
+
+
+@pytest.mark.parametrize("name", ["grouped", "normed"])
+def test_the_simulator_equals_the_eager_graph(name: str, request: pytest.FixtureRequest) -> None:
+    """Logits, decisions and the last step's caches of MLP outputs; every token of a sequence."""
+    made: Captured = request.getfixturevalue(name)
+    found = step_sources(made.program, made.plan)
+    memory = made.memory(found.program, found.streams, found.constants)
+    simulator, eager = StepSimulator(found.program, memory), backend_of(made.program)
+    embedding = made.program.params["model.embed_tokens.weight"].float().numpy()
+    ids = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (BATCH, LENGTH))
+    thresholds, replayed = np.zeros(len(made.program.sites), np.float32), list[Array]()
+    for t in range(LENGTH):
+        want = eager.decode(ids[:, t : t + 1], t, t, thresholds)
+        got = simulator.run(embedding[ids[:, t]], t, t)
+        assert_same(got, np.ascontiguousarray(want.logits[:, 0]))
+        if simulator.decided:
+            replayed.append(~np.stack([simulator.decided[layer] for layer in sorted(simulator.decided)]))
+            np.testing.assert_array_equal(replayed[-1].reshape(-1), np.asarray(want.decisions).reshape(-1))
+    assert not replayed or 0.1 < np.mean(replayed) < 0.9
+    assert bool(replayed) == any(state.role is StateRole.MLP_CACHE for state in made.program.state)
+
+
+def test_what_a_step_program_cannot_express_is_refused(grouped: Captured) -> None:
+    """A multiplier of the residual; a linear that is not where it belongs; one that the host keeps."""
+    program = copy.deepcopy(grouped.program)
+    graph, site = program.graph_module.graph, program.sites[1]
+    residual = node_named(graph, site.residual)
+    added = residual.args[1]
+    assert isinstance(added, Node)
+    with graph.inserting_before(residual):
+        half = graph.call_function(torch.ops.aten.mul.Tensor, (added, 0.5))
+    residual.replace_input_with(added, half)
+    with pytest.raises(
+        CompileError, match=rf"a step program has the sum of .* and the decode step has {residual.name}"
+    ):
+        step_sources(program, grouped.plan)
