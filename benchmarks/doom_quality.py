@@ -74,7 +74,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "doom" / "data")
     parser.add_argument("--world", type=Path, default=DOOM / "world", help="folder of export.py")
     parser.add_argument("--out", type=Path, default=DOOM, help="folder of gates and cases")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "doom" / "quality", help="journals, results, the tuned decoder")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "doom" / "quality", help="journals, results, the tuned decoder"
+    )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page and its pictures go")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="counts with which every stage takes a minute")
