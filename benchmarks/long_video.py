@@ -83,7 +83,7 @@ def quality_rows(tokens: np.ndarray, attentions: dict[str, Any]) -> list[dict[st
     """
     rows = []
     for name, attention in attentions.items():
-        program = program_of(attention, tokens.shape, tokens.shape[1])
+        program = program_of(attention, len(tokens), tokens.shape[1])
         cache = sum(s.nbytes for s in program.state if s.role in CACHES) // len(tokens)
         for chain, limits in {"dense": {}, **CHAINS}.items():
             layers = program.config.num_layers

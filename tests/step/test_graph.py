@@ -12,6 +12,7 @@ import torch
 from decoders import SIZES, llama
 from hls.library import linear, reference
 from passes.tiny import backend_of
+from torch.fx import Node
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fastcar_compile.codegen.hls.emit import linear_weights
@@ -47,9 +48,9 @@ class Captured:
             places[at] = self.product(name)
             words = self.plan.design.linears
             at += words[name].section_words if name in words else self.plan.design.section_words
-        caches = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
+        keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
         replay = np.zeros((sizes.replay_words, 4), np.uint32)
-        return Memory(constants, places, *caches, replay, self.plan.table.to_bytes())
+        return Memory(constants, places, keys, values, replay, self.plan.table.to_bytes())
 
     def product(self, name: str) -> Product:
         """A linear call, or the MLP of layer_<l>, in numpy."""
@@ -113,9 +114,11 @@ def test_what_a_step_program_cannot_express_is_refused(grouped: Captured) -> Non
     program = copy.deepcopy(grouped.program)
     graph, site = program.graph_module.graph, program.sites[1]
     residual = node_named(graph, site.residual)
+    added = residual.args[1]
+    assert isinstance(added, Node)
     with graph.inserting_before(residual):
-        half = graph.call_function(torch.ops.aten.mul.Tensor, (residual.args[1], 0.5))
-    residual.replace_input_with(residual.args[1], half)
+        half = graph.call_function(torch.ops.aten.mul.Tensor, (added, 0.5))
+    residual.replace_input_with(added, half)
     with pytest.raises(
         CompileError, match=rf"a step program has the sum of .* and the decode step has {residual.name}"
     ):
