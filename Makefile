@@ -21,7 +21,7 @@ play: $(GAME)/manifest.json
 	$(BIN)/fastcar play $(GAME) --world $(WORLD) $(PLAY) || [ $$? -eq 130 ]
 
 $(GAME)/manifest.json: Makefile $(STAMP) $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
-	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 $(GATE) --output $(GAME)
+	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 --kv float16 $(GATE) --output $(GAME)
 
 test: lint pytest
 

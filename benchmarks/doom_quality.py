@@ -5,7 +5,7 @@
 Stages, in this order; those with a gate or split may run in processes of their own, and all go on after a kill:
 
     train:tas  train:learned     trains a gate of examples/doom/gates
-    tune                         tunes a copy of the decoder with its gate, into examples/doom/tuned
+    tune                         tunes a copy of the decoder with its gate, into WORK/tuned
     calibrate:DECODER:GATE       chooses thresholds; gate: tas, tas_heads, input_delta, bound, learned
     measure:DECODER:SPLIT        measures on held_out, or on held_out_scenario
     precisions:DECODER           measures w8a8, w4a8 and int8 keys and values
@@ -73,8 +73,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("stages", nargs="+", metavar="STAGE")
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "doom" / "data")
     parser.add_argument("--world", type=Path, default=DOOM / "world", help="folder of export.py")
-    parser.add_argument("--out", type=Path, default=DOOM, help="folder of gates, cases and the tuned decoder")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "doom" / "quality", help="journals and results")
+    parser.add_argument("--out", type=Path, default=DOOM, help="folder of gates and cases")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "doom" / "quality", help="journals, results, the tuned decoder"
+    )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page and its pictures go")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="counts with which every stage takes a minute")

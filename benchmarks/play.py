@@ -120,11 +120,14 @@ def opened(url: str) -> Iterator[Page]:
 
 def begin(page: Page, mode: str) -> None:
     """Begin a new game in a mode."""
+    if page.get_attribute("body", "data-state") == "playing":
+        page.click("#run")
+        page.wait_for_selector("body[data-state=paused]")
     page.get_by_label(MODES[mode], exact=True).check()
     page.click("#restart")
-    if page.get_attribute("body", "data-state") == "paused":
-        page.click("#cover")
-    page.wait_for_selector("body[data-state=playing]:not([data-frame='0'])")
+    page.wait_for_selector("body[data-frame='0']")
+    page.click("#cover")
+    page.wait_for_selector("body[data-state=playing]")
 
 
 def pictured(page: Page, mode: str) -> bytes:
@@ -133,7 +136,7 @@ def pictured(page: Page, mode: str) -> bytes:
     page.keyboard.down("ArrowUp")
     while int(page.get_attribute("body", "data-frame") or 0) < FRAME:
         page.wait_for_timeout(READ_MS)
-        page.evaluate("scrollTo(0, 0)")
+    page.evaluate("scrollTo(0, 0)")
     screenshot = page.screenshot()
     page.keyboard.up("ArrowUp")
     return screenshot
