@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker per core: threads of torch would only wait for each other. Set before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a background job of a shell. Commands that a test starts and interrupts would inherit that and never end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = (
     "test_full_video.py",

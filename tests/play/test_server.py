@@ -225,7 +225,8 @@ def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_make_play_compiles_once(tmp_path: Path) -> None:
-    make = [check_tool("make"), "--dry-run", "--old-file", ".venv/.installed", "play", f"GAME={tmp_path}"]
+    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.installed"]
+    make += ["play", f"GAME={tmp_path}"]
 
     def commands() -> list[str]:
         done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
