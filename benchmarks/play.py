@@ -1,7 +1,7 @@
 """What the page of `fastcar play` shows in headless Chromium without a speed limit: dense, replay, and both.
 
     python benchmarks/play.py [--artifact FOLDER] [--world examples/doom/world]
-        [--rounds 3] [--seconds 12] [--pictures docs/images] [--json out.json]
+        [--threads 1] [--rounds 3] [--seconds 12] [--pictures docs/images] [--json out.json]
 
 Server and browser share this machine's cores. In every round each mode plays the same start, seed and keys. The page is
 read four times a second; medians are printed as a table. --pictures writes screenshots.
@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--artifact", type=Path, help="default: that of `make play`")
     parser.add_argument("--world", type=Path, default=Path("examples/doom/world"))
+    parser.add_argument("--threads", type=int, help="of a player; default: all cores")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12.0, help="of one mode in a round")
     parser.add_argument("--pictures", type=Path, help="folder of the screenshots")
@@ -72,7 +73,7 @@ def main() -> None:
     artifact = options.artifact or GAME
     if options.artifact is None:
         subprocess.run(["make", GAME / "manifest.json"], check=True)
-    with served(artifact, options.world) as url, opened(url) as page:
+    with served(artifact, options.world, options.threads) as url, opened(url) as page:
         found = {mode: list[Reading]() for mode in MODES}
         for _ in range(options.rounds):
             for mode, readings in found.items():
@@ -87,9 +88,10 @@ def main() -> None:
 
 
 @contextmanager
-def served(artifact: Path, world: Path) -> Iterator[str]:
+def served(artifact: Path, world: Path, threads: int | None) -> Iterator[str]:
     """Yield the address of a server."""
     words = [sys.executable, "-m", "fastcar_compile", "play", str(artifact), "--world", str(world), "--json"]
+    words += [] if threads is None else ["--threads", str(threads)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = ""
