@@ -111,6 +111,8 @@ def test_pixels_onnx_is_the_tokenizers_decoder(example: SimpleNamespace, tmp_pat
     assert codes.shape == (3, 64)
     assert 0 <= codes.min() < codes.max() < example.world_format.CODES
     example.export.write_pixels(model, tmp_path / "pixels.onnx")
+    for file in (tmp_path / "pixels.onnx", FOLDER / "world" / "pixels.onnx"):
+        assert re.findall(rb"[^\0]{0,40}(?:\.py\b|/work/|/home/)", file.read_bytes()) == [], "paths of a machine"
     session = onnxruntime.InferenceSession(tmp_path / "pixels.onnx")
     made = session.run(None, {"tokens": codes.reshape(3, 8, 8)})[0]
     assert (made.dtype, made.shape) == (np.uint8, frames.shape)

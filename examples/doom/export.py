@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 from autoencoder import Autoencoder, load_autoencoder, to_frames
 from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens
@@ -26,6 +27,8 @@ from world_format import (
     TOKENS_PER_FRAME,
 )
 
+from fastcar_compile.codegen.onnx.segments import strip
+
 STARTS_PER_SCENARIO = 2
 
 
@@ -43,7 +46,7 @@ class TokensToFrames(nn.Module):
 
 
 def write_pixels(model: Autoencoder, path: Path) -> None:
-    """Write the pixel decoder as one ONNX file with a dynamic number of frames."""
+    """Write the pixel decoder as one ONNX file with a dynamic number of frames, without the exporter's paths."""
     torch.onnx.export(
         TokensToFrames(model).eval(),
         (torch.zeros(2, GRID, GRID, dtype=torch.int64),),
@@ -55,6 +58,9 @@ def write_pixels(model: Autoencoder, path: Path) -> None:
         dynamic_shapes={"tokens": {0: torch.export.Dim("frames")}},
         verbose=False,
     )
+    proto = onnx.load(path)
+    strip(proto)
+    onnx.save(proto, path)
 
 
 def starting_contexts(split: TokenSplit, per_scenario: int, seed: int = 0) -> tuple[np.ndarray, list[str]]:

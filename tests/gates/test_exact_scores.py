@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import check_module, check_tool
+from exact.cases import values
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.drs import scores
@@ -76,25 +76,6 @@ def built(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dic
         for gate in GATES
         for name, shape in SHAPES.items()
     }
-
-
-def values(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.float32]:
-    """Values of one kind; `bits` are any float32 that is finite."""
-    normal = random.normal(size=shape)
-    if kind == "wide":
-        normal *= 10.0 ** random.uniform(-30, 30, shape)
-    elif kind in ("tiny", "huge"):
-        normal *= 1e-40 if kind == "tiny" else 1e37
-    elif kind == "outlier":
-        normal *= np.where(random.random(shape) < 0.05, 1e4, 1e-2)
-    elif kind == "ties":
-        normal = (random.integers(-9, 9, shape) + 0.5) * 2.0 ** random.choice([-24.0, -12.0, 0.0], shape)
-    elif kind == "bits":
-        bits = random.integers(0, 2**32, shape, np.uint32).view(np.float32)
-        return np.where(np.isfinite(bits), bits, np.float32(1))
-    elif kind == "zero":
-        normal *= 0
-    return np.clip(normal, -3e38, 3e38).astype(np.float32)
 
 
 def drawn(shape: Shape, kind: str, weights: str, seed: int) -> dict[str, Array]:
