@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compile_time import HLS, PLACING, WEIGHTS, timed_build
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import fastcar_compile as fc
 
-WEIGHT_STAGES = ("writing the weights", "writing the HLS project and the DRS table", "checking and placing the files")
-"""Stages whose time grows with the bytes of the weights. They do not count as graph seconds."""
+WEIGHT_STAGES = (WEIGHTS, HLS, PLACING)
+"""Stages of `compile_time.py` whose time grows with the bytes of the weights. They do not count as graph seconds."""
 
 
 @dataclass(frozen=True)
@@ -92,25 +93,10 @@ def _shards(case: Case) -> Iterator[dict[str, tuple[int, ...]]]:
 
 def build(case: Case, folder: Path) -> dict[str, Any]:
     """Compile `folder` in this process. Return seconds by stage and the peak resident memory of the process."""
-    stages: list[tuple[str, float, float]] = []
-
-    def stage(name: str) -> None:
-        stages.append((name, time.perf_counter(), time.process_time()))
-
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    stage("start")
-    artifact = fc.compile(
-        folder / "model",
-        target=case.target,
-        quant=case.quant,
-        tokens_per_frame=256,
-        output=folder / "artifact",
-        progress=stage,
-    )
-    stage("end")
-    pairs = list(itertools.pairwise(stages))
-    wall = {a[0]: b[1] - a[1] for a, b in pairs}
-    cpu = {a[0]: b[2] - a[2] for a, b in pairs}
+    output = folder / "artifact"
+    found = timed_build(folder / "model", case.target, output, quant=case.quant, tokens_per_frame=256)
+    wall, cpu = ({name: getattr(s, kind) for name, s in found.items()} for kind in ("wall", "cpu"))
     return {
         "wall_seconds": sum(wall.values()),
         "cpu_seconds": sum(cpu.values()),
@@ -120,7 +106,7 @@ def build(case: Case, folder: Path) -> dict[str, Any]:
         "stages_cpu_seconds": cpu,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "rss_before_bytes": before * 1024,
-        "artifact_bytes": sum(f.size for f in artifact.manifest.files.values()),
+        "artifact_bytes": sum(f.size for f in fc.load(output).manifest.files.values()),
     }
 
 

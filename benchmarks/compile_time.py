@@ -1,16 +1,21 @@
 """Where the time of `fastcar_compile.compile` goes, and how it compares with another checkout.
 
     python benchmarks/compile_time.py
+    python benchmarks/compile_time.py --hidden 2048 --intermediate 5504 --vocab 1024 --quant w8a8
+    python benchmarks/compile_time.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --quant w4a8 \\
+        --targets cpu --rounds 1 --folder big
     python benchmarks/compile_time.py --against ../before --rounds 5 --json out.json
 
-Every build is a two-layer Llama of random weights in a process of its own. Two checkouts run by turns, and medians
-count. Other work on the machine changes CPU seconds too, of both alike: their ratio says more than either of them.
-Third parties' modules are imported first, as their own stage: what remains is what this package decides.
+Every build compiles a folder of random weights, which `compile.py` writes, in a process of its own. Two checkouts run
+by turns, and medians count. Other work on the machine changes CPU seconds too, of both alike: their ratio says more
+than either of them. Importing modules counts as its own stage, whenever it happens.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
+import importlib
 import json
 import os
 import resource
@@ -19,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +32,18 @@ from typing import Any
 
 TARGETS = ("cpu", "zcu102")
 HERE = Path(__file__).resolve().parent.parent
-IMPORT, LLVM, OTHER = "import", "LLVM", "other"
+IMPORT, LLVM, OTHER = "imports", "LLVM", "other"
+WEIGHTS, HLS, PLACING = "weights: quantise, write", "HLS sources, step program", "hashing and placing"
 STAGES = {
     "checking the model folder": OTHER,
     "capturing the decode step": "capture and export",
     "rewriting the graph": "passes",
-    "choosing the hardware design": "HLS sources",
-    "writing the weights": "graphs and weights",
+    "choosing the hardware design": HLS,
+    "writing the weights": WEIGHTS,
     "exporting to ONNX": "ONNX",
-    "writing the HLS project and the DRS table": "HLS sources",
+    "writing the HLS project and the DRS table": HLS,
     "lowering with TVM": "TVM without LLVM",
-    "checking and placing the files": "hashing and placing",
+    "checking and placing the files": PLACING,
 }
 """What `progress` is told -> row of the table."""
 
@@ -66,14 +73,13 @@ class Row:
     """Medians of one target in one checkout.
 
     Attributes:
-        compile: everything after the imports.
-        stages: name -> seconds; `import` is not part of `compile`.
-        rounds: CPU seconds of `compile` in each round.
+        total: of `fastcar_compile.compile`, imports included.
+        rounds: CPU seconds of `total` in each round.
     """
 
     checkout: str
     target: str
-    compile: Seconds
+    total: Seconds
     stages: dict[str, Seconds]
     rounds: tuple[float, ...]
 
@@ -83,7 +89,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.stages: dict[str, Seconds] = {}
-        self._stage, self._since = IMPORT, Seconds.now()
+        self._stage, self._since = OTHER, Seconds.now()
 
     def enter(self, stage: str) -> str:
         """Begin a stage; return the one before."""
@@ -105,65 +111,51 @@ class Clock:
 
         setattr(owner, name, outer)
 
+    def say(self, name: str) -> None:
+        """Begin the stage of what `progress` is told. Before code is generated, LLVM's share of it is set apart."""
+        self.enter(STAGES[name])
+        if name == "writing the weights":
+            importlib.import_module("tvm")
+            self.timed(sys.modules["tvm.tirx.build"], "codegen_build", LLVM)
+            self.timed(sys.modules["tvm_ffi.module"].Module, "write_to_file", LLVM)
 
-def build(target: str, folder: Path) -> dict[str, Any]:
-    """Compile in this process, with the package that is first on its path; return seconds by stage."""
+
+def timed_build(model: Path, target: str, output: Path, **options: Any) -> dict[str, Seconds]:
+    """Compile a folder in this process, with the package that is first on its path; return seconds by stage."""
     clock = Clock()
-    import torch
-    import tvm_ffi.module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    for owner, name in ((builtins, "__import__"), (importlib, "import_module")):
+        clock.timed(owner, name, IMPORT)
     import fastcar_compile as fc
-    import fastcar_compile.codegen.onnx.export
-    import fastcar_compile.codegen.tvm.build
 
-    clock.timed(sys.modules["tvm.tirx.build"], "codegen_build", LLVM)
-    clock.timed(tvm_ffi.module.Module, "write_to_file", LLVM)
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 17}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
-    compile_decoder = fc.compile
-
-    def stage(name: str) -> None:
-        clock.enter(STAGES[name])
-
+    fc.compile(model, target=target, **options, output=output, progress=clock.say)
     clock.enter(OTHER)
-    compile_decoder(
-        model,
-        target=target,
-        tokens_per_frame=8,
-        max_seq_len=65,
-        batch_size=2,
-        replay=fc.ReplayConfig(threshold=(0.0, 0.0)),
-        prefill_chunk=16,
-        output=folder / "artifact",
-        progress=stage,
-    )
-    clock.enter(OTHER)
-    return {name: asdict(seconds) for name, seconds in clock.stages.items()}
+    return clock.stages
 
 
-def child(checkout: Path, target: str) -> dict[str, Seconds]:
+def child(checkout: Path, model: Path, target: str, options: dict[str, Any]) -> dict[str, Seconds]:
     """Return the seconds of one build in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--child", target, folder]
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        words = [str(model), target, f"{folder}/artifact", json.dumps(options)]
+        command = [sys.executable, __file__, "--child", *words]
         run = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
     return {name: Seconds(**values) for name, values in json.loads(run.stdout.splitlines()[-1]).items()}
 
 
-def measure(checkouts: Sequence[Path], targets: Sequence[str], rounds: int) -> list[Row]:
+def measure(
+    checkouts: Sequence[Path], targets: Sequence[str], model: Path, rounds: int, options: dict[str, Any]
+) -> list[Row]:
     """Return a row per checkout and target; the checkouts run by turns."""
     places = [(checkout, target) for target in targets for checkout in checkouts]
     runs: dict[tuple[Path, str], list[dict[str, Seconds]]] = {place: [] for place in places}
     for _ in range(rounds):
-        for place in places:
-            runs[place].append(child(*place))
+        for checkout, target in places:
+            runs[checkout, target].append(child(checkout, model, target, options))
     return [_row(checkout, target, found) for (checkout, target), found in runs.items()]
 
 
 def _row(checkout: Path, target: str, runs: Sequence[dict[str, Seconds]]) -> Row:
-    totals = [sum((s for name, s in run.items() if name != IMPORT), Seconds(0, 0)) for run in runs]
+    totals = [sum(run.values(), Seconds(0, 0)) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run)
     stages = {name: _median([run.get(name, Seconds(0, 0)) for run in runs]) for name in names}
     commit = subprocess.run(
@@ -177,15 +169,14 @@ def _median(values: Sequence[Seconds]) -> Seconds:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a table: CPU seconds by stage, then CPU and wall seconds of all but the imports."""
+    """Return the rows as a table in Markdown: CPU seconds by stage, then CPU and wall seconds of all."""
     names = [name for name in dict.fromkeys([IMPORT, *STAGES.values(), LLVM]) if name != OTHER] + [OTHER]
-    lines = [f"{'CPU s':<22}" + "".join(f"{row.target + ' ' + row.checkout:>22}" for row in rows)]
-    for name in names:
-        found = [row.stages.get(name, Seconds(0, 0)).cpu for row in rows]
-        lines.append(f"{name:<22}" + "".join(f"{value:>22.2f}" for value in found))
-    lines.append(f"{'compile, CPU s':<22}" + "".join(f"{row.compile.cpu:>22.2f}" for row in rows))
-    lines.append(f"{'compile, wall s':<22}" + "".join(f"{row.compile.wall:>22.2f}" for row in rows))
-    return "\n".join(lines)
+    heads = ["CPU s", *(f"{row.target}, {row.checkout}" for row in rows)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[name, *(f"{row.stages.get(name, Seconds(0, 0)).cpu:.2f}" for row in rows)] for name in names]
+    lines += [["all, CPU s", *(f"{row.total.cpu:.2f}" for row in rows)]]
+    lines += [["all, wall s", *(f"{row.total.wall:.2f}" for row in rows)]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def parse() -> argparse.Namespace:
@@ -194,8 +185,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, default=None, help="another checkout, whose package is compared")
     parser.add_argument("--targets", default=",".join(TARGETS), help="names separated by commas")
     parser.add_argument("--rounds", type=int, default=3, help="builds of each target and checkout; medians count")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=0, help="default: 2.75 x hidden")
+    parser.add_argument("--vocab", type=int, default=64)
+    parser.add_argument("--max-seq-len", type=int, default=2049)
+    parser.add_argument("--quant", default="w8a8")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the checkpoint and the artifacts")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
-    parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -203,10 +201,25 @@ def main() -> None:
     """Measure, print, and write the rows."""
     options = parse()
     if options.child:
-        print(json.dumps(build(options.child[0], Path(options.child[1]))))
+        model, target, output, words = options.child
+        warnings.simplefilter("ignore")  # of fallbacks; the table is not about them
+        found = timed_build(Path(model), target, Path(output), **json.loads(words))
+        print(json.dumps({name: asdict(seconds) for name, seconds in found.items()}))
         return
+    from compile import Case, write_checkpoint
+
+    case = Case(
+        *(options.layers, options.hidden, options.intermediate or options.hidden * 11 // 4, options.vocab),
+        *(options.max_seq_len, options.quant, ""),
+    )
     checkouts = [HERE] if options.against is None else [options.against.resolve(), HERE]
-    rows = measure(checkouts, options.targets.split(","), options.rounds)
+    given = {"quant": case.quant, "tokens_per_frame": 256}
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        model = Path(place).resolve() / "model"
+        write_checkpoint(model, case)
+        rows = measure(checkouts, options.targets.split(","), model, options.rounds, given)
     if options.json is not None:
         result = {"load": os.getloadavg()[0], "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")

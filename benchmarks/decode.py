@@ -1,12 +1,15 @@
-"""Milliseconds per decoded token of our engine, PyTorch, onnxruntime, OpenVINO and llama.cpp, dense and with replay.
+"""Milliseconds per decoded token, per step of a batch and per prompt: our engine, PyTorch, onnxruntime, OpenVINO and
+llama.cpp, dense and with replay.
 
     python benchmarks/decode.py --json out.json --plot out.png
     python benchmarks/decode.py --docs          # writes docs/measurements/speed_table.md and docs/images/speed.png
     python benchmarks/decode.py --quick         # a small decoder, one to two minutes
+    python benchmarks/decode.py --workloads batch,prefill --kept rows.json --docs    # batch_table.md and its pictures
+    python benchmarks/decode.py --workloads batch --batches 8,32 --precisions w8a8 --kept rows.json
 
 All engines decode the same random Llama with the same threads at the same context. Each engine is a process, which is
 stopped between its blocks of tokens. The blocks of a group's engines alternate. docs/measurements/speed.md says how
-peers are set up.
+peers are set up, and docs/measurements/batch.md what is different for batches and prompts.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from compile import Case, write_checkpoint
+from speed.batch_pages import batch_page, batch_text
+from speed.batch_plan import BATCHES, LAYERS, PROMPTS, BatchPlan, Size
+from speed.batch_rows import Kept
+from speed.batch_run import measure as measure_batches
 from speed.plan import LONG, PEERS, Plan
 from speed.plot import plot
 from speed.report import Row, conditions, rows_of, speedups, table
-from speed.runner import Result, run_group
-from speed.sizes import Sizes
+from speed.runner import Result, Say, run_group
+from speed.sizes import BATCH, DECODE, PREFILL, WORKLOADS, Sizes
 
 ROOT = Path(__file__).parent.parent
 QUICK = Sizes(hidden=256, intermediate=512, layers=4, vocab=256, context=96, tokens_per_frame=32, rounds=2, samples=1)
@@ -43,21 +50,29 @@ SETTABLE = (
 """Fields of `Sizes` that are options. The checkpoint that is written is a Llama with one key/value head per head."""
 
 
-def measure(plan: Plan, precisions: tuple[str, ...], keep: bool) -> list[Row]:
-    """Return the rows of all groups. Write the checkpoint first; delete a group's files unless `keep`."""
+def told() -> Say:
+    """Return a function that prints a line with the seconds since now."""
     started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    if not (plan.checkpoint / "config.json").exists():
+    return say
+
+
+def checkpoint(folder: Path, sizes: Sizes, longest: int, say: Say) -> Path:
+    """Return the folder of the random weights. Write them where they are missing."""
+    place = folder / f"checkpoint-{sizes.layers}"
+    if not (place / "config.json").exists():
         say("writing the checkpoint")
-        sizes = plan.sizes
-        longest = max(*LONG, 2 * sizes.context)
         write_checkpoint(
-            plan.checkpoint,
-            Case(sizes.layers, sizes.hidden, sizes.intermediate, sizes.vocab, longest, "none", "cpu"),
+            place, Case(sizes.layers, sizes.hidden, sizes.intermediate, sizes.vocab, longest, "none", "cpu")
         )
+    return place
+
+
+def measure(plan: Plan, precisions: tuple[str, ...], keep: bool, say: Say) -> list[Row]:
+    """Return the rows of all groups. Delete a group's files unless `keep`."""
     groups: list[list[Result]] = []
     for precision in precisions:
         groups.append(run_group(plan.jobs(precision), say))
@@ -86,16 +101,30 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None)
     parser.add_argument("--quick", action="store_true", help="a small decoder and few tokens")
     parser.add_argument("--precisions", default="", help=f"of {', '.join(PEERS)}, separated by commas")
-    parser.add_argument("--json", type=Path, default=None, help="write the rows here")
-    parser.add_argument("--plot", type=Path, default=None, help="write the picture here")
-    parser.add_argument("--docs", action="store_true", help="write table and picture of docs/measurements")
+    parser.add_argument("--workloads", default=DECODE, help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows")
+    parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)), help="tokens")
+    parser.add_argument("--kept", type=Path, default=None, help="rows of batches and prompts: read, and written again")
+    parser.add_argument("--json", type=Path, default=None, help="write the rows of one video here")
+    parser.add_argument("--plot", type=Path, default=None, help="write the picture of one video here")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures of docs/measurements")
     parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use existing ones")
     options = parser.parse_args()
     chosen = options.precisions or ",".join(QUICK_PRECISIONS if options.quick else PEERS)
-    options.precisions = tuple(chosen.split(","))
-    if unknown := [p for p in options.precisions if p not in PEERS]:
-        parser.error(f"unknown precision {unknown[0]!r}; known: {', '.join(PEERS)}")
+    options.precisions, options.workloads = tuple(chosen.split(",")), tuple(options.workloads.split(","))
+    for what, given, known in (
+        ("precision", options.precisions, tuple(PEERS)),
+        ("workload", options.workloads, WORKLOADS),
+    ):
+        if unknown := [p for p in given if p not in known]:
+            parser.error(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
     return options
+
+
+def sizes_of(options: argparse.Namespace, usual: Sizes) -> Sizes:
+    """Return the sizes of the command line; those that it leaves out are the usual ones."""
+    given = {name: getattr(options, name) for name in SETTABLE if getattr(options, name) is not None}
+    return replace(usual, **given)
 
 
 @contextmanager
@@ -109,14 +138,12 @@ def working_folder(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def main() -> None:
-    """Measure, print, and write the requested files."""
-    options = parse()
-    given = {name: getattr(options, name) for name in SETTABLE if getattr(options, name) is not None}
-    sizes = replace(QUICK if options.quick else Sizes(), **given)
-    with working_folder(options.folder) as folder:
-        plan = Plan(sizes, folder / "checkpoint", folder, extras=not options.quick)
-        rows = measure(plan, options.precisions, options.folder is not None)
+def one_video(options: argparse.Namespace, folder: Path, say: Say) -> None:
+    """Measure the decode step of one video, print, and write the requested files."""
+    sizes = sizes_of(options, QUICK if options.quick else Sizes())
+    weights = checkpoint(folder, sizes, max(*LONG, 2 * sizes.context), say)
+    plan = Plan(sizes, weights, folder, extras=not options.quick)
+    rows = measure(plan, options.precisions, options.folder is not None, say)
     text = table(rows) + "\n" + "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
     print(text)
     if options.json is not None:
@@ -127,6 +154,32 @@ def main() -> None:
         page = ROOT / "docs" / "measurements" / "speed_table.md"
         page.write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
         plot(rows, ROOT / "docs" / "images" / "speed.png")
+
+
+def batches_and_prompts(options: argparse.Namespace, folder: Path, say: Say) -> None:
+    """Measure batches and prompts, print, and write the requested files."""
+    prompts = [int(n) for n in options.prompts.split(",")] if PREFILL in options.workloads else []
+    batches = [int(n) for n in options.batches.split(",")] if BATCH in options.workloads else []
+    usual = QUICK if options.quick else replace(Sizes(), layers=LAYERS)
+    sizes = replace(sizes_of(options, usual), longest=max(*PROMPTS, *prompts))
+    weights = checkpoint(folder, sizes, max(sizes.longest, 2 * sizes.context), say)
+    plan = BatchPlan(sizes, weights, folder, options.rounds or 0)
+    kept = Kept(options.kept)
+    chosen = [*(Size(BATCH, n) for n in batches), *(Size(PREFILL, n) for n in prompts)]
+    measure_batches(plan, options.precisions, chosen, kept, say, options.folder is not None)
+    print(batch_text(kept.rows))
+    if options.docs:
+        batch_page(kept.rows, ROOT / "docs")
+
+
+def main() -> None:
+    """Measure, print, and write the requested files."""
+    options, say = parse(), told()
+    with working_folder(options.folder) as folder:
+        if DECODE in options.workloads:
+            one_video(options, folder, say)
+        if {BATCH, PREFILL} & set(options.workloads):
+            batches_and_prompts(options, folder, say)
 
 
 if __name__ == "__main__":

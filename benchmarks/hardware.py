@@ -51,26 +51,29 @@ FASTCAR = {0.0: 689.7, 0.2: 556.8, 0.5: 475.3, 0.8: 390.7}
 """Replay ratio -> seconds per video of 2048 tokens on a U280 (arXiv 2505.14709)."""
 
 TOKENS = 2048
+WHOLE = ("zcu102", "kv260")
 SEVEN_BILLION = (("zcu102", "w4a8"), ("kv260", "w4a8"), ("u280", "w4a8"), ("u280", "w8a8"))
 
 
 def predict(shape: DecoderShape, quant: str, board: str, context: int, **options: Any) -> Estimate:
     """Return one estimate of an emitted design."""
-    return estimate(Workload(shape, quant, context, **options), load_target(board))
+    return estimate(Workload(shape, quant, context, **options), load_target(board), what_if=True)
 
 
 def published() -> list[dict[str, Any]]:
-    """Return our prediction for each published board: context 512, linears in the fabric, attention on the host."""
+    """Return our prediction for each published board, context 512: whole steps, and linears alone."""
     rows = []
     for name, quant, board, figure, source in PUBLISHED:
         shape = load_shape(name)
-        result = predict(shape, quant, board, 512)
+        whole, linears = (predict(shape, quant, board, 512, offload=offload) for offload in ("all", "linears"))
         ceiling = peak_bandwidth(load_target(board)) / shape.weight_bytes(quant)
         rows.append(
             {
-                "decoder": name, "quant": quant, "board": board, "predicted": result.tokens_per_second,
-                "published": figure, "ceiling": ceiling, "attention": result.shares["attention"],
-                "launches": result.shares["launch"], "power_w": result.power_w, "source": source,
+                "decoder": name, "quant": quant, "board": board, "whole_steps": whole.tokens_per_second,
+                "published": figure, "ceiling": ceiling, "of_measured_bandwidth": whole.measured_utilisation,
+                "gb_per_step": whole.bytes_per_step / 1e9, "power_w": whole.power_w,
+                "linears": linears.tokens_per_second, "their_attention": linears.shares["attention"],
+                "their_launches": linears.shares["launch"], "source": source,
             }
         )  # fmt: skip
     return rows
@@ -133,6 +136,45 @@ def cycle_model() -> list[dict[str, Any]]:
                 "closed_form": closed.seconds_per_step / result.seconds_per_step,
             }
         )  # fmt: skip
+    return rows
+
+
+def whole_steps() -> list[dict[str, Any]]:
+    """Return VILA-U 7B, w4a8, with the whole step on the board: the cycle model, the closed form, and 80 % replay."""
+    shape, rows = load_shape("vila-u-7b"), []
+    for board in WHOLE:
+        for context in (512, 2048):
+            work, target = Workload(shape, "w4a8", context, offload="all"), load_target(board)
+            result, closed = simulate_question(ask(work, target, what_if=True)), estimate(work, target, what_if=True)
+            replayed = predict(shape, "w4a8", board, context, offload="all", replay=REPLAY)
+            segments = result.typical.segments
+            parts = {name: sum(s.seconds for s in segments if s.unit == name) for name in ("attend", "vector")}
+            rows.append(
+                {
+                    "board": board, "context": context, "tokens_per_second": result.tokens_per_second,
+                    "clocks": int(result.clocks_per_step), "of_measured_bandwidth": result.measured_utilisation,
+                    "attention": parts["attend"] / result.seconds_per_step,
+                    "vector": parts["vector"] / result.seconds_per_step,
+                    "closed_form": closed.seconds_per_step / result.seconds_per_step,
+                    "replay_tokens_per_second": replayed.tokens_per_second, "speedup": replayed.speedup_over_dense,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def resources() -> list[dict[str, Any]]:
+    """Return what kernels of whole steps take of a board's fabric: shares of the whole device, 2,048 positions."""
+    rows = []
+    for name in ("vila-u-7b", "llama2-7b", "llama3-8b"):
+        for board in WHOLE:
+            found, fabric = predict(load_shape(name), "w4a8", board, TOKENS, offload="all"), load_target(board).fabric
+            counts = {kind: (part["used"], getattr(fabric, kind)) for kind, part in found.resources.items()}
+            shares = {kind: used / whole for kind, (used, whole) in counts.items() if whole}
+            rows.append(
+                {"decoder": name, "board": board, "ports": found.design["ports"], "group": found.design["group"]}
+                | {kind: f"{used} ({shares.get(kind, 0.0):.0%})" for kind, (used, _whole) in counts.items()}
+                | {"least_left": 1 - max(shares.values())}
+            )
     return rows
 
 
@@ -236,10 +278,19 @@ def tables(report: dict[str, Any]) -> str:
     start, spared = fastcar_line()
     parts = ["<!-- Written by `python benchmarks/hardware.py --docs`; do not edit. -->"]
     parts.append(
-        "All figures are predictions of designs that the compiler emits: linears or MLPs in the fabric, int8 KV."
+        "All figures are predictions of designs that the compiler emits: "
+        "MLPs, linears or whole steps in the fabric, int8 KV."
     )
-    parts.append("## Published boards\n\nContext 512. Theirs have attention in the fabric, ours on the host.\n")
+    parts.append(
+        "## Published boards\n\nContext 512. Theirs compute whole steps in the fabric. "
+        "`linears`: ours with attention on the host;"
+    )
+    parts[-1] += " `their_`: its shares.\n"
     parts.append(_markdown(report["published"]))
+    parts.append("## VILA-U 7B, w4a8, whole steps by the cycle model: dense, and 80 % replay in closed form\n")
+    parts.append(_markdown(report["whole_steps"]))
+    parts.append("## Kernels of whole steps on the fabric, w4a8, 2048 positions\n\nUsed, and of the whole device.\n")
+    parts.append(_markdown(report["resources"]))
     parts.append("## VILA-U 7B by the cycle model, dense, context 512\n")
     parts.append(_markdown(report["cycle_model"]))
     parts.append(
@@ -272,6 +323,8 @@ def main() -> None:
     inputs = inputs_of_drs(record(options.frames))
     report = {
         "published": published(),
+        "whole_steps": whole_steps(),
+        "resources": resources(),
         "cycle_model": cycle_model(),
         "vila_u_u280": vila_u_on_u280(),
         "vila_u_zcu102": vila_u_on_zcu102(),

@@ -1,14 +1,17 @@
 """GB/s of what a kernel streams, and the share of the read bandwidth: weights of linears and of gate `learned`, keys
-and values of attention.
+and values of attention, of one token and of a prompt's chunk.
 
     python benchmarks/kernel_speed.py --json out.json
     python benchmarks/kernel_speed.py --sizes 4096x11008 --rows 1,4,64 --isa avx512-vnni,avx2
+    python benchmarks/kernel_speed.py --kernels linear_w8a8 --rows 32 --active 1,8,16,32 --threads 1
     python benchmarks/kernel_speed.py --kernels attention_int8 --sizes 512x2048,2048x2048 --rows 1,2
+    python benchmarks/kernel_speed.py --kernels chunk_float32,chunk_int8 --sizes 512x2048,2048x2048 --rows 64,512
     python benchmarks/kernel_speed.py --kernels gate_learned --sizes 16x2048 --rows 1,2 --threads 1
 
 Every call of a kernel reads other weights than the one before, together more than the caches hold. The bandwidth is
 that of a kernel that only reads, measured in turns with the others; times are the least of all calls. For attention n
-is the context and k the width of the decoder, in heads of 128; rows are the batch. For the gate n is its hidden units
+is the context and k the width of the decoder, in heads of 128; rows are the batch, and for
+a chunk its tokens, the last n of the context. For the gate n is its hidden units
 and k the width.
 """
 
@@ -39,6 +42,7 @@ from fastcar_compile.codegen.tvm.isa import (
     host_instruction_set,
     instruction_set,
 )
+from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
@@ -50,6 +54,9 @@ from fastcar_compile.runtime.threads import use_threads
 
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
 ATTENTION = {f"attention_{name}": getattr(torch, name) for name in ("int8", "float16", "float32")}
+CHUNKS = {
+    f"chunk_{name}": dtype for name, dtype in zip(("int8", "float16", "float32"), ATTENTION.values(), strict=True)
+}
 HEAD_DIM = 128
 GATE = "gate_learned"
 FLOATS = {"linear_float32": torch.float32, "linear_bfloat16": torch.bfloat16}
@@ -71,6 +78,7 @@ class Row:
     kernel: str
     isa: str
     m: int
+    active: int
     n: int
     k: int
     threads: int
@@ -121,8 +129,8 @@ def reader(isa: InstructionSet) -> tuple[Run, int]:
     return lambda i: function(parts[i % 8], y), size
 
 
-def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
-    """One linear on weights in turn; bytes of weights and scales of a call."""
+def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int, active: int) -> tuple[Run, int]:
+    """One linear on weights in turn, of whose m rows the last `active` are not zero; bytes of weights and scales."""
     function = compiled(kind, KERNELS[kind](m, n, k, isa=isa), isa)
     y = torch.zeros(m, n)
     if kind in FLOATS:
@@ -132,6 +140,7 @@ def linear(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
         x, shape = torch.randint(-127, 128, (m, k), dtype=torch.int8), (n, group_count(k) * 64 if four else k)
         dtype = torch.uint8 if four else torch.int8
         scales = torch.ones(n, group_count(k), dtype=torch.float16) if four else torch.ones(n)
+    x[: m - active] = 0
     bytes_of_call = math.prod(shape) * dtype.itemsize + (0 if scales is None else scales.nbytes)
     copies = -(-STREAMED // bytes_of_call)
     weights = [adopt(torch.randint(0, 127, shape).to(dtype)) for _ in range(copies)]
@@ -156,6 +165,24 @@ def attend(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run,
     query, position = adopt(torch.randn(m, heads, 1, HEAD_DIM)), adopt(torch.tensor([n - 1]))
     y = adopt(torch.zeros(m, heads, 1, HEAD_DIM))
     return lambda i: function(query, *caches[i % copies], position, y), 2 * rows.nbytes
+
+
+def attend_chunk(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
+    """Causal attention of the last m of n positions on caches in turn; bytes of keys and values of a call."""
+    heads, dtype = k // HEAD_DIM, CHUNKS[kind]
+    query, cache, text = (1, heads, m, HEAD_DIM), (1, heads, n, HEAD_DIM), str(dtype).split(".")[1]
+    function = compiled(kind, chunk_attention(query, cache, HEAD_DIM**-0.5, text, isa=isa), isa)
+    rows = stored(torch.randn(cache), dtype)
+    caches = [(adopt(rows.clone()), adopt(rows.clone())) for _ in range(4)]
+    q, y, position = adopt(torch.randn(query)), adopt(torch.zeros(query)), adopt(torch.tensor([n - m]))
+    return lambda i: function(q, *caches[i % 4], position, y), 2 * rows.nbytes
+
+
+def products(kind: str, m: int, n: int, k: int) -> float:
+    """Products of a call: attention has those with keys and with values, the gate of the input and of its change."""
+    if kind in CHUNKS:
+        return 2 * k * m * (n - (m - 1) / 2)
+    return (2 if kind in ATTENTION or kind == GATE else 1) * m * n * k
 
 
 def decide(kind: str, isa: InstructionSet, m: int, n: int, k: int) -> tuple[Run, int]:
@@ -187,17 +214,20 @@ def least(runs: Sequence[Run], seconds: float) -> list[float]:
     return best
 
 
-def measure(isa: InstructionSet, kind: str, shape: tuple[int, int, int], threads: int, seconds: float) -> Row:
-    """One row."""
-    m, n, k = shape
-    run, size = (attend if kind in ATTENTION else decide if kind == GATE else linear)(kind, isa, m, n, k)
+def measure(isa: InstructionSet, kind: str, shape: tuple[int, int, int, int], threads: int, seconds: float) -> Row:
+    """One row. `shape` is m, n, k and the active rows, which only linears know: the others compute every row."""
+    m, n, k, active = shape
+    makers = dict.fromkeys(ATTENTION, attend) | dict.fromkeys(CHUNKS, attend_chunk) | {GATE: decide}
+    if kind in makers:
+        run, size = makers[kind](kind, isa, m, n, k)
+    else:
+        run, size = linear(kind, isa, m, n, k, active)
     read, read_size = reader(isa)
     taken, reading = least([run, read], seconds)
     speed = size / taken
     share = speed / (read_size / reading)
-    # Attention: of the query with keys, and of the weights with values. The gate: of the input, and of its change.
-    products = 2 if kind in ATTENTION or kind == GATE else 1
-    return Row(kind, isa.name, m, n, k, threads, taken * 1e3, speed / 1e9, share, products * m * n * k / taken / 1e9)
+    work = products(kind, m if kind in makers else active, n, k)
+    return Row(kind, isa.name, m, active, n, k, threads, taken * 1e3, speed / 1e9, share, work / taken / 1e9)
 
 
 def numbers(text: str) -> list[int]:
@@ -210,8 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="2048x5504,5504x2048", help="n x k of the weights; context x width")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 64], help="activation rows; batch")
+    parser.add_argument("--active", type=numbers, help="rows of a linear's x that are not zero; default: all")
     parser.add_argument("--isa", help="names; default: the best one of this CPU")
-    parser.add_argument("--kernels", default=",".join(KINDS), help=f"also {', '.join([*ATTENTION, GATE])}")
+    parser.add_argument("--kernels", default=",".join(KINDS), help=f"also {', '.join([*ATTENTION, *CHUNKS, GATE])}")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--seconds", type=float, default=2.0, help="per row")
     parser.add_argument("--json", type=Path)
@@ -226,10 +257,10 @@ def main() -> None:
         for kind in options.kernels.split(","):
             for size in options.sizes.split(","):
                 n, k = map(int, size.split("x"))
-                for m in options.rows:
-                    rows.append(row := measure(isa, kind, (m, n, k), options.threads, options.seconds))
+                for m, active in [(all_, c) for all_ in options.rows for c in options.active or [all_] if c <= all_]:
+                    rows.append(row := measure(isa, kind, (m, n, k, active), options.threads, options.seconds))
                     text = f"{row.ms:8.3f} ms {row.gb_per_s:6.1f} GB/s {row.share:6.1%} {row.gmac_per_s:7.1f} GMAC/s"
-                    print(f"{kind} {isa.name} m={m} {size}: {text}", flush=True)
+                    print(f"{kind} {isa.name} m={m} active={active} {size}: {text}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

@@ -124,8 +124,9 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastcar_compile.extras import needs
+    from fastcar_compile.memory import collector_paused
 
-    with needs("train" if _WHERE[name].startswith("training") else "compile"):
+    with collector_paused(), needs("train" if _WHERE[name].startswith("training") else "compile"):
         value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

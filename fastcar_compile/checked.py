@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fastcar_compile.errors import InputError, UserError, describe_validation
+from fastcar_compile.errors import LISTED, InputError, UserError, describe_validation
 from fastcar_compile.values import plain
 
 T = TypeVar("T")
@@ -51,7 +51,8 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
 
 
 def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: str) -> UserError:
-    fields = {".".join([name, *map(str, item["loc"])]): None for item in refused.errors(include_url=False)}
+    named = refused.errors(include_url=False)[:LISTED]
+    fields = {".".join([name, *map(str, item["loc"])]): None for item in named}
     text = "; ".join(describe_validation(refused))
     default = _ONE if len(fields) == 1 else "correct the fields named"
     return error(f"{name} is not valid: {text}", where=", ".join(fields), hint=hint or default)

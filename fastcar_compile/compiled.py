@@ -160,7 +160,8 @@ class Artifact(StoredArtifact):
     def store_thresholds(self, thresholds: Thresholds | None, *, drop_signature: bool = False) -> None:
         """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled ones.
 
-        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards.
+        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards. What
+        other videos are expected to replay is not kept.
 
         Args:
             drop_signature: go on where the artifact is signed, or was opened with a pinned digest or a policy. Its
@@ -173,6 +174,7 @@ class Artifact(StoredArtifact):
         check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
+            thresholds = thresholds.model_copy(update={"expected": None})
         if not drop_signature:
             self._refuse_to_break_trust()
         self.manifest, self.digest = store_thresholds(self.path, self.manifest, thresholds)

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.emit import Build, emit_artifact
+from fastcar_compile.codegen.hls.step_plan import require_step
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
 from fastcar_compile.compiled import Artifact
@@ -29,6 +30,7 @@ from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.structures import explained
 from fastcar_compile.frontend.unwrap import unwrapped
+from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.memory import collector_paused, require_memory
@@ -37,6 +39,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
 from fastcar_compile.values import check_function, path_of, plain, shown
+from fastcar_compile.whole_step import rewritten, whole_step
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
@@ -54,11 +57,11 @@ class CompileOptions(TypedDict, total=False):
     batch_size: int
     quant: str | None
     replay: ReplayConfig | None
-    prefill_chunk: int
-    offload: str
+    prefill_chunk: int | None
+    offload: str | None
     sparse_attention: SparseAttention | None
-    kv: str
-    numerics: str
+    kv: str | None
+    numerics: str | None
     host_cpus: Sequence[str]
     output: str | Path
     strict: bool
@@ -94,11 +97,11 @@ def compile(
     batch_size: int = 1,
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
-    prefill_chunk: int = 64,
-    offload: str = "mlp",
+    prefill_chunk: int | None = None,
+    offload: str | None = None,
     sparse_attention: SparseAttention | None = None,
-    kv: str = "float32",
-    numerics: str = "native",
+    kv: str | None = None,
+    numerics: str | None = None,
     host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
     dry_run: bool = False,
@@ -118,14 +121,20 @@ def compile(
         batch_size: rows B, at most 32.
         quant: "none" (float32), "bf16" (bfloat16 weights), "w8a8" or "w4a8"; default: w8a8 where the target has an
             accelerator, else none.
-        replay: when MLPs replay; None compiles a dense decoder.
-        prefill_chunk: tokens per prefill call.
-        offload: what the target's accelerator computes: "mlp", or "linears" (the MLPs, the projections and the head).
+        replay: when MLPs replay; None compiles a dense decoder. Without thresholds, those of the gate, with a warning:
+            `calibrate` chooses them.
+        prefill_chunk: tokens per prefill call. Default: 64; where a frame has more tokens, an equal part of a frame of
+            at most 256, so that frames as a prompt need no padding.
+        offload: what the target's accelerator computes: "mlp"; "linears" (the MLPs, the projections and the head); or
+            "all": the whole decode step, one launch per token, with kv="int8" and numerics="exact". Default: "all"
+            where it can, unless kv or numerics say otherwise; else "mlp", with a warning that gives the reasons.
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
         kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
-            at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent.
+            at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and
+            "int8" with offload="all".
         numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
-            prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md).
+            prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md). Default: "native",
+            and "exact" with offload="all".
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
             its CPU runs.
@@ -164,28 +173,29 @@ def compile(
         "quant": quant or ("w8a8" if board.kind == "fpga" else "none"),
         "replay": replay,
         "prefill_chunk": prefill_chunk,
-        "offload": offload,
         "sparse_attention": sparse_attention,
-        "kv": kv,
-        "numerics": numerics,
     }
+    options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
     _check_target(board, offload)
-    config = CompileConfig(target=board.name, **options)
+    config = CompileConfig(target=board.name, **options, offload=offload or "mlp")
+    wish = None if offload is not None else whole_step(board, options)
     with collector_paused(), nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
-        original = None if writer is None else copy.deepcopy(program)
+        original = None if writer is None and wish is None else copy.deepcopy(program)
         say("rewriting the graph")
-        rewrite = rewrite_pipeline(config, len(program.sites))
-        run_pipeline(program, rewrite)
-        pipeline = pipeline_to_string([*passes, *rewrite])
-        fallbacks = [*assumed, *fallbacks_of(program, config, board)]
+        program, config, refused = rewritten(program, original, config, wish)
+        pipeline = pipeline_to_string([*passes, *rewrite_pipeline(config, len(program.sites))])
+        fallbacks = [*assumed, *refused, *fallbacks_of(program, config, board)]
         if strict:
             refuse_fallbacks(fallbacks)
         if writer is None or original is None:
             say("choosing the hardware design")
             return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
+        if config.offload == "all":
+            require_step(program)
+        _warn_of_defaults(config.replay)
         emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
     return Artifact(writer.path, None if program.lazy else original.graph_module, digests=writer.digests)
 
@@ -216,7 +226,7 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
         batch_size=config.batch_size,
         max_seq_len=config.max_seq_len,
         tokens_per_frame=config.tokens_per_frame,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.chunk,
     )
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
@@ -253,10 +263,20 @@ def _sizes(
     return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
 
 
-def _check_target(board: Target, offload: str) -> None:
-    if offload == "linears" and board.kind != "fpga":
+def _warn_of_defaults(replay: ReplayConfig | None) -> None:
+    """Warn where nobody gave thresholds: a gate's default one fits no decoder in particular."""
+    if replay is None or replay.threshold != GATES[replay.gate].default_threshold:
+        return
+    text = f"no thresholds were given: every layer replays at the default one of gate {replay.gate}, "
+    text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "
+    text += "fastcar calibrate), or compile without replay (replay=None, --no-replay)"
+    warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _check_target(board: Target, offload: str | None) -> None:
+    if offload in ("linears", "all") and board.kind != "fpga":
         raise CompileError(
-            f"offload='linears' needs an accelerator, and target {board.name} has none",
+            f"offload={offload!r} needs an accelerator, and target {board.name} has none",
             hint="choose an FPGA target, or leave offload out",
         )
 

@@ -14,11 +14,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+T = TypeVar("T")
 
 
 class FastcarError(Exception):
@@ -77,6 +79,15 @@ class CompileError(UserError):
         return error
 
 
+def attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
+    """Return the step's result; its CompileError joins the problems instead."""
+    try:
+        return step()
+    except CompileError as error:
+        problems.append(error)
+        return None
+
+
 class InputError(UserError):
     """A tensor, a token or an option given at run time is not acceptable."""
 
@@ -110,12 +121,17 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+LISTED = 50
+"""Refused fields that an error names; of more it gives the number. A damaged file may have a fault in every value."""
+
+
 def describe_validation(error: ValidationError) -> list[str]:
-    """Return one text per field that pydantic refused, as `field.path: reason`."""
+    """Return one text per field that pydantic refused, as `field.path: reason`; after `LISTED`, how many more."""
     lines: list[str] = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"]) or "(whole)"
+    items = error.errors(include_url=False)
+    for item in items[:LISTED]:
+        field = f"{'.'.join(str(part) for part in item['loc']) or '(whole)':.160}"
         message = item["msg"].removeprefix("Value error, ")
         given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
         lines.append(f"{field}: {message}{given}")
-    return lines
+    return lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED)

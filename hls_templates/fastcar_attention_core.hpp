@@ -106,45 +106,22 @@ void block_step(const word_t word[PORTS], const int8_t input[LIMBS * HEADS][INT8
     }
 }
 
-// The mantissas of a tile by the blocks of `input`: `count` words of every port, behind `head_words` of exponents. Every block
-// meets `turns` blocks of the tile and makes way for the next one: of keys a row's blocks follow each other (turns 1), of
-// values a block stays for all its elements on a port. One array, and one call, serves keys and values.
-template <int HEADS, int PORTS, int WORDS, int BLOCKS, int SUMS>
-void multiply_tile(const word_t tile[PORTS][WORDS], uint32_t head_words, uint32_t count, uint32_t blocks, uint32_t turns,
-                   const int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES],
-                   int32_t sums[HEADS][PORTS][SUMS]) {
-    FASTCAR_NO_INLINE
-    int32_t partial[LIMBS * HEADS][PORTS];
-    FASTCAR_PARTITION(partial, 0)
-    uint32_t block = 0;
-    uint32_t turn = 0;
-multiply_tile_words:
-    for (uint32_t i = 0; i < count; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(2, WORDS)
-        FASTCAR_RECURRENCE(partial, 1)
-        const uint32_t half = i % cache::BLOCK_WORDS;
-        word_t word[PORTS];
-        int32_t sum[HEADS][PORTS];
-        FASTCAR_PARTITION(word, 0)
-        FASTCAR_PARTITION(sum, 0)
-        FASTCAR_UNROLL
-        for (int p = 0; p < PORTS; ++p) {
-            word[p] = tile[p][head_words + i];
-        }
-        block_step<HEADS, PORTS>(word, input[block * cache::BLOCK_WORDS + half], half == 0, partial, sum);
-        FASTCAR_UNROLL
-        for (int h = 0; h < HEADS; ++h) {
-            FASTCAR_UNROLL
-            for (int p = 0; p < PORTS; ++p) {
-                sums[h][p][i / cache::BLOCK_WORDS] = sum[h][p];
-            }
-        }
-        const bool last = half + 1 == cache::BLOCK_WORDS;
-        const bool next = last && turn + 1 == turns;
-        turn = next ? 0 : last ? turn + 1 : turn;
-        block = !next ? block : block + 1 == blocks ? 0 : block + 1;
-    }
+// What one clock of a multiplication stands at: of `blocks` blocks in turn, each meets `turns` blocks of the cache.
+struct BlockPlace {
+    uint32_t half;  // word of the block
+    uint32_t block;
+    uint32_t turn;
+    bool first_lap;  // all blocks have their first turn
+};
+
+inline BlockPlace next_block(const BlockPlace& now, uint32_t blocks, uint32_t turns) {
+    FASTCAR_INLINE
+    const bool last = now.half + 1 == cache::BLOCK_WORDS;
+    const bool next = last && now.turn + 1 == turns;
+    const bool lap = next && now.block + 1 == blocks;
+    const BlockPlace place = {last ? 0 : now.half + 1, lap ? 0 : next ? now.block + 1 : now.block,
+                              next ? 0 : last ? now.turn + 1 : now.turn, now.first_lap && !lap};
+    return place;
 }
 
 inline int clamp_exponent(int exponent) {
@@ -172,174 +149,45 @@ float logit_of(const int32_t sum[BLOCKS], const int8_t query[BLOCKS], const int8
     return unknown ? float_of_bits(gate::NOT_A_NUMBER) : total * factor;
 }
 
-// The logits of a tile: `rows` keys from position `first` on, PORTS of them side by side in every row of the tile. A key per
-// clock, all heads side by side.
-template <int HEADS, int PORTS, int BLOCKS, int POSITIONS>
-void scale_logits(const word_t tile[PORTS][cache::KeyTile<BLOCKS>::WORDS],
-                  const int32_t sums[HEADS][PORTS][cache::KeyTile<BLOCKS>::SUMS], const int8_t query[HEADS][BLOCKS],
-                  uint32_t blocks, uint32_t first, uint32_t rows, float factor, float logits[HEADS][POSITIONS]) {
-    FASTCAR_NO_INLINE
-    uint32_t port = 0;
-    uint32_t row = 0;
-    uint32_t base = 0;
-scale_keys:
-    for (uint32_t i = 0; i < rows; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, cache::KEY_ROWS * PORTS)
-        int8_t key[BLOCKS];
-        FASTCAR_PARTITION(key, 0)
-        FASTCAR_UNROLL
-        for (int b = 0; b < BLOCKS; ++b) {
-            int8_t lanes[INT8_LANES];
-            FASTCAR_PARTITION(lanes, 0)
-            unpack_int8(tile[port][b], lanes);
-            key[b] = lanes[row];
-        }
-        FASTCAR_UNROLL
-        for (int h = 0; h < HEADS; ++h) {
-            int32_t sum[BLOCKS];
-            FASTCAR_PARTITION(sum, 0)
-            FASTCAR_UNROLL
-            for (int b = 0; b < BLOCKS; ++b) {
-                sum[b] = sums[h][port][static_cast<uint32_t>(b) < blocks ? base + b : base];
-            }
-            logits[h][first + i] = logit_of<BLOCKS>(sum, query[h], key, blocks, factor);
-        }
-        const bool last = port + 1 == PORTS;
-        port = last ? 0 : port + 1;
-        row += last ? 1u : 0u;
-        base += last ? blocks : 0u;
-    }
-}
-
 // ---- weighted values
 
-// The weights of one tile, `first` its first position: numerators times 2^e of the values' exponents as blocks of 15-bit
-// mantissas, one per block of elements. Four positions of every head per clock; a block's exponent is found in one loop, its
-// mantissas in another. Bit b of `unknown` is set where a position that is seen has a NaN in block b.
-template <int HEADS, int PORTS, int BLOCKS, int POSITIONS>
-uint32_t weights_of_tile(const word_t tile[PORTS][cache::ValueTile<BLOCKS, PORTS>::WORDS],
-                         const int32_t numerators[HEADS][POSITIONS], uint32_t blocks, uint32_t first, const Window& window,
-                         int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES],
-                         int8_t exponents[HEADS][BLOCKS]) {
-    FASTCAR_NO_INLINE
-    static const int GROUPS = cache::TILE / FLOAT_LANES;  // of four positions
-    float scaled[HEADS][BLOCKS * GROUPS][FLOAT_LANES];
-    FASTCAR_PARTITION(scaled, 1)
-    FASTCAR_PARTITION(scaled, 3)
-    uint32_t largest[HEADS] = {};
-    FASTCAR_PARTITION(largest, 0)
-    const uint32_t groups = blocks * GROUPS;
-    uint32_t unknown = 0;
-scale_numerators:
-    for (uint32_t i = 0; i < groups; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(GROUPS, BLOCKS * GROUPS)
-        const uint32_t block = i / GROUPS;
-        const uint32_t group = i % GROUPS;
-        const uint32_t number = i / FLOAT_LANES;  // of the word of exponents
-        int8_t lanes[INT8_LANES];
-        FASTCAR_PARTITION(lanes, 0)
-        unpack_int8(tile[number % PORTS][number / PORTS], lanes);
-        bool seen[FLOAT_LANES];
-        float scale[FLOAT_LANES];
-        FASTCAR_PARTITION(seen, 0)
-        FASTCAR_PARTITION(scale, 0)
-        FASTCAR_UNROLL
-        for (int c = 0; c < FLOAT_LANES; ++c) {
-            const uint32_t position = first + group * FLOAT_LANES + c;
-            const int exponent = lanes[group % FLOAT_LANES * FLOAT_LANES + c];
-            seen[c] = position < window.rows && is_visible(window, position);
-            scale[c] = gate::power_of_two(clamp_exponent(exponent - NUMERATOR_BITS));
-            unknown |= (seen[c] && exponent == cache::BLOCK_OF_NAN ? 1u : 0u) << block;
-        }
-        FASTCAR_UNROLL
-        for (int h = 0; h < HEADS; ++h) {
-            uint32_t size[FLOAT_LANES];
-            FASTCAR_PARTITION(size, 0)
-            FASTCAR_UNROLL
-            for (int c = 0; c < FLOAT_LANES; ++c) {
-                const uint32_t position = first + group * FLOAT_LANES + c;
-                const float value = seen[c] ? static_cast<float>(numerators[h][position]) * scale[c] : 0.0f;
-                scaled[h][i][c] = value;
-                size[c] = bits_of_float(value);
-            }
-            const uint32_t most = larger(larger(size[0], size[1]), larger(size[2], size[3]));
-            largest[h] = larger(group == 0 ? 0u : largest[h], most);
-            exponents[h][block] = wide_exponent(largest[h]);
-        }
+// Four numerators of a head times 2^e of the values' exponents, and the larger of `largest` and their magnitudes. Of a
+// position that is not seen the weight is 0.
+inline uint32_t weigh_step(const int32_t numerator[FLOAT_LANES], const int8_t exponent[FLOAT_LANES], const bool seen[FLOAT_LANES],
+                           uint32_t largest, float scaled[FLOAT_LANES]) {
+    FASTCAR_INLINE
+    uint32_t size[FLOAT_LANES];
+    FASTCAR_PARTITION(size, 0)
+    FASTCAR_UNROLL
+    for (int c = 0; c < FLOAT_LANES; ++c) {
+        const float scale = gate::power_of_two(clamp_exponent(exponent[c] - NUMERATOR_BITS));
+        scaled[c] = seen[c] ? static_cast<float>(numerator[c]) * scale : 0.0f;
+        size[c] = bits_of_float(scaled[c]);
     }
-split_weights:
-    for (uint32_t i = 0; i < groups; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(GROUPS, BLOCKS * GROUPS)
-        const uint32_t lane = i % FLOAT_LANES * FLOAT_LANES;
-        FASTCAR_UNROLL
-        for (int h = 0; h < HEADS; ++h) {
-            FASTCAR_UNROLL
-            for (int c = 0; c < FLOAT_LANES; ++c) {
-                const Limbs limbs = wide_limbs(scaled[h][i][c], exponents[h][i / GROUPS]);
-                input[i / FLOAT_LANES][LIMBS * h][lane + c] = limbs.high;
-                input[i / FLOAT_LANES][LIMBS * h + 1][lane + c] = limbs.low;
-            }
-        }
-    }
-    return unknown;
+    return larger(largest, larger(larger(size[0], size[1]), larger(size[2], size[3])));
 }
 
-// Least turns of the loop that adds tiles: a total meets itself again when its addition is done.
-static const int TOTAL_DISTANCE = 8;
-
-// Sums of a tile of values on one port, and totals: the loop takes at least TOTAL_DISTANCE turns.
-template <int BLOCKS, int PORTS>
+// Totals of a head's elements on one port. The loop that adds a tile takes at least TURNS turns, so that a total meets itself
+// again when its addition is done.
+template <int BLOCKS, int PORTS, int TURNS>
 struct Totals {
-    static const uint32_t SLOTS = cache::ValueTile<BLOCKS, PORTS>::SLOTS;  // elements of a block
-    static const int SUMS = BLOCKS * cache::ValueTile<BLOCKS, PORTS>::SLOTS;
-    static const int ENTRIES = SUMS > TOTAL_DISTANCE ? SUMS : TOTAL_DISTANCE;
+    static const int SLOTS = cache::ValueTile<BLOCKS, PORTS>::SLOTS;  // elements of a block
+    static const int ENTRIES = BLOCKS * SLOTS > TURNS ? BLOCKS * SLOTS : TURNS;
+    static uint32_t turns(uint32_t blocks) {
+        FASTCAR_INLINE
+        return blocks * SLOTS > static_cast<uint32_t>(TURNS) ? blocks * SLOTS : static_cast<uint32_t>(TURNS);
+    }
 };
 
-// Adds a tile: all ports and heads side by side, an element of each per clock. `fresh`: the first tile.
-template <int HEADS, int PORTS, int BLOCKS>
-void add_tile(const int32_t sums[HEADS][PORTS][Totals<BLOCKS, PORTS>::SUMS],
-              const int8_t exponents[HEADS][BLOCKS], uint32_t blocks, bool fresh,
-              float total[HEADS][PORTS][Totals<BLOCKS, PORTS>::ENTRIES]) {
+// `words` words of the result of a head from `first` on, four elements per clock.
+template <int HEADS, int PORTS, int BLOCKS, int TURNS, int WORDS>
+void finish_head(const float total[HEADS][PORTS][Totals<BLOCKS, PORTS, TURNS>::ENTRIES],
+                 uint32_t head, uint32_t unknown, float inverse, uint32_t first, uint32_t words, word_t y[WORDS]) {
     FASTCAR_NO_INLINE
-    typedef Totals<BLOCKS, PORTS> Sizes;
-    const uint32_t count = blocks * Sizes::SLOTS;
-    const uint32_t steps = count > TOTAL_DISTANCE ? count : TOTAL_DISTANCE;
-    uint32_t slot = 0;
-    uint32_t block = 0;
-add_sums:
-    for (uint32_t i = 0; i < steps; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(TOTAL_DISTANCE, Sizes::ENTRIES)
-        FASTCAR_RECURRENCE(total, TOTAL_DISTANCE)
-        const bool real = i < count;
-        FASTCAR_UNROLL
-        for (int h = 0; h < HEADS; ++h) {
-            const float scale = gate::power_of_two(exponents[h][real ? block : 0]);
-            FASTCAR_UNROLL
-            for (int p = 0; p < PORTS; ++p) {
-                const float part = static_cast<float>(sums[h][p][real ? i : 0]) * scale;
-                total[h][p][i] = fresh ? 0.0f + part : total[h][p][i] + part;
-            }
-        }
-        const bool last = slot + 1 == Sizes::SLOTS;
-        slot = last ? 0 : slot + 1;
-        block += last ? 1u : 0u;
-    }
-}
-
-// Four elements of the result of a head per clock.
-template <int HEADS, int PORTS, int BLOCKS, int WORDS>
-void finish_head(const float total[HEADS][PORTS][Totals<BLOCKS, PORTS>::ENTRIES],
-                 uint32_t head, uint32_t blocks, uint32_t unknown, float inverse, uint32_t first, word_t y[WORDS]) {
-    FASTCAR_NO_INLINE
-    const uint32_t words = blocks * cache::BLOCK_FLOAT_WORDS;
 finish_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(8, BLOCKS * cache::BLOCK_FLOAT_WORDS)
+        FASTCAR_TRIPS(0, BLOCKS * cache::BLOCK_FLOAT_WORDS)
         const uint32_t block = i / cache::BLOCK_FLOAT_WORDS;
         const bool nan = ((unknown >> block) & 1u) != 0;
         float lanes[FLOAT_LANES];
@@ -347,7 +195,7 @@ finish_words:
         FASTCAR_UNROLL
         for (int c = 0; c < FLOAT_LANES; ++c) {
             const uint32_t element = i % cache::BLOCK_FLOAT_WORDS * FLOAT_LANES + c;
-            const float sum = total[head][element % PORTS][block * Totals<BLOCKS, PORTS>::SLOTS + element / PORTS];
+            const float sum = total[head][element % PORTS][block * Totals<BLOCKS, PORTS, TURNS>::SLOTS + element / PORTS];
             lanes[c] = nan ? float_of_bits(gate::NOT_A_NUMBER) : sum * inverse;
         }
         y[first + i] = pack_float(lanes);

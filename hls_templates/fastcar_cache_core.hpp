@@ -1,8 +1,9 @@
 // Keys and values as int8 blocks with one exponent each (docs/reference/numerics.md, "int8"), and where they lie in memory.
 // Plain functions over words, no streams. A weight port has a section of the cache as it has one of the weights.
 //
-// Keys: position s is row s / P of port s mod P, so that a key is a channel of the array and its words hold 16 elements. A
-// tile is 16 rows of a port: a word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a
+// Keys: position s of head n (counted over the rows of the batch) is row s / P of port (s + n) mod P, so that a key is a channel
+// of the array and its words hold 16 elements, and the heads of a position are on all ports. A tile is 16 rows of a port: a
+// word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a
 // block of weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on
 // port i mod P. The exponents of a tile, two words per block, begin its ports' words in turn.
 #ifndef FASTCAR_CACHE_CORE_HPP
@@ -107,81 +108,90 @@ inline word_t replace_step(const word_t& word, uint32_t lane, int8_t value) {
     return pack_int8(lanes);
 }
 
-// Words of a tile of keys on one port, and the blocks in it.
-template <int BLOCKS>
-struct KeyTile {
-    static const int WORDS = BLOCKS * (1 + KEY_ROWS * BLOCK_WORDS);
-    static const int SUMS = BLOCKS * KEY_ROWS;
-};
-
-// A tile's words, read in one burst.
-template <int WORDS>
-void read_tile(const word_t* section, uint32_t first, uint32_t count, word_t tile[WORDS]) {
+// Beats of an AXI port, which carry AXI_WORDS weight ports each; in one burst.
+template <int AXI_WORDS, int WORDS>
+void read_beats(const typename Beat<AXI_WORDS>::Type* cache, uint32_t first, uint32_t count,
+                typename Beat<AXI_WORDS>::Type beats[WORDS]) {
     FASTCAR_NO_INLINE
-read_words:
+read_each_beat:
     for (uint32_t i = 0; i < count; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, WORDS)
-        tile[i] = section[first + i];
+        beats[i] = cache[first + i];
     }
 }
 
-// The words of a key, 16 elements each.
-template <int BLOCKS>
-void write_key(const int8_t mantissas[BLOCKS * BLOCK], uint32_t first, uint32_t words, word_t* section) {
+// The weight port of a position's key, of a head whose number is `turned` modulo the ports.
+template <int PORTS>
+uint32_t port_of_key(uint32_t position, uint32_t turned) {
+    FASTCAR_INLINE
+    const uint32_t port = position % PORTS + turned;
+    return port >= PORTS ? port - PORTS : port;
+}
+
+// `turned` of the next head.
+template <int PORTS>
+uint32_t next_turn(uint32_t turned) {
+    FASTCAR_INLINE
+    return turned + 1 == PORTS ? 0 : turned + 1;
+}
+
+// Where the key of row `row` of a weight port lies: the exponents of its tile, and its own words.
+struct KeyPlace {
+    uint32_t exponents;
+    uint32_t mantissas;
+};
+
+inline KeyPlace place_of_key(uint32_t first, uint32_t row, uint32_t blocks) {
+    FASTCAR_INLINE
+    const uint32_t words = blocks * BLOCK_WORDS;
+    const uint32_t tile = first + row / KEY_ROWS * (blocks + KEY_ROWS * words);
+    const KeyPlace place = {tile, tile + blocks + row % KEY_ROWS * words};
+    return place;
+}
+
+// AXI port `axi` gets all of the key at `position`, or nothing (`turned`: port_of_key). Other words of its beats, and the exponents of other rows,
+// keep what they are; beats of one word are not read.
+template <int BLOCKS, int PORTS, int AXI_WORDS>
+void append_key(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t first,
+                uint32_t position, uint32_t turned, uint32_t axi, typename Beat<AXI_WORDS>::Type* cache) {
     FASTCAR_NO_INLINE
-write_key_words:
-    for (uint32_t i = 0; i < words; ++i) {
+    typedef typename Beat<AXI_WORDS>::Type beat_t;
+    const uint32_t port = port_of_key<PORTS>(position, turned);
+    const int index = static_cast<int>(port % AXI_WORDS);
+    const uint32_t row = position / PORTS;
+    const uint32_t own = port / AXI_WORDS == axi ? blocks : 0;
+    const KeyPlace place = place_of_key(first, row, blocks);
+    beat_t head[BLOCKS];
+    beat_t words[BLOCKS * BLOCK_WORDS];
+    read_beats<AXI_WORDS, BLOCKS>(cache, place.exponents, own, head);
+    read_beats<AXI_WORDS, BLOCKS * BLOCK_WORDS>(cache, place.mantissas, AXI_WORDS > 1 ? own * BLOCK_WORDS : 0, words);
+write_exponents:
+    for (uint32_t i = 0; i < own; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, BLOCKS * BLOCK_WORDS)
+        FASTCAR_TRIPS(0, BLOCKS)
+        const word_t changed = replace_step(word_of_beat<AXI_WORDS>(head[i], index), row % KEY_ROWS, exponents[i]);
+        cache[place.exponents + i] = beat_with_word<AXI_WORDS>(head[i], index, changed);
+    }
+write_mantissas:
+    for (uint32_t i = 0; i < own * BLOCK_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, BLOCKS * BLOCK_WORDS)
         int8_t lanes[INT8_LANES];
         FASTCAR_PARTITION(lanes, 0)
         FASTCAR_UNROLL
         for (int lane = 0; lane < INT8_LANES; ++lane) {
             lanes[lane] = mantissas[INT8_LANES * i + lane];
         }
-        section[first + i] = pack_int8(lanes);
+        cache[place.mantissas + i] = beat_with_word<AXI_WORDS>(words[i], index, pack_int8(lanes));
     }
 }
 
-// Byte `lane` of a tile's exponents.
-template <int BLOCKS>
-void write_key_exponents(const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t first, uint32_t lane, word_t* section) {
-    FASTCAR_NO_INLINE
-    word_t head[BLOCKS];
-    read_tile<BLOCKS>(section, first, blocks, head);
-write_exponents:
-    for (uint32_t i = 0; i < blocks; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, BLOCKS)
-        section[first + i] = replace_step(head[i], lane, exponents[i]);
-    }
-}
-
-// Port `port` gets all of the key at `position`, or nothing.
-template <int BLOCKS, int PORTS>
-void append_key(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t first,
-                uint32_t position, uint32_t port, word_t* section) {
-    FASTCAR_NO_INLINE
-    const uint32_t row = position / PORTS;
-    const uint32_t words = blocks * BLOCK_WORDS;
-    const uint32_t tile = first + row / KEY_ROWS * (blocks + KEY_ROWS * words);
-    if (position % PORTS == port) {
-        write_key_exponents<BLOCKS>(exponents, blocks, tile, row % KEY_ROWS, section);
-        write_key<BLOCKS>(mantissas, tile + blocks + row % KEY_ROWS * words, words, section);
-    }
-}
-
-// The key of row `row` of this port as float32 words, exactly: four elements per clock. A block with a NaN gives NaNs.
+// A key as float32 words, exactly: four elements per clock. A block with a NaN gives NaNs. `key`: the exponents of its tile, a
+// word per block, then its mantissas.
 template <int BLOCKS, int WORDS>
-void load_key(const word_t* section, uint32_t first, uint32_t row, uint32_t blocks, uint32_t target, word_t words[WORDS]) {
+void expand_key(const word_t key[3 * BLOCKS], uint32_t row, uint32_t blocks, uint32_t target, word_t words[WORDS]) {
     FASTCAR_NO_INLINE
-    word_t head[BLOCKS];
-    word_t mantissas[BLOCKS * BLOCK_WORDS];
-    const uint32_t tile = first + row / KEY_ROWS * (blocks + KEY_ROWS * blocks * BLOCK_WORDS);
-    read_tile<BLOCKS>(section, tile, blocks, head);
-    read_tile<BLOCKS * BLOCK_WORDS>(section, tile + blocks + row % KEY_ROWS * blocks * BLOCK_WORDS, blocks * BLOCK_WORDS,
-                                    mantissas);
     const uint32_t count = blocks * BLOCK_FLOAT_WORDS;
 expand_words:
     for (uint32_t i = 0; i < count; ++i) {
@@ -193,8 +203,8 @@ expand_words:
         FASTCAR_PARTITION(lanes, 0)
         FASTCAR_PARTITION(exponents, 0)
         FASTCAR_PARTITION(values, 0)
-        unpack_int8(mantissas[i / FLOAT_LANES], lanes);
-        unpack_int8(head[i / BLOCK_FLOAT_WORDS], exponents);
+        unpack_int8(key[blocks + i / FLOAT_LANES], lanes);
+        unpack_int8(key[i / BLOCK_FLOAT_WORDS], exponents);
         const int8_t exponent = exponents[row % KEY_ROWS];
         const bool known = exponent != BLOCK_OF_NAN;
         const float scale = gate::power_of_two(known ? exponent : 0);
@@ -207,10 +217,16 @@ expand_words:
     }
 }
 
+// Elements of a block on one port.
+template <int PORTS>
+struct SlotsOf {
+    static const int COUNT = (BLOCK + PORTS - 1) / PORTS;
+};
+
 // Words of a block of values and of the exponents of all blocks, on one port.
 template <int BLOCKS, int PORTS>
 struct ValueTile {
-    static const int SLOTS = (BLOCK + PORTS - 1) / PORTS;
+    static const int SLOTS = SlotsOf<PORTS>::COUNT;
     static const int HEAD = (2 * BLOCKS + PORTS - 1) / PORTS;
     static const int WORDS = HEAD + 2 * BLOCKS * SLOTS;
 };
@@ -223,36 +239,63 @@ struct TilePlace {
     uint32_t base;     // first element of the block
 };
 
-// Port `port` gets every PORTS-th element of each block of the value at `position`, a byte of every other word of the tile,
-// and the exponents whose turn it is. The tile is read in one burst and written in another.
+// The byte of a value that a word of port `port` gets, if any; moves on to the port's next word. `half`: of the positions.
 template <int BLOCKS, int PORTS>
+word_t value_step(const word_t& word, const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks,
+                  bool head, uint32_t half, uint32_t lane, uint32_t port, TilePlace& now) {
+    FASTCAR_INLINE
+    const uint32_t block = now.number >> 1;
+    const bool exponent = head && (now.number & 1u) == half && block < blocks;
+    const bool mantissa = !head && now.half == half && now.element < BLOCK;
+    const int8_t value = exponent ? exponents[block] : mantissa ? mantissas[now.base + now.element] : int8_t(0);
+    const word_t changed = exponent || mantissa ? replace_step(word, lane, value) : word;
+    const bool last_of_element = !head && now.half == 1;
+    const bool last_of_block = last_of_element && now.element + PORTS >= static_cast<uint32_t>(SlotsOf<PORTS>::COUNT) * PORTS;
+    now.number += head ? static_cast<uint32_t>(PORTS) : 0u;
+    now.half = head || last_of_element ? 0 : 1;
+    now.element = last_of_block ? port : last_of_element ? now.element + PORTS : now.element;
+    now.base += last_of_block ? static_cast<uint32_t>(BLOCK) : 0u;
+    return changed;
+}
+
+// AXI port `axi` gets the elements of the value at `position` that are its weight ports', a byte of every other word of the
+// tile, and the exponents whose turn it is. The tile is read in one burst and written in another.
+template <int BLOCKS, int PORTS, int AXI_WORDS>
 void append_value(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t head_words,
-                  uint32_t first, uint32_t position, uint32_t port, word_t* section) {
+                  uint32_t first, uint32_t position, uint32_t axi, typename Beat<AXI_WORDS>::Type* cache) {
     FASTCAR_NO_INLINE
     typedef ValueTile<BLOCKS, PORTS> Tile;
-    word_t tile[Tile::WORDS];
+    typedef typename Beat<AXI_WORDS>::Type beat_t;
+    beat_t tile[Tile::WORDS];
     const uint32_t words = head_words + 2 * blocks * Tile::SLOTS;
     const uint32_t at = first + position / TILE * words;
     const uint32_t half = position % TILE / INT8_LANES;
     const uint32_t lane = position % INT8_LANES;
-    read_tile<Tile::WORDS>(section, at, words, tile);
-    TilePlace now = {port, 0, port, 0};
-write_tile:
+    TilePlace now[AXI_WORDS];
+    FASTCAR_PARTITION(now, 0)
+begin_ports:
+    for (uint32_t index = 0; index < AXI_WORDS; ++index) {
+        FASTCAR_PIPELINE(1)
+        const uint32_t port = axi * AXI_WORDS + index;
+        const TilePlace begin = {port, 0, port, 0};
+        now[index] = begin;
+    }
+    read_beats<AXI_WORDS, Tile::WORDS>(cache, at, words, tile);
+write_values:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, Tile::WORDS)
+        FASTCAR_RECURRENCE(now, 1)
         const bool head = i < head_words;
-        const uint32_t block = now.number >> 1;
-        const bool exponent = head && (now.number & 1u) == half && block < blocks;
-        const bool mantissa = !head && now.half == half && now.element < BLOCK;
-        const int8_t value = exponent ? exponents[block] : mantissa ? mantissas[now.base + now.element] : int8_t(0);
-        section[at + i] = exponent || mantissa ? replace_step(tile[i], lane, value) : tile[i];
-        const bool last_of_element = !head && now.half == 1;
-        const bool last_of_block = last_of_element && now.element + PORTS >= static_cast<uint32_t>(Tile::SLOTS) * PORTS;
-        now.number += head ? static_cast<uint32_t>(PORTS) : 0u;
-        now.half = head || last_of_element ? 0 : 1;
-        now.element = last_of_block ? port : last_of_element ? now.element + PORTS : now.element;
-        now.base += last_of_block ? static_cast<uint32_t>(BLOCK) : 0u;
+        beat_t beat = tile[i];
+        FASTCAR_UNROLL
+        for (int index = 0; index < AXI_WORDS; ++index) {
+            const word_t changed =
+                value_step<BLOCKS, PORTS>(word_of_beat<AXI_WORDS>(beat, index), mantissas, exponents, blocks, head, half,
+                                          lane, axi * AXI_WORDS + index, now[index]);
+            beat = beat_with_word<AXI_WORDS>(beat, index, changed);
+        }
+        cache[at + i] = beat;
     }
 }
 

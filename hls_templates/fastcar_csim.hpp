@@ -17,15 +17,13 @@ const word_t& stream_word(const word_t* weights, int section, int port, int i) {
 }
 
 // One row through one product, whose weights begin at word `first` of every section of `section` words. Activations stay in
-// `values`. Writes sums [channels][sums] to `out` and returns what follows them, and words of results to `y`; either may be
-// null.
+// `values`. Writes sums [channels][sums] to `out` and returns what follows them.
 //
 // t: tiles; p and i: words of the tile on every port; c: channels of the tile. Internal linkage, so that the static
 // arrays belong to this library alone, whatever else a process loads.
 template <class C>
 static int32_t* run_product(const Product& product, const word_t* weights, int section, int first,
-                            float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS], int32_t* out,
-                            word_t* y = nullptr) {
+                            float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS], int32_t* out) {
     typedef Shapes<C> S;
     static int8_t q[S::CORES][S::PASSES * S::CHANNEL_WORDS][S::LANES];
     static word_t head[S::PORTS][S::HEAD_WORDS];
@@ -51,11 +49,7 @@ static int32_t* run_product(const Product& product, const word_t* weights, int s
         scale_tile<S>(head, sums, row_scale, 1, product.sums * rows * S::PORT_BLOCKS, product.tile, rows, product.sums,
                       tile_sums, product.scale_words, product.bias, value);
         finish_tile<C>(value, 1, chunk, t, chunk, product.channels, product.inner, values, results);
-        const int first_result = t * chunk / FLOAT_LANES, count = words_for(product.channels, FLOAT_LANES) - first_result;
-        for (int i = 0; y != nullptr && i < chunk / FLOAT_LANES && i < count; ++i) {
-            y[first_result + i] = results[0][i];
-        }
-        for (int c = 0; out != nullptr && c < chunk && c < product.channels - t * chunk; ++c) {
+        for (int c = 0; c < chunk && c < product.channels - t * chunk; ++c) {
             memcpy(out, &sums[0][c % S::PORTS][c / S::PORTS * product.sums], sizeof(int32_t) * product.sums);
             out += product.sums;
         }

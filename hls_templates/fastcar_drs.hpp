@@ -68,8 +68,8 @@ read_counts:
 // Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and the mask decides.
 template <class C>
 uint32_t decide(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
-                const Call& call, const word_t* query, const word_t* key, const uint32_t counts[INDEX_REGISTER_BITS],
-                float scores[INDEX_REGISTER_BITS]) {
+                const Call& call, const word_t* query, const word_t* key, const word_t* network,
+                const uint32_t counts[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
     uint32_t replay = ~call.mask;
@@ -79,7 +79,7 @@ clear_scores:
         scores[row] = 0.0f;
     }
     if (has_gate(layer)) {
-        score_rows<C>(header, words, layer, call, query, key, scores);
+        score_rows<C>(header, words, layer, call, query, key, network, scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
         replay = recomputes(header, call.step) ? 0 : replay;
@@ -194,7 +194,7 @@ write_words:
 // behind its first four.
 template <class C>
 Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
-                const Call& call, const word_t* query, const word_t* key, const word_t* chain, Queue& queue,
+                const Call& call, const word_t* query, const word_t* key, const word_t* network, const word_t* chain, Queue& queue,
                 core_t core_of[INDEX_REGISTER_BITS], pass_t pass_of[INDEX_REGISTER_BITS],
                 uint32_t answer[ANSWER_WORDS], uint32_t& length) {
     FASTCAR_NO_INLINE
@@ -204,7 +204,7 @@ Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
         return BAD_OPERANDS;
     }
     read_chain(chain, header[F_ROWS], counts);
-    const uint32_t index_register = decide<C>(header, words, layer, call, query, key, counts, scores);
+    const uint32_t index_register = decide<C>(header, words, layer, call, query, key, network, counts, scores);
     uint32_t held = call.held;
     uint32_t count = 0;
     report_rows(header[F_ROWS], has_gate(layer), index_register, scores, counts, answer);
@@ -226,7 +226,7 @@ Status schedule(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
 // process loads. Returns what the array has to do now; its layer is NO_LAYER when that is nothing.
 template <class C>
 static Queue control(uint32_t op, const word_t* table, uint32_t table_bytes, const Call& call, const word_t* query,
-                     const word_t* key, const word_t* chain, core_t core_of[INDEX_REGISTER_BITS],
+                     const word_t* key, const word_t* network, const word_t* chain, core_t core_of[INDEX_REGISTER_BITS],
                      pass_t pass_of[INDEX_REGISTER_BITS], word_t* result) {
     FASTCAR_NO_INLINE
     static_assert(C::TABLE_WORDS <= static_cast<int>(MAX_TABLE_WORDS), "word offsets of the format");
@@ -257,8 +257,8 @@ static Queue control(uint32_t op, const word_t* table, uint32_t table_bytes, con
             layer.prefetch = op == OP_EXECUTE ? 0 : layer.prefetch;  // the weights given are this layer's
             if (!executes) {
                 stored = now;
-                status = schedule<C>(header, words, layer, call, query, key, chain, stored, stored_core, stored_pass, answer,
-                                     length);
+                status = schedule<C>(header, words, layer, call, query, key, network, chain, stored, stored_core, stored_pass,
+                                     answer, length);
             } else {
                 status = stored.layer == call.layer ? OK : NO_DISPATCH;
                 answer[R_INDEX_REGISTER] = status == OK ? stored.computing : 0u;

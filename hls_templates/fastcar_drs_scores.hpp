@@ -10,7 +10,8 @@
 namespace fastcar {
 namespace drs {
 
-// What one call is about. `crc` names the table that the host counts on.
+// What one call is about. `crc` names the table that the host counts on. The network of gate `learned` begins at word `network`
+// of its operand, which holds at most `units` of it.
 struct Call {
     uint32_t crc;
     uint32_t layer;
@@ -20,6 +21,8 @@ struct Call {
     uint32_t held;
     uint32_t capacity;
     uint32_t mask;  // rows that compute in a layer without a gate
+    uint32_t network;
+    uint32_t units;
 };
 
 // One layer's fields of the table.
@@ -92,7 +95,8 @@ void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
 // What the gate compares with its threshold, for every row. A kernel is built for one gate, so one branch is left.
 template <class C>
 void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
-                const Call& call, const word_t* query, const word_t* key, float scores[INDEX_REGISTER_BITS]) {
+                const Call& call, const word_t* query, const word_t* key, const word_t* network,
+                float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
     const uint32_t input = header[F_ROW_INPUT_WORDS];
@@ -104,7 +108,7 @@ void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
         gate::bound_scores<C::HEAD_ROOM, C::KEY_WORDS>(query, key, rows, shape, times(rows, header[F_ROW_QUERY_WORDS]),
                                                    times(rows, header[F_ROW_KEY_WORDS]), scores);
     } else if (C::GATE == GATE_LEARNED) {
-        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, header[F_KEY_WORDS], scores);
+        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, network, call.network, call.units, scores);
     } else if (C::GATE == GATE_RANDOM) {
         gate::random_scores(call.step, call.layer, rows, scores);
     } else if (C::GATE == GATE_ALWAYS || C::GATE == GATE_NEVER) {

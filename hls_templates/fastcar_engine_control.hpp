@@ -26,7 +26,7 @@ static Launch launch(uint32_t op, uint32_t prefetch, const drs::Call& call, cons
     FASTCAR_NO_INLINE
     Launch made = {op, prefetch, call.mask, ~call.mask};
     if (op == drs::OP_TABLE || op == drs::OP_GATE || (op == OP_MLP && call.layer != drs::NO_LAYER)) {
-        const drs::Queue queue = drs::control<D>(op, table, table_bytes, call, query, key, chain, core_of, pass_of, result);
+        const drs::Queue queue = drs::control<D>(op, table, table_bytes, call, query, key, key, chain, core_of, pass_of, result);
         const bool fills = queue.fills && op == drs::OP_GATE;
         made.op = queue.layer == drs::NO_LAYER ? OP_NONE : OP_MLP;
         made.prefetch = fills ? PREFETCH_FILL : queue.held ? PREFETCH_HELD : 0u;

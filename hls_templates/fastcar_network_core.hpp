@@ -168,10 +168,10 @@ add_units:
     return finite_or_nan(most, static_cast<float>(total) * power_of_two(-tas::FRACTION_BITS) + float_of_bits(b2));
 }
 
-// Minus the scores of all rows. `network`: the word of the first one, behind the cached rows; it has the number of units.
+// Minus the scores of all rows. Word `first` of `network` has the number of units; more than `most` are not read.
 template <int WORDS, int UNITS>
-void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words, uint32_t network,
-                    float scores[INDEX_REGISTER_BITS]) {
+void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words, const word_t* network,
+                    uint32_t first, uint32_t most, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[WORDS];
     uint32_t features[2 * WORDS + 2][FLOAT_LANES];
@@ -179,9 +179,10 @@ void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32
     FASTCAR_PARTITION(features, 2)
     FASTCAR_PARTITION_CYCLIC(features, 1, 2)
     FASTCAR_BURST(KEY)
-    FASTCAR_BEAT(KEY, network)
-    const uint32_t given = lane_of(cached[network], 0);
-    const uint32_t units = given < static_cast<uint32_t>(UNITS) ? given : static_cast<uint32_t>(UNITS);
+    FASTCAR_BEAT(KEY, first)
+    const uint32_t given = lane_of(network[first], 0);
+    const uint32_t room = most < static_cast<uint32_t>(UNITS) ? most : static_cast<uint32_t>(UNITS);
+    const uint32_t units = given < room ? given : room;
     const uint32_t padded = (words + 1) & ~1u;
     uint32_t at = 0;
 score_networks:
@@ -190,7 +191,7 @@ score_networks:
         tas::load_key<WORDS>(cached, at, words, buffer);
         const uint32_t largest = features_of_row<WORDS>(x, at, words, padded, buffer, features);
         round_features<WORDS>(features, 2 * padded, field_of(largest));
-        const uint32_t b2 = sums_of_units<WORDS, UNITS>(cached, network + 1, units, features, 2 * padded, tails);
+        const uint32_t b2 = sums_of_units<WORDS, UNITS>(network, first + 1, units, features, 2 * padded, tails);
         scores[row] = -network_score<UNITS>(tails, units, largest, b2);
         at += words;
     }

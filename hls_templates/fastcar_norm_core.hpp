@@ -6,6 +6,7 @@
 
 #include "fastcar_gate_core.hpp"
 #include "fastcar_numerics.hpp"
+#include "fastcar_row_core.hpp"
 
 namespace fastcar {
 namespace norm {
@@ -62,33 +63,42 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
     return pack_float(y);
 }
 
-// `words` words of x from `first` on -> the same words of y: a whole row, or one head of it. inverse_size: float32(1 /
-// values).
-template <int WORDS, int WEIGHT_WORDS>
-void normalize(const word_t x[WORDS], uint32_t first, uint32_t words, const word_t weight[WEIGHT_WORDS], float inverse_size,
-               float epsilon, word_t y[WORDS]) {
+// `words` words of a row from `first` on -> the same words of another place: a whole row, or one head of it. `given`: words of
+// `memory` that become the weight meanwhile, all of them or none. inverse_size: float32(1 / values).
+template <int PLACES, int ROWS, int WORDS>
+void normalize(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, const word_t* memory,
+               uint32_t weight_at, uint32_t given, word_t weight[WORDS], float inverse_size, float epsilon) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
-find_largest:
-    for (uint32_t i = 0; i < words; ++i) {
+read_weight:
+    for (uint32_t i = 0; i < given; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WEIGHT_WORDS)
-        largest = gate::larger(largest, gate::largest_lane(x[first + i]));
+        FASTCAR_TRIPS(0, WORDS)
+        weight[i] = memory[weight_at + i];
+        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + i]));
+    }
+    const uint32_t left = words - given;
+find_largest:
+    for (uint32_t i = 0; i < left; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, WORDS)
+        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + given + i]));
     }
     const uint32_t field = field_of(largest);
     uint64_t sum = 0;
 add_squares:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WEIGHT_WORDS)
-        sum = squares_step(sum, x[first + i], field);
+        FASTCAR_TRIPS(1, WORDS)
+        sum = squares_step(sum, rows[at.source][at.row][first + i], field);
     }
     const float inverse = inverse_root(sum, largest, inverse_size, epsilon);
 scale_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WEIGHT_WORDS)
-        y[first + i] = scale_word(x[first + i], weight[i], inverse);
+        FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_INDEPENDENT(rows)
+        rows[at.target][at.row][first + i] = scale_word(rows[at.source][at.row][first + i], weight[i], inverse);
     }
 }
 

@@ -33,10 +33,14 @@
 // What a pipelined loop reads `iterations` after it wrote it; design/recurrences.py compares this with the latency.
 #define FASTCAR_RECURRENCE(name, iterations) \
     FASTCAR_PRAGMA(HLS DEPENDENCE variable = name type = inter direction = RAW distance = iterations dependent = true)
+// No iteration of a pipelined loop reads what another one wrote: they are in different places or words.
+#define FASTCAR_INDEPENDENT(name) FASTCAR_PRAGMA(HLS DEPENDENCE variable = name type = inter dependent = false)
 #define FASTCAR_PARTITION(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = complete dim = dimension)
 #define FASTCAR_PARTITION_CYCLIC(array, dimension, banks) \
     FASTCAR_PRAGMA(HLS ARRAY_PARTITION variable = array type = cyclic factor = banks dim = dimension)
 #define FASTCAR_RESHAPE(array, dimension) FASTCAR_PRAGMA(HLS ARRAY_RESHAPE variable = array type = complete dim = dimension)
+// All members of a struct as one wide value: they are read and written at once.
+#define FASTCAR_AGGREGATE(name) FASTCAR_PRAGMA(HLS AGGREGATE variable = name)
 #define FASTCAR_FIFO(name, entries) FASTCAR_PRAGMA(HLS STREAM variable = name depth = entries)
 #define FASTCAR_BLOCKS(array, copies) FASTCAR_PRAGMA(HLS STREAM variable = array type = pipo depth = copies)
 #define FASTCAR_BLOCK_RAM(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = bram)
@@ -46,6 +50,20 @@
 #define FASTCAR_TILE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)
 #else
 #define FASTCAR_TILE_MEMORY(array) FASTCAR_BLOCK_RAM(array)
+#endif
+// The same of rows on chip, and of the FIFOs in which the weights of a step wait (fastcar_step_config.hpp).
+#if defined(FASTCAR_ROWS_IN_URAM)
+#define FASTCAR_ROW_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)
+#define FASTCAR_FIFO_MEMORY(name) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = name type = fifo impl = uram)
+#else
+#define FASTCAR_ROW_MEMORY(array) FASTCAR_BLOCK_RAM(array)
+#define FASTCAR_FIFO_MEMORY(name) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = name type = fifo impl = bram)
+#endif
+// Stands before a large array without state. C simulation has no room for it on the stack.
+#if defined(__SYNTHESIS__)
+#define FASTCAR_SCRATCH
+#else
+#define FASTCAR_SCRATCH static
 #endif
 
 #endif

@@ -8,6 +8,13 @@
 namespace fastcar {
 namespace row {
 
+// Of rows in several places, a memory each: row `row` of two different ones.
+struct Pair {
+    uint32_t source;
+    uint32_t target;
+    uint32_t row;
+};
+
 // ---- residual
 
 inline word_t add_step(const word_t& left, const word_t& right) {
@@ -21,16 +28,16 @@ inline word_t add_step(const word_t& left, const word_t& right) {
     return pack_float(sum);
 }
 
-// x + y -> x. A word is written once and read once, so no word meets itself again.
-template <int WORDS>
-void add_row(word_t x[WORDS], const word_t y[WORDS], uint32_t words) {
+// target + source -> target. A word is written once and read once, so no word meets itself again.
+template <int PLACES, int ROWS, int WORDS>
+void add_row(word_t rows[PLACES][ROWS][WORDS], const Pair& at, uint32_t words) {
     FASTCAR_NO_INLINE
 add_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
-        const word_t before = x[i];
-        x[i] = add_step(before, y[i]);
+        FASTCAR_TRIPS(0, WORDS)
+        FASTCAR_INDEPENDENT(rows)
+        rows[at.target][at.row][i] = add_step(rows[at.target][at.row][i], rows[at.source][at.row][i]);
     }
 }
 
@@ -39,7 +46,8 @@ add_words:
 // Heads of a row in words, and the part of a head that rotates: its first 2 * half_words words. Element i of the first half
 // is paired with element i of the second.
 struct Rotation {
-    uint32_t words;       // of the row
+    uint32_t first;       // word
+    uint32_t words;       // of all heads
     uint32_t head_words;  // of a head
     uint32_t half_words;  // of half of what rotates
 };
@@ -58,11 +66,11 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     return pack_float(turned);
 }
 
-// All heads of a row, a word per clock: two words are read, the table's words too, and one is written to another row.
+// All heads of a row, a word per clock: two words are read, the table's words too, and one is written to another place.
 // What does not rotate is copied. cosine, sine: half_words words of this position.
-template <int WORDS, int HALF_WORDS>
-void rotate_row(const word_t from[WORDS], const word_t cosine[HALF_WORDS], const word_t sine[HALF_WORDS], const Rotation& shape,
-                word_t to[WORDS]) {
+template <int PLACES, int ROWS, int WORDS, int HALF_WORDS>
+void rotate_row(word_t rows[PLACES][ROWS][WORDS], const Pair& row, const word_t cosine[HALF_WORDS],
+                const word_t sine[HALF_WORDS], const Rotation& shape) {
     FASTCAR_NO_INLINE
     const uint32_t half = shape.half_words;
     uint32_t word = 0;   // of the head
@@ -71,12 +79,15 @@ rotate_words:
     for (uint32_t i = 0; i < shape.words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_INDEPENDENT(rows)
         const bool first_half = word < half;
         const bool rotates = word < 2 * half;
-        const uint32_t partner = rotates ? (first_half ? i + half : i - half) : i;
+        const uint32_t own = shape.first + i;
+        const uint32_t partner = rotates ? (first_half ? own + half : own - half) : own;
         const uint32_t at = rotates ? place : 0;
-        const word_t turned = rotate_step(from[i], from[partner], cosine[at], sine[at], first_half);
-        to[i] = rotates ? turned : from[i];
+        const word_t straight = rows[row.source][row.row][own];
+        const word_t turned = rotate_step(straight, rows[row.source][row.row][partner], cosine[at], sine[at], first_half);
+        rows[row.target][row.row][own] = rotates ? turned : straight;
         const bool last_of_head = word + 1 == shape.head_words;
         const bool last_of_half = last_of_head || place + 1 == half;
         word = last_of_head ? 0 : word + 1;

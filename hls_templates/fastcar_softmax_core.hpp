@@ -45,21 +45,12 @@ inline bool is_visible(const Window& window, uint32_t row) {
     return row < window.ring ? row < window.sinks : from < window.count;
 }
 
-template <int POSITIONS>
-Largest largest_logit(const float logits[POSITIONS], const Window& window) {
-    FASTCAR_NO_INLINE
-    Largest found = {LEAST_ORDERED, false};
-compare_logits:
-    for (uint32_t i = 0; i < window.rows; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, POSITIONS)
-        const bool seen = is_visible(window, i);
-        const int32_t value = ordered(logits[i]);
-        const bool nan = gate::magnitude_of(bits_of_float(logits[i])) > INFINITY_BITS;
-        found.value = seen && !nan && value > found.value ? value : found.value;
-        found.unknown = found.unknown || (seen && nan);
-    }
-    return found;
+inline Largest larger_logit(const Largest& found, float logit, bool seen) {
+    FASTCAR_INLINE
+    const int32_t value = ordered(logit);
+    const bool nan = gate::magnitude_of(bits_of_float(logit)) > INFINITY_BITS;
+    const Largest larger = {seen && !nan && value > found.value ? value : found.value, found.unknown || (seen && nan)};
+    return larger;
 }
 
 inline float float_of_ordered(int32_t value) {
@@ -78,22 +69,6 @@ inline int32_t numerator_of(float difference) {
     const int32_t low = EXP_TABLE[knot];
     const int32_t power = low + (((EXP_TABLE[knot + 1] - low) * (fraction & 255) + 128) >> 8);
     return (power + ((1 << shift) >> 1)) >> shift;
-}
-
-// The numerators of a head, a position per clock; of positions that are not seen they are 0. Returns their sum.
-template <int POSITIONS>
-int64_t exponentials(const float logits[POSITIONS], const Window& window, float largest, int32_t numerators[POSITIONS]) {
-    FASTCAR_NO_INLINE
-    int64_t sum = 0;
-add_numerators:
-    for (uint32_t i = 0; i < window.rows; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, POSITIONS)
-        const int32_t numerator = is_visible(window, i) ? numerator_of(logits[i] - largest) : 0;
-        numerators[i] = numerator;
-        sum += numerator;
-    }
-    return sum;
 }
 
 // What the values of a head are multiplied with: 1 / the sum of the numerators, or a NaN where the logits have no largest one.

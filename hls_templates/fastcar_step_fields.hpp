@@ -125,16 +125,22 @@ enum AddField {
 };
 
 enum DecideField {
-    DECIDE_SOURCE = 1,
-    DECIDE_HEADS = 2,
-    DECIDE_KEY_HEADS = 3,
-    DECIDE_BLOCKS = 4,
-    DECIDE_KEYS = 5,
-    DECIDE_SINKS = 6,
-    DECIDE_RING = 7,
-    DECIDE_STRIDE = 8,
-    DECIDE_CHAIN = 9,
-    DECIDE_WORDS = 10,
+    DECIDE_GATE = 1,
+    DECIDE_STRIDE = 2,
+    DECIDE_CHAIN = 3,
+    DECIDE_SOURCE = 4,
+    DECIDE_HEADS = 5,
+    DECIDE_KEY_HEADS = 6,
+    DECIDE_BLOCKS = 7,
+    DECIDE_KEYS = 8,
+    DECIDE_SINKS = 9,
+    DECIDE_RING = 10,
+    DECIDE_INPUT = 11,
+    DECIDE_COUNT = 12,
+    DECIDE_INPUTS = 13,
+    DECIDE_NETWORK = 14,
+    DECIDE_UNITS = 15,
+    DECIDE_WORDS = 16,
 };
 
 enum ReplayField {

@@ -17,6 +17,7 @@ static const uint32_t MAX_PORTS = 64;
 static const uint32_t MAX_COUNT = 65535;
 static const uint32_t MOST_WORDS = 1u << 30;
 static const uint32_t MOST_STEP_CHANNELS = 1u << 18;
+static const uint32_t MOST_UNITS = 4096;
 static const uint32_t ROWS_ON_CHIP = 5;
 static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
 
@@ -62,6 +63,19 @@ inline Fields fields_of(const word_t beats[INSTRUCTION_BEATS]) {
     fields.opcode = fields.word[0] & 0xFFFFu;
     fields.layer = fields.word[0] >> 16;
     return fields;
+}
+
+template <int INSTRUCTIONS>
+Fields instruction_of(const Program<INSTRUCTIONS>& program, uint32_t number) {
+    FASTCAR_INLINE
+    word_t beats[INSTRUCTION_BEATS];
+    FASTCAR_PARTITION(beats, 0)
+copy_beats:
+    for (uint32_t beat = 0; beat < INSTRUCTION_BEATS; ++beat) {
+        FASTCAR_PIPELINE(1)
+        beats[beat] = program.words[number * INSTRUCTION_BEATS + beat];
+    }
+    return fields_of(beats);
 }
 
 inline bool counts(uint32_t value) {
@@ -163,18 +177,45 @@ inline bool attend_fits(const Fields& f, const Sizes& sizes) {
 
 static const uint32_t CHAIN_BEATS = INDEX_REGISTER_BITS / FLOAT_LANES;  // memory words of the chain counts of a slot
 
-inline bool decide_fits(const Fields& f, const Sizes& sizes) {
+// Memory words of a network of gate `learned`.
+inline uint64_t network_words_of(const Fields& f) {
+    FASTCAR_INLINE
+    return 1 + static_cast<uint64_t>(f.word[DECIDE_UNITS]) * (1 + 2 * ((f.word[DECIDE_COUNT] + 1) / 2));
+}
+
+inline bool gate_query_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t key_heads = f.word[DECIDE_KEY_HEADS];
     const uint32_t blocks = f.word[DECIDE_BLOCKS];
     const uint64_t heads = f.word[DECIDE_HEADS];
-    const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) &&
-                       counts(blocks) && counts(f.word[DECIDE_STRIDE]);
+    const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) && counts(blocks);
     return small && heads % (small ? key_heads : 1u) == 0 && ring_fits(f.word[DECIDE_SINKS], f.word[DECIDE_RING], sizes) &&
            inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
            inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.rows) * key_heads, key_words_of(sizes, blocks),
-                  sizes.key_words) &&
-           inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
+                  sizes.key_words);
+}
+
+inline bool gate_input_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t slots = f.word[DECIDE_STRIDE];
+    return on_chip(f.word[DECIDE_INPUT]) && counts(f.word[DECIDE_COUNT]) && f.word[DECIDE_COUNT] <= sizes.row_words &&
+           inside(f.word[DECIDE_INPUTS], slots * sizes.rows, f.word[DECIDE_COUNT], sizes.replay_words);
+}
+
+// Fields of what the gate does not read are 0.
+inline bool decide_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t gate = f.word[DECIDE_GATE];
+    const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_RANDOM && counts(f.word[DECIDE_STRIDE]) &&
+                         inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
+    const bool no_query = (f.word[DECIDE_SOURCE] | f.word[DECIDE_HEADS] | f.word[DECIDE_KEY_HEADS] | f.word[DECIDE_BLOCKS] |
+                           f.word[DECIDE_KEYS] | f.word[DECIDE_SINKS] | f.word[DECIDE_RING]) == 0;
+    const bool no_input = (f.word[DECIDE_INPUT] | f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
+    const bool no_network = (f.word[DECIDE_NETWORK] | f.word[DECIDE_UNITS]) == 0;
+    const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= MOST_UNITS &&
+                         inside(f.word[DECIDE_NETWORK], 1, network_words_of(f), sizes.constant_words);
+    return counted && (drs::reads_query(gate) ? gate_query_fits(f, sizes) : no_query) &&
+           (drs::reads_input(gate) ? gate_input_fits(f, sizes) : no_input) && (gate == drs::GATE_LEARNED ? network : no_network);
 }
 
 inline bool replay_fits(const Fields& f, const Sizes& sizes) {

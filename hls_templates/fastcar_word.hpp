@@ -81,6 +81,19 @@ word_t word_of_beat(const typename Beat<WORDS>::Type& beat, int index) {
     return word;
 }
 
+// The beat with one of its words replaced.
+template <int WORDS>
+typename Beat<WORDS>::Type beat_with_word(const typename Beat<WORDS>::Type& beat, int index, const word_t& word) {
+    FASTCAR_INLINE
+    typename Beat<WORDS>::Type changed = beat;
+#if defined(FASTCAR_WORD_BYTES)
+    memcpy(reinterpret_cast<char*>(&changed) + 16 * index, &word, sizeof(word_t));
+#else
+    changed.range(128 * index + 127, 128 * index) = word;
+#endif
+    return changed;
+}
+
 inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
     FASTCAR_INLINE
 #if defined(FASTCAR_WORD_BYTES)

@@ -20,7 +20,7 @@ def test_defaults() -> None:
     replay = ReplayConfig()
     assert (replay.gate, replay.threshold, replay.max_chain, replay.couple_cfg) == ("tas", 2.0, None, False)
     config = CompileConfig(**BASE)
-    assert (config.batch_size, config.quant, config.replay, config.prefill_chunk) == (1, "none", None, 64)
+    assert (config.batch_size, config.quant, config.replay, config.chunk) == (1, "none", None, 256)
     assert config.offload == "mlp"
 
 
@@ -93,7 +93,7 @@ def test_frame_not_smaller_than_sequence(frame: int) -> None:
         ({"batch_size": 33}, "batch_size: Input should be less than or equal to 32 (given: 33)"),
         ({"tokens_per_frame": 0}, "tokens_per_frame: Input should be greater than or equal to 1 (given: 0)"),
         ({"max_seq_len": 12.5}, "max_seq_len: Input should be a valid integer"),
-        ({"offload": "head"}, "offload: Input should be 'mlp' or 'linears' (given: 'head')"),
+        ({"offload": "head"}, "offload: Input should be 'mlp', 'linears' or 'all' (given: 'head')"),
         ({"prefill_chunk": 0}, "prefill_chunk: Input should be greater than or equal to 1"),
     ],
 )
@@ -110,4 +110,4 @@ def test_coupled_rows_need_an_even_batch() -> None:
 
 def test_missing_fields_are_listed_together() -> None:
     with pytest.raises(CompileError, match=r"tokens_per_frame: Field required; max_seq_len: Field required"):
-        CompileConfig(target="cpu")  # pyright: ignore[reportCallIssue]
+        CompileConfig(target="cpu")

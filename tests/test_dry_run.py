@@ -27,7 +27,7 @@ FRAME, LAYERS, HIDDEN, ROWS = 256, 4, 128, 2049
 @pytest.fixture(scope="module")
 def report() -> fc.DryRun:
     """Of the shipped decoder for zcu102."""
-    return fc.compile(MODEL, "zcu102", dry_run=True)
+    return fc.compile(MODEL, "zcu102", offload="mlp", dry_run=True)
 
 
 def test_layers_are_found_with_their_source_lines(report: fc.DryRun) -> None:
@@ -64,7 +64,7 @@ def test_a_config_alone_is_enough_and_nothing_is_written(
     folder.mkdir()
     shutil.copy(MODEL / "config.json", folder)
     monkeypatch.chdir(tmp_path)
-    assert fc.compile(folder, "zcu102", dry_run=True).to_json() == report.to_json()
+    assert fc.compile(folder, "zcu102", offload="mlp", dry_run=True).to_json() == report.to_json()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
     with pytest.raises(CompileError, match=r"the model folder has no \*.safetensors file"):
         fc.compile(folder, "zcu102")
@@ -80,7 +80,7 @@ def test_every_problem_of_the_hardware_is_listed(tmp_path: Path) -> None:
     config = llama().config
     config.update(sizes | {"architectures": ["LlamaForCausalLM"], "tokens_per_frame": 8})
     config.save_pretrained(tmp_path)
-    found = fc.compile(tmp_path, "zcu102", dry_run=True)
+    found = fc.compile(tmp_path, "zcu102", offload="mlp", dry_run=True)
     assert not found.ok
     assert "the decoder does not fit the memory of zcu102" in found.problems[0].what
     assert not found.memory.banks[0].fits
@@ -100,7 +100,7 @@ class ComputedDecoder(PlainDecoder):
 
 def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = fc.ReplayConfig(gate=foreign.register(monkeypatch))
-    options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "replay": replay, "output": tmp_path / "artifact"}
+    options: dict[str, Any] = {"quant": "w8a8", "offload": "mlp", "replay": replay, "output": tmp_path / "artifact"}
     with pytest.warns(UserWarning, match="256 is assumed"), pytest.raises(CompileError) as error:
         fc.compile(ComputedDecoder(rows=300), strict=True, **options)
     text = str(error.value)
@@ -112,7 +112,7 @@ def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_weight_that_cannot_be_packed_is_a_problem() -> None:
-    found = fc.compile(ComputedDecoder(), "zcu102", tokens_per_frame=4, dry_run=True)
+    found = fc.compile(ComputedDecoder(), "zcu102", offload="mlp", tokens_per_frame=4, dry_run=True)
     (problem,) = found.problems
     assert "the accelerator cannot compute the MLP of layer 0: the weight of" in problem.what
     assert problem.where.startswith("decoders.py:")

@@ -13,8 +13,10 @@ from decoders import PlainBlock, PlainDecoder, llama
 from torch import Tensor
 
 import fastcar_compile as fc
+from fastcar_compile.errors import TargetError
 from fastcar_compile.ops.operator import REASONS
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.targets import load_target
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +229,14 @@ def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:
     assert f"reason   {why}" in artifact.explain(node="cond")
     with pytest.raises(fc.InputError, match="no node 'nothing'"):
         artifact.explain(node="nothing")
+
+
+def test_a_fault_in_every_value_gives_a_short_error(tmp_path: Path) -> None:
+    path = tmp_path / "board.toml"
+    path.write_text(f"limits = {{ {', '.join(f'x{i} = 0' for i in range(300))} }}\n")
+    with pytest.raises(TargetError) as caught:
+        load_target(path)
+    text = caught.value.what
+    assert "limits.x0: Extra inputs are not permitted (given: 0)" in text
+    assert re.search(r"; and 2\d\d more$", text)
+    assert len(text) < 10_000

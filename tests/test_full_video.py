@@ -23,7 +23,7 @@ FORWARDS = TOKENS - 1
 THRESHOLDS = (0.0, -25.0, -14.0, -31.0)
 """Some rows of every layer replay; not at the value that the empty background gives layer 0 over and over."""
 BACKENDS = ("eager", "cpu", "onnxruntime")
-OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1}
+OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1, "offload": "mlp"}
 """The prompt is one token; test_end_to_end.py has longer ones."""
 
 

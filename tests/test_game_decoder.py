@@ -53,6 +53,7 @@ def compiled(quant: str, target: str, output: Path) -> fc.Artifact:
         replay=replay,
         max_seq_len=2 * FRAME,
         prefill_chunk=1,
+        offload="mlp",
         output=output,
     )
 

@@ -61,8 +61,8 @@ def test_cpu_and_hls_simulation_are_equal_and_others_close(
     check_tool("g++")
     check_module("hls4ml")
     options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": 2, "prefill_chunk": 1}
-    replay = fc.ReplayConfig(threshold=0.0)
-    artifact = fc.compile(model(), "zcu102", quant=quant, replay=replay, output=tmp_path / "built", **options)
+    options |= {"offload": "mlp", "replay": fc.ReplayConfig(threshold=0.0)}
+    artifact = fc.compile(model(), "zcu102", quant=quant, output=tmp_path / "built", **options)
     assert kind in (artifact.path / "hls" / "fastcar_engine.cpp").read_text().splitlines()[0]
     cpu, hls = (artifact.session(backend, record=True) for backend in ("cpu", "hls-csim"))
     expected = decode(cpu)
@@ -108,5 +108,5 @@ class MixedDecoder(PlainDecoder):
 def test_what_has_no_kernel_is_an_error(decoder: type[PlainDecoder], text: str, tmp_path: Path) -> None:
     model = decoder(rows=LENGTH, batch=1)
     with pytest.raises(CompileError, match=text):
-        fc.compile(model, "zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, output=tmp_path / "none")
+        fc.compile(model, "zcu102", offload="mlp", tokens_per_frame=FRAME, max_seq_len=LENGTH, output=tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -22,12 +22,13 @@ SPARSE = fc.SparseAttention(window=5, sinks=3, positions="cache")
 
 def compiled(folder: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama in w8a8."""
-    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "kv": "int8", "prefill_chunk": 16}
+    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "mlp", "kv": "int8"}
     return fc.compile(
         llama(initializer_range=0.2, num_hidden_layers=1),
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=BATCH,
+        prefill_chunk=16,
         output=folder / "artifact",
         **{**defaults, **options},
     )

@@ -133,6 +133,6 @@ def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
 def test_a_target_without_an_accelerator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="offload='linears' needs an accelerator, and target cpu has none"):
         fc.compile(llama(), "cpu", tokens_per_frame=8, offload="linears", output=tmp_path / "a")
-    with pytest.raises(CompileError, match="offload: Input should be 'mlp' or 'linears'"):
+    with pytest.raises(CompileError, match="offload: Input should be 'mlp', 'linears' or 'all'"):
         fc.compile(llama(), "zcu102", tokens_per_frame=8, offload="head", output=tmp_path / "a")
     assert not (tmp_path / "a").exists()

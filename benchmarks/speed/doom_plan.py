@@ -79,7 +79,12 @@ class DoomPlan:
         """Return the group of all engines."""
         variants = (DENSE, *RATIOS, *([PLAY] if self.thresholds else []))
         length = self.sizes.context + SESSION * self.sizes.tokens_per_frame
-        mine: dict[str, Any] = {"contexts": str(self.contexts), "gate": self.gate, "thresholds": self.thresholds}
+        mine: dict[str, Any] = {
+            "chunk": 1,
+            "contexts": str(self.contexts),
+            "gate": self.gate,
+            "thresholds": self.thresholds,
+        }
         jobs = [self._job(OURS, name, kv, variants, max_seq_len=length, **mine) for name, kv in own]
         return jobs + [self._job(engine, name, _PEER_KV[engine, name], (DENSE,)) for engine, name in peers]
 

@@ -5,69 +5,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import gguf
 import llama_cpp
 import numpy as np
-from gguf import GGMLQuantizationType as Kind
 
-from speed.base import LINEARS, MLP_LINEARS, NORM_EPSILON, ROPE_THETA, Engine, Weights, cache_elements
-from speed.sizes import Job, Sizes, Traffic
-
-NAMES = dict(
-    zip(
-        (*LINEARS, *MLP_LINEARS),
-        ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-        strict=True,
-    )
-)
-
-
-def write_gguf(path: Path, weights: Weights, sizes: Sizes, kind: Kind) -> None:
-    """Write a GGUF file: linears of the layers in `kind`, embedding and head in Q8_0, norms in float32."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(sizes.cache_length)
-    writer.add_embedding_length(sizes.hidden)
-    writer.add_block_count(sizes.layers)
-    writer.add_feed_forward_length(sizes.intermediate)
-    writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(sizes.heads)
-    writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    writer.add_rope_dimension_count(sizes.head_dim)
-    writer.add_rope_freq_base(ROPE_THETA)
-    writer.add_vocab_size(sizes.vocab)
-    writer.add_tokenizer_model("no_vocab")
-
-    def add(name: str, value: np.ndarray, stored: Kind) -> None:
-        writer.add_tensor(f"{name}.weight", gguf.quantize(value, stored), raw_dtype=stored)
-
-    def read(name: str) -> np.ndarray:
-        return weights[f"{name}.weight"].float().numpy()
-
-    for ours, theirs in (("model.embed_tokens", "token_embd"), ("lm_head", "output")):
-        add(theirs, read(ours), Kind.Q8_0)
-    add("output_norm", read("model.norm"), Kind.F32)
-    for i in range(sizes.layers):
-        add(f"blk.{i}.attn_norm", read(f"model.layers.{i}.input_layernorm"), Kind.F32)
-        add(f"blk.{i}.ffn_norm", read(f"model.layers.{i}.post_attention_layernorm"), Kind.F32)
-        for ours, theirs in NAMES.items():
-            value = read(f"model.layers.{i}.{ours}")
-            add(f"blk.{i}.{theirs}", _interleaved(value, sizes) if theirs in ("attn_q", "attn_k") else value, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _interleaved(weight: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """Return the weight with permuted rows: llama.cpp rotates neighbours, Hugging Face halves of a head."""
-    return weight.reshape(sizes.heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+from speed.base import Engine, cache_elements
+from speed.sizes import Job, Traffic
 
 
 class LlamaCpp(Engine):
-    """llama_decode of one token, with float16 keys and values and the attention that llama.cpp selects."""
+    """llama_decode with float16 keys and values and the attention that llama.cpp selects. Each row is a sequence."""
 
     package = "llama-cpp-python"
     notes = "built for this CPU, mmap, weights repacked by llama.cpp; float16 keys and values"
@@ -75,6 +24,9 @@ class LlamaCpp(Engine):
     @staticmethod
     def prepare(job: Job) -> None:
         """Write the GGUF file."""
+        from speed.gguf_file import Kind, write_gguf
+        from speed.weights import Weights
+
         write_gguf(Path(job.folder) / "model.gguf", Weights(job.checkpoint), job.sizes, Kind[job.precision])
 
     def __init__(self, job: Job) -> None:
@@ -82,39 +34,53 @@ class LlamaCpp(Engine):
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(str(self._path).encode(), options)
-        if not self._model:
+        model = llama_cpp.llama_model_load_from_file(str(self._path).encode(), options)
+        if not model:
             raise RuntimeError("llama.cpp cannot load the model that was written for it")
         context = llama_cpp.llama_context_default_params()
-        context.n_ctx = job.sizes.cache_length
+        context.n_ctx, context.n_seq_max = job.batch * job.sizes.cache_length, job.batch
+        context.n_batch = max(context.n_batch, job.prompt)
         context.n_threads = context.n_threads_batch = job.sizes.threads
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
-        self._memory = llama_cpp.llama_get_memory(self._context)
+        opened = llama_cpp.llama_init_from_model(model, context)
+        memory = llama_cpp.llama_get_memory(opened) if opened else None
+        if not opened or not memory:
+            raise RuntimeError(f"llama.cpp has no memory for {context.n_ctx} tokens")
+        self._context, self._memory = opened, memory
+        self._batch = llama_cpp.llama_batch_init(max(job.batch * job.prompt, job.sizes.context), 0, 1)
         self._filled = 0
 
-    def _decode(self, tokens: list[int]) -> None:
-        array = (ctypes.c_int32 * len(tokens))(*tokens)
-        if code := llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(tokens))):
+    def _decode(self, tokens: np.ndarray) -> None:
+        """Decode tokens [B, T] of sequences 0 to B - 1. Ask for the logits of the last ones."""
+        batch, rows, length = self._batch, *tokens.shape
+        batch.n_tokens = rows * length
+        for at, (row, i) in enumerate(np.ndindex(rows, length)):
+            batch.token[at], batch.pos[at] = int(tokens[row, i]), self._filled + i
+            batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, row, i == length - 1
+        if code := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {code} after {self._filled} tokens")
-        self._filled += len(tokens)
+        self._filled += length
 
     def rewind(self, position: int) -> None:
-        """Drop the tokens from `position` on, or read a prompt up to it."""
+        """Drop the tokens from `position` on, or read a prompt up to it as the first sequence and copy that one."""
         if self._filled > position:
-            llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
+            llama_cpp.llama_memory_seq_rm(self._memory, -1, position, -1)
             self._filled = position
         elif self._filled < position:
-            self._decode([i % self._job.sizes.vocab for i in range(self._filled, position)])
+            llama_cpp.llama_memory_clear(self._memory, True)
+            self._filled = 0
+            self._decode(np.arange(position)[None] % self._job.sizes.vocab)
+            for row in range(1, self._job.batch):
+                llama_cpp.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
 
-    def step(self, token: int, position: int) -> np.ndarray:
-        """Decode one token at the position after the memory's last token, and return its logits."""
-        self._decode([token])
+    def step(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        """Decode tokens after those of the memory, and return the last ones' logits."""
+        self._decode(tokens)
         logits = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(self._job.sizes.vocab,)).copy()
+        return np.ctypeslib.as_array(logits, shape=(len(tokens), self._job.sizes.vocab)).copy()
 
     def traffic(self) -> Traffic:
         """Return the bytes of the file's tensors without the embedding, and of the filled float16 cache."""
         found = {t.name: t.n_bytes for t in gguf.GGUFReader(self._path).tensors}
         mlp = sum(int(n) for name, n in found.items() if ".ffn_" in name and "norm" not in name)
         total = sum(int(n) for name, n in found.items() if name != "token_embd.weight")
-        return Traffic(total - mlp, mlp, cache_elements(self._job.sizes) * 2)
+        return Traffic(total - mlp, mlp, cache_elements(self._job) * 2)

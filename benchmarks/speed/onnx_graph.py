@@ -15,8 +15,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from speed.base import NORM_EPSILON, Weights, rope_tables
+from speed.base import NORM_EPSILON, cache_names
 from speed.sizes import Sizes
+from speed.weights import Weights, rope_tables
 
 _PAGE = 4096
 MICROSOFT = "com.microsoft"
@@ -116,7 +117,7 @@ def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) ->
     """Write the decode step and return constant -> bytes."""
     w = GraphWriter(folder)
     cos, sin = (
-        w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.cache_length), strict=True)
+        w.constant(n, t.numpy()) for n, t in zip(("cos", "sin"), rope_tables(sizes, sizes.table_length), strict=True)
     )
     hidden = w.node("Gather", [w.constant("embedding", _float(weights, "model.embed_tokens.weight")), "token"], ["h"])
     norms = [_float(weights, f"model.layers.{i}.input_layernorm.weight") for i in range(sizes.layers)]
@@ -126,21 +127,17 @@ def write_model(folder: Path, weights: Weights, sizes: Sizes, linear: Linear) ->
     decoder = _Decoder(w, weights, sizes, linear)
     for i in range(sizes.layers):
         x, hidden = _layer(decoder, i, (x, hidden, cos, sin), norms[i + 1])
-    linear(w, x, "head", _float(weights, "lm_head.weight"))
-    cache = [1, sizes.groups, sizes.cache_length, sizes.head_dim]
-    inputs = [helper.make_tensor_value_info("token", TensorProto.INT64, [1, 1])]
-    inputs += [helper.make_tensor_value_info("last", TensorProto.INT32, [1])]
+    last = w.node("Constant", [], ["last_token"], value=helper.make_tensor("last_token", TensorProto.INT64, [], [-1]))
+    linear(w, w.node("Gather", [x, last], ["x.last"], axis=1), "head", _float(weights, "lm_head.weight"))
+    cache = ["batch", sizes.groups, "positions", sizes.head_dim]
+    inputs = [helper.make_tensor_value_info("token", TensorProto.INT64, ["batch", "length"])]
+    inputs += [helper.make_tensor_value_info("last", TensorProto.INT32, ["batch"])]
     inputs += [helper.make_tensor_value_info("total", TensorProto.INT32, [])]
     inputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in cache_names("past", sizes)]
-    outputs = [helper.make_tensor_value_info("head.y", TensorProto.FLOAT, [1, 1, sizes.vocab])]
+    outputs = [helper.make_tensor_value_info("head.y", TensorProto.FLOAT, ["batch", sizes.vocab])]
     outputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in cache_names("present", sizes)]
     w.save(inputs, outputs)
     return w.bytes
-
-
-def cache_names(prefix: str, sizes: Sizes) -> list[str]:
-    """Return the names of the caches: key and value of each layer."""
-    return [f"{prefix}.{i}.{kind}" for i in range(sizes.layers) for kind in ("key", "value")]
 
 
 def _float(weights: Weights, *names: str) -> np.ndarray:

@@ -16,9 +16,11 @@ from torch import fx
 
 import fastcar_compile as fc
 from fastcar_compile.ir.program import DecoderProgram, StateRole
-from fastcar_compile.runtime.backends import BACKENDS, BackendOptions, OpenStepper, Stepper
+from fastcar_compile.runtime.backends import BackendOptions
+from fastcar_compile.runtime.backends.cpu import open_stepper
 from speed.base import Engine
-from speed.sizes import DENSE, GROUP, PLAY, Job, Traffic
+from speed.rows import Found, IndependentRows
+from speed.sizes import BATCH, DENSE, GROUP, PLAY, Job, Traffic, tokens_of
 
 QUANT = {"float32": "none", "bfloat16": "bf16", "w8a8": "w8a8", "w4a8": "w4a8"}
 SEED = 20250514
@@ -81,19 +83,22 @@ class Step:
     position: int
     number: int
     thresholds: np.ndarray
-    wanted: np.ndarray | None
+    wanted: np.ndarray | None  # bool [L, 1], or [L, B] where rows decide on their own
     token: int | None = None
 
 
 class Ours(Engine):
-    """`fc.compile` of the checkpoint. Thresholds of plus and minus infinity follow the schedule."""
+    """`fc.compile` of the checkpoint. Of one video thresholds of plus and minus infinity follow the schedule.
+
+    Rows of a batch decide on their own (`rows.py`).
+    """
 
     package = "fastcar_compile"
 
     @staticmethod
     def prepare(job: Job) -> None:
         """Compile, and count the bytes of a step."""
-        replay = fc.ReplayConfig(gate=job.gate, threshold=0.0, couple_cfg=job.batch == 2)
+        replay = fc.ReplayConfig(gate=job.gate, threshold=0.0, couple_cfg=job.coupled)
         artifact = fc.compile(
             job.checkpoint,
             target="cpu",
@@ -102,7 +107,7 @@ class Ours(Engine):
             batch_size=job.batch,
             quant=QUANT[job.precision],
             replay=replay,
-            prefill_chunk=1,
+            prefill_chunk=job.chunk,
             sparse_attention=fc.SparseAttention(window=job.window, sinks=SINKS) if job.window else None,
             kv=job.kv,
             output=Path(job.folder) / "artifact",
@@ -112,12 +117,14 @@ class Ours(Engine):
 
     def __init__(self, job: Job) -> None:
         self._job, artifact = job, fc.load(Path(job.folder) / "artifact")
-        open_stepper: OpenStepper = BACKENDS.load("cpu")
-        self._stepper: Stepper = open_stepper(artifact, BackendOptions(job.sizes.threads))
+        self._stepper = open_stepper(artifact, BackendOptions(job.sizes.threads))
         self._layers = job.sizes.layers
         self._steps: Iterator[Step] = iter(())
         self._variant, self._tokens, self._plays = DENSE, 0, 0
         self._decisions: list[np.ndarray] = []
+        self._rows: IndependentRows | None = None
+        if job.chunk > 1:
+            self.notes = f"prefill in chunks of {job.chunk}"
 
     def select(self, variant: str, tokens: int) -> None:
         """Set the variant of a block."""
@@ -127,7 +134,12 @@ class Ours(Engine):
     def rewind(self, position: int) -> None:
         """Make the steps of a block; those of "play" follow the tokens of a real context up to here."""
         self._decisions = []
-        self._steps = self._scheduled(position) if self._variant != PLAY else self._real(position)
+        if self._variant == PLAY:
+            self._steps = self._real(position)
+        elif self._job.workload == BATCH and position:
+            self._steps = self._independent(position)
+        else:
+            self._steps = self._scheduled(position)
 
     def _scheduled(self, position: int) -> Iterator[Step]:
         """Return steps whose layers replay by the schedule, again and again. The gate's score decides nothing."""
@@ -136,7 +148,19 @@ class Ours(Engine):
         for at in itertools.count():
             wanted = replays[at % len(replays)]
             thresholds = np.where(wanted, np.float32(-math.inf), np.float32(math.inf)).astype(np.float32)
-            yield Step(position + at, position + at, thresholds, wanted)
+            yield Step(position + at, position + at, thresholds, wanted[:, None])
+
+    def _independent(self, position: int) -> Iterator[Step]:
+        """Return steps in which every row decides on its own."""
+        if self._rows is None:
+            self._rows = IndependentRows(self._stepper, self._job, lambda at: tokens_of(self._job, at), position)
+        frame, layers = self._job.sizes.tokens_per_frame, self._layers
+        if self._variant == DENSE:
+            found = Found(np.full(layers, np.inf, np.float32), np.zeros((self._tokens, layers, self._job.batch), bool))
+        else:
+            found = self._rows.found(float(self._variant))
+        self._rows.restore()
+        return (Step(position + i, frame + i, found.thresholds, wanted) for i, wanted in enumerate(found.decisions))
 
     def _real(self, position: int) -> Iterator[Step]:
         """Read a context up to one frame before `position`, decode that frame, and return the steps after it.
@@ -154,19 +178,33 @@ class Ours(Engine):
             self._stepper.decode(tokens[at].reshape(1, 1), at, at - first, thresholds)
         return (Step(at, at - first, thresholds, None, int(tokens[at])) for at in range(position, len(tokens)))
 
-    def step(self, token: int, position: int) -> np.ndarray:
-        """Decode one token and return its logits. Raise RuntimeError if other layers replay than scheduled."""
+    def step(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        """Decode tokens and return the last one's logits. Raise RuntimeError if other layers replay than scheduled."""
+        if tokens.shape[1] > 1:
+            return self._prompt(tokens, position)
         step = next(self._steps)
-        tokens = np.full((self._job.batch, 1), token if step.token is None else step.token, np.int64)
+        if step.token is not None:
+            tokens = np.full_like(tokens, step.token)
         result = self._stepper.decode(tokens, step.position, step.number, step.thresholds)
-        if step.wanted is not None and not (result.decisions == step.wanted[:, None]).all():
-            raise RuntimeError(f"at position {position} other layers replayed than the schedule says")
-        self._decisions.append(result.decisions)
-        return result.logits[0, 0]
+        if step.wanted is not None and not (result.decisions == step.wanted).all():
+            raise RuntimeError(f"at position {position} other layers replayed than before, or than the schedule says")
+        self._decisions.append(result.decisions.copy())
+        return result.logits[:, -1]
+
+    def _prompt(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        """Read a prompt in chunks."""
+        logits = np.zeros(0)
+        for at in range(0, tokens.shape[1], self._job.chunk):
+            logits = self._stepper.prefill(tokens[:, at : at + self._job.chunk], position + at)
+        return logits[:, -1]
 
     def replayed(self) -> float:
-        """Return the share of layers that replayed since the last `rewind`."""
-        return float(np.mean(self._decisions))
+        """Return the share of rows and layers that replayed since the last `rewind`."""
+        return float(np.mean(self._decisions)) if self._decisions else 0.0
+
+    def skipped(self) -> float:
+        """Return the share of layers in which every row replayed since the last `rewind`."""
+        return float(np.mean([d.all(1) for d in self._decisions])) if self._decisions else 0.0
 
     def traffic(self) -> Traffic:
         """Return the bytes counted from the program."""

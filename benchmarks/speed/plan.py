@@ -76,7 +76,7 @@ class Plan:
         if self.extras and precision == WIDE:
             jobs.append(self._job(precision, ours, precision, "-kv16", PAIR, max_seq_len=base, kv="float16"))
         if self.extras and precision in PAIRED:
-            jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, max_seq_len=base))
+            jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, coupled=True, max_seq_len=base))
         if self.extras and precision == "w8a8":
             jobs += self._far(precision)
         if self.extras and precision == "w4a8":
@@ -96,6 +96,6 @@ class Plan:
     def _job(
         self, group: str, engine: str, name: str, tag: str, variants: tuple[str, ...] = (DENSE,), **more: Any
     ) -> Job:
-        more = {"kv": KV[name] if engine == OURS else PEER_KV[engine, name], **more}
+        more = {"kv": KV[name], "chunk": 1, **more} if engine == OURS else {"kv": PEER_KV[engine, name], **more}
         place = self.folder / group / f"{engine}-{name}{tag}".replace(" ", "-")
         return Job(engine, name, self.sizes, str(self.checkpoint), str(place), variants, **more)

@@ -102,20 +102,28 @@ def table(rows: list[Row]) -> str:
 def conditions(sizes: Sizes, rows: list[Row]) -> str:
     """Return a paragraph with shape, threads, machine and versions."""
     measured = [r for r in rows if "missing" not in r]
-    versions = sorted(
-        {f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in measured if r["engine"] != OURS}
-    )
     bandwidth = sorted({round(r["bandwidth_gb_s"], 1) for r in measured} - {0.0})
     read = f"Read bandwidth by group: {', '.join(map(str, bandwidth))} GB/s. " if bandwidth else ""
     shape = f"{sizes.layers} layers of {sizes.hidden} x {sizes.intermediate}, {sizes.heads} heads"
     return (
-        f"{shape}, vocabulary {sizes.vocab}, context {sizes.context}, {sizes.threads} threads, {_processor()}. "
+        f"{shape}, vocabulary {sizes.vocab}, context {sizes.context}, {sizes.threads} threads, {processor()}. "
         f"{read}Medians of {sizes.rounds * sizes.samples} samples of {sizes.group} tokens. "
-        f"{', '.join(versions)}.\n"
+        f"{', '.join(versions(measured))}.\n"
     )
 
 
-def _processor() -> str:
+def shown(value: float) -> str:
+    """Return a number with three digits, or with those before its point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def versions(rows: list[Row]) -> list[str]:
+    """Return peers with their versions."""
+    return sorted({f"{_PRODUCT.get(r['engine'], r['engine'])} {r['version']}" for r in rows if r["engine"] != OURS})
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
     lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 

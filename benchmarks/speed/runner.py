@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,9 @@ from speed.sizes import Job, Traffic
 
 SECONDS = 600
 """Longest wait for a worker's answer, in seconds."""
+
+SLOW = 10
+"""Seconds of a sample that is not repeated in later rounds."""
 
 READS = 4
 """Bandwidth readings per round."""
@@ -37,21 +40,29 @@ class Result:
 
     Attributes:
         samples: seconds per token, each the mean of `sizes.group` tokens.
-        shares: achieved ratio of each round. replay: their mean.
-        gigabytes: read bandwidth of our engine's process in GB/s. logits: after a few tokens from an empty cache.
+        shares: achieved ratio of each round. replay: their mean. skipped: share of layers in which all rows replayed.
+        gigabytes: read bandwidth of our engine's process in GB/s. gigamacs: its peak arithmetic in billions per second.
+        logits: after a few tokens from an empty cache, or after a prompt.
     """
 
     job: Job
     variant: str
     samples: list[float] = field(default_factory=list)
     gigabytes: list[float] = field(default_factory=list)
+    gigamacs: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     replay: float = 0.0
+    skipped: float = 0.0
     logits: list[float] = field(default_factory=list)
     notes: str = ""
     version: str = ""
     traffic: Traffic | None = None
     reason: str = ""
+
+    @property
+    def slow(self) -> bool:
+        """Whether a sample takes so long that one is enough."""
+        return bool(self.samples) and self.samples[-1] * self.job.sizes.group > SLOW
 
 
 class Worker:
@@ -147,9 +158,16 @@ def prepare(job: Job) -> None:
     done.write_text(built)
 
 
+def _open(prepared: Future[None], job: Job, stack: ExitStack) -> Worker:
+    prepared.result()
+    worker = Worker(job)
+    stack.callback(worker.close)
+    return worker
+
+
 @contextmanager
 def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[int, Worker]]:
-    """Yield job number -> worker. Jobs are prepared in parallel; a failed one adds results with the reason."""
+    """Yield job number -> worker. Jobs are prepared and opened in parallel. A failed one adds its reason."""
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(jobs[0].sizes.threads))
         prepared = [pool.submit(prepare, job) for job in jobs]
@@ -157,12 +175,11 @@ def opened(jobs: list[Job], results: list[Result], say: Say) -> Iterator[dict[in
         for job, future in zip(jobs, prepared, strict=True):
             say(f"preparing {job.engine} {job.precision}")
             wait([future])
+        opening = [pool.submit(_open, future, job, stack) for future, job in zip(prepared, jobs, strict=True)]
         for number, job in enumerate(jobs):
             say(f"opening {job.engine} {job.precision}")
             try:
-                prepared[number].result()
-                workers[number] = Worker(job)
-                stack.callback(workers[number].close)
+                workers[number] = opening[number].result()
             except WorkerError as error:
                 say(f"{job.engine} {job.precision} is missing: {error}")
                 results += [Result(job, v, reason=str(error)) for v in job.variants]
@@ -195,12 +212,13 @@ def run_group(jobs: list[Job], say: Say, reads: int = READS) -> list[Result]:
 
 
 def _measure(worker: Worker, result: Result, reads: int) -> None:
-    if result.reason:
+    if result.reason or result.slow:
         return
     try:
         answer = worker.ask({"variant": result.variant})
         if reads and result.job.engine == OURS and result.variant == result.job.variants[0]:
             result.gigabytes += worker.ask({"read": reads})["gigabytes"]
+            result.gigamacs += worker.ask({"multiply": reads})["gigamacs"]
     except WorkerError as error:
         result.reason = str(error)
         return
@@ -209,3 +227,4 @@ def _measure(worker: Worker, result: Result, reads: int) -> None:
     result.samples += [sum(seconds[i : i + group]) / group for i in range(0, len(seconds), group)]
     result.shares.append(answer["replay"])
     result.replay = sum(result.shares) / len(result.shares)
+    result.skipped = answer["skipped"]

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from fastcar_compile import limits
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import DecoderConfig, LayerPart, State, StateRole
+from fastcar_compile.artifact.offload import EMBEDDED
+from fastcar_compile.artifact.sections import AcceleratorSection, DecoderConfig, LayerPart, State, StateRole
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.formats import KV_TYPES
 
@@ -20,8 +21,8 @@ _FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"}
 _RESULTS = frozenset({"logits", "decisions", "scores"})
 """What a program gives besides the state."""
 
-_CONTEXT = "context"
-"""The program that reads the context of cross-attention; its inputs are its own."""
+_CONTEXT, _EMBED = "context", "embed"
+"""The program that reads the context of cross-attention, whose inputs are its own; that of the embedding."""
 
 _PAST = {
     StateRole.MLP_CACHE: ("tokens_per_frame", "batch_size", "hidden_size"),
@@ -150,7 +151,8 @@ def _programs(manifest: Manifest) -> Iterator[str]:
             where = f"program {name} for {cpu}"
             if name != _CONTEXT:
                 yield from _unknown(f"{where}, inputs", program.inputs, states | _FEEDS)
-            yield from _unknown(f"{where}, outputs", program.outputs, states | _RESULTS)
+            results = {EMBEDDED} if name == _EMBED else states | _RESULTS
+            yield from _unknown(f"{where}, outputs", program.outputs, results)
             yield from (f"{where} has the parameter {param!r} twice" for param in _twice(program.params))
 
 
@@ -164,6 +166,8 @@ def _files(manifest: Manifest) -> Iterator[str]:
     if manifest.accelerator is not None:
         yield from _not_a_file(manifest, "accelerator.weights", manifest.accelerator.weights)
         yield from _not_a_file(manifest, "accelerator.table", manifest.accelerator.table)
+        if manifest.accelerator.step is not None:
+            yield from _not_a_file(manifest, "accelerator.step.program", manifest.accelerator.step.program)
 
 
 def _thresholds(manifest: Manifest) -> Iterator[str]:
@@ -198,6 +202,23 @@ def _accelerator(manifest: Manifest) -> Iterator[str]:
     for part in section.linears:
         if part.layer is not None and not 0 <= part.layer < config.num_layers:
             yield f"accelerator linear {part.name} is of layer {part.layer} of {config.num_layers}"
+    yield from _step(manifest, section)
+
+
+def _step(manifest: Manifest, section: AcceleratorSection) -> Iterator[str]:
+    """Check a whole decode step on the accelerator."""
+    if (section.step is not None) != (section.offload == "all"):
+        yield f"accelerator.offload is {section.offload!r}, but accelerator.step says otherwise"
+    if section.step is None:
+        return
+    states = {state.name for state in manifest.decoder.state}
+    if states != set(section.step.states):
+        yield "accelerator.step.states are not the states of the decoder"
+    if not all(0 <= word <= limits.SIZE for word in section.step.states.values()):
+        yield "accelerator.step.states are at impossible places"
+    for kernel in section.kernels:
+        if not kernel.weights() or len(kernel.weights()) != len(kernel.caches()):
+            yield f"kernel {kernel.name} has {len(kernel.weights())} weight ports and {len(kernel.caches())} for caches"
 
 
 def _unknown(where: str, names: Iterable[str], known: set[str] | frozenset[str]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         texts[-1] += _offload(sections.accelerator, part.layer, f"layer_{part.layer}")
     if layer is None and (rest := _offload(sections.accelerator, None, None)):
         texts.append(f"outside of the layers:\n{rest}")
-    return head + _sparse(sections) + _windows(sections) + "\n".join(texts)
+    return head + _step(sections.accelerator) + _sparse(sections) + _windows(sections) + "\n".join(texts)
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,23 @@ def kv_bytes(sections: Sections) -> tuple[int, int]:
     return sum(s.nbytes for s in caches), sum(s.nbytes // s.shape[2] * decoder.config.max_seq_len for s in caches)
 
 
+def _step(accelerator: AcceleratorSection | None) -> str:
+    """Return what a launch of the accelerator is, where it runs whole decode steps."""
+    if accelerator is None or accelerator.step is None:
+        return ""
+    return (
+        f"  offload   the whole decode step, one launch per token: {accelerator.step.instructions} instructions of "
+        f"{accelerator.step.program}; the host embeds and samples; a position of a prompt is a launch, too\n"
+    )
+
+
 def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str | None) -> str:
     """Return what the accelerator computes of one layer (None: outside of the layers), and what stays on the host."""
     if accelerator is None:
         return ""
-    lines = [f"  offload  {mlp}: the MLP, one call, rows by the DRS table"] if mlp else []
+    whole = accelerator.step is not None
+    one, rows = ("one instruction", "all rows") if whole else ("one call", "all rows, sequenced by the host")
+    lines = [f"  offload  {mlp}: the MLP, {one}, rows by the DRS table"] if mlp else []
     controller = accelerator.controller
     if layer in controller.gated_layers:
         lines.insert(
@@ -118,10 +130,7 @@ def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str
     for call in accelerator.linears:
         if call.layer == layer:
             channels = " + ".join(str(n) for n in call.channels)
-            lines.append(
-                f"  offload  {call.name}: {', '.join(call.paths)}; {call.inputs} -> {channels}, one call, all rows, "
-                "sequenced by the host"
-            )
+            lines.append(f"  offload  {call.name}: {', '.join(call.paths)}; {call.inputs} -> {channels}, {one}, {rows}")
     lines += [f"  on host  {item.path}: {item.reason}" for item in accelerator.on_host if item.layer == layer]
     return "".join(f"{line}\n" for line in lines)
 

@@ -8,6 +8,7 @@ weights/            safetensors, packed for the kernels
 host/               one library per instruction set, in a folder each; host/src: the C++ host program
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
+step/               step program, binary and JSON, where the accelerator runs whole decode steps
 report.json
 signature.json      where the artifact is signed: the only file that the manifest does not list
 ```
@@ -42,6 +43,7 @@ ACCELERATOR_WEIGHTS = "weights/accelerator.safetensors"
 
 HLS = "hls"
 DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
+STEP_PROGRAM, STEP_PROGRAM_JSON = "step/program.bin", "step/program.json"
 
 HOST_SOURCES = "host/src"
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
@@ -44,6 +44,15 @@ _PRODUCERS = {
 S = TypeVar("S", bound=Section)
 
 
+_STATED = {"replay": {"gate", "threshold"}, "sparse_attention": {"sinks", "window", "positions"}}
+"""Options whose fields a manifest states, although `compile` has defaults for them."""
+
+
+def _keys(value: Any, otherwise: set[str]) -> set[str]:
+    """Return the keys of a mapping; of anything else `otherwise`."""
+    return set(cast("dict[str, Any]", value)) if isinstance(value, dict) else otherwise
+
+
 class Sections(BaseModel):
     """What the compiler says about an artifact.
 
@@ -66,6 +75,18 @@ class Sections(BaseModel):
     accelerator: AcceleratorSection | None = None
     thresholds: Thresholds | None = None
     extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _stated(cls, options: Any) -> Any:
+        """A caller may leave things open; a manifest may not."""
+        for name, needed in _STATED.items():
+            match options:
+                case {**fields} if lacking := sorted(needed - _keys(fields.get(name), needed)):
+                    raise ValueError(f"{name} lacks {', '.join(lacking)}")
+                case _:
+                    pass
+        return options
 
     @field_validator("options", mode="before")
     @classmethod

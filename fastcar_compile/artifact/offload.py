@@ -46,3 +46,10 @@ class Prefetch(IntEnum):
 
     FILL = 2
     """Nothing is computed: the beginning of every section goes into the buffer."""
+
+
+EMBEDDED = "embedded"
+"""Name of the result of the program `embed`: the rows that the step kernel is given, float32 [B, 1, H]."""
+
+CONSTANTS = "constants"
+"""The step kernel's argument for constants, and their name among the accelerator's weights."""

@@ -93,10 +93,7 @@ def plan_shards(source: TensorSource, *, one_file: bool = False) -> dict[str, li
 
 
 def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-    """Write one safetensors file, holding one tensor at a time; return where each tensor is.
-
-    Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
-    be used in place.
+    """Write one safetensors file, holding one tensor at a time; return where each tensor is; see `write_pieces`.
 
     Args:
         root: folder of the artifact. file: name in it.
@@ -104,6 +101,22 @@ def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSo
     """
     names = list(names)
     specs = {name: source.spec(name) for name in names}
+    return write_pieces(root, file, specs, ((name, 0, _bytes(name, source.array(name), specs[name])) for name in names))
+
+
+def write_pieces(
+    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, int, memoryview]]
+) -> dict[str, Placement]:
+    """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is.
+
+    Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
+    be used in place.
+
+    Args:
+        root: folder of the artifact. file: name in it. specs: of every tensor.
+        pieces: tensor, offset in it, bytes; each byte of every tensor once, in any order.
+    """
+    names = list(specs)
     places, at = dict[str, int](), 0
     header: dict[str, Any] = {}
     for name in sorted(names, key=lambda n: _rank(specs[n])):
@@ -120,8 +133,8 @@ def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSo
     with (root / file).open("wb", buffering=0) as stream:
         chunks = _Chunks(stream, start + at)
         chunks.write(0, memoryview(len(text).to_bytes(8, "little") + text))
-        for name in names:
-            chunks.write(start + places[name], _bytes(name, source.array(name), specs[name]))
+        for name, offset, data in pieces:
+            chunks.write(start + places[name] + offset, data)
     return {n: Placement(file, start + places[n], specs[n].nbytes) for n in names}
 
 

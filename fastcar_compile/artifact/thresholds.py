@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from fastcar_compile.checked import checked
 from fastcar_compile.config import Threshold, describe_validation
@@ -17,6 +24,28 @@ from fastcar_compile.strict_json import read_json
 from fastcar_compile.values import path_of
 
 _HINT = "give a file that `fastcar calibrate` wrote"
+
+
+class Expected(BaseModel):
+    """The share that other videos like those of a calibration will replay.
+
+    Args:
+        replay: the mean over the videos, each judged by thresholds that met the others' share.
+        low, high: an interval around it that holds the share of many other videos with probability `confidence`.
+        videos: how many it comes from; a pair of guidance partners is one.
+        videos_needed: how many would give an interval of two points to either side.
+        searched: on how many of them the layers' shares of the replay were found; all of them met the target.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replay: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+    confidence: FiniteFloat
+    videos: int
+    videos_needed: int
+    searched: int | None = None
 
 
 @checked()
@@ -31,6 +60,8 @@ class Thresholds(BaseModel):
         nll, nll_dense: nats per token over all frames but the first, with and without replay.
         goal: what was asked for.
         inputs: SHA-256 of weights, gate options and videos.
+        expected: what other videos will replay; None: the calibration had one video, or they are from an artifact,
+            which does not store it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +74,12 @@ class Thresholds(BaseModel):
     nll_dense: FiniteFloat
     goal: str
     inputs: str
+    expected: Expected | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `expected` out where it is None: manifests have one form, and theirs has no such field."""
+        return {name: value for name, value in dump(self).items() if name != "expected" or value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-safe dict; infinite thresholds are strings."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from fastcar_compile.artifact.digest import Digests, manifest_digest
 from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
-from fastcar_compile.artifact.tensor_files import Placement, TensorSource, write_streamed
+from fastcar_compile.artifact.tensor_files import Placement, TensorSource, TensorSpec, write_pieces, write_streamed
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.write_errors import NO_ROOM, write_error
 from fastcar_compile.errors import ArtifactError, InternalError
@@ -102,6 +102,14 @@ class ArtifactWriter:
         tensors = list(tensors)
         self.require_room(sum(source.spec(tensor).nbytes for tensor in tensors))
         return write_streamed(self.root, name, tensors, source)
+
+    def write_pieces(
+        self, name: str, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, int, memoryview]]
+    ) -> dict[str, Placement]:
+        """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is in it."""
+        self.file(name)
+        self.require_room(sum(spec.nbytes for spec in specs.values()))
+        return write_pieces(self.root, name, specs, pieces)
 
     def __enter__(self) -> Self:
         try:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import torch
 from torch import nn
 
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.calibration.evaluator import Evaluator, Rules
-from fastcar_compile.calibration.search import Journal, Search, Values
+from fastcar_compile.calibration.evaluator import Evaluator
+from fastcar_compile.calibration.expected import expected
+from fastcar_compile.calibration.journal import Journal
+from fastcar_compile.calibration.rows import with_rows
+from fastcar_compile.calibration.rule import Rules
+from fastcar_compile.calibration.search import Search, Values
 from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
@@ -32,8 +37,11 @@ from fastcar_compile.values import check_function, check_kind, number, path_of, 
 PRECISIONS = ("none", "w8a8", "w4a8")
 """What a model can be measured in. An artifact has its own precision."""
 
-MODEL_ROWS = 8
-"""Videos per batch when a model is calibrated. An artifact uses its own batch size."""
+BATCH_TOKENS, MOST_ROWS = 512, 8
+"""Tokens of a chunk of all videos of a batch, and most videos per batch. An artifact of more rows uses its own."""
+
+SEARCH_TOKENS = 16384
+"""Where the videos hold more tokens, the layers' shares are found on some of them, of about as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ def calibrate(
     max_nll_increase: float | None = None,
     prompt: int = 1,
     counted: tuple[int, int] | None = None,
+    search_videos: int | None = None,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Thresholds:
@@ -73,6 +82,8 @@ def calibrate(
         prompt: tokens before decoding starts.
         counted: the ids first .. end - 1 count in the NLL. Others are given to the decoder, such as a world model's
             actions; their forwards replay like any. None: all count.
+        search_videos: on how many of the videos the layers' shares are found (with couple_cfg: pairs); all of them meet
+            the target. None: as many as hold SEARCH_TOKENS tokens. `max_nll_increase` measures all throughout.
         journal: file that keeps every measurement. An interrupted calibration continues from it.
         progress: called with one line after every measurement.
 
@@ -87,7 +98,8 @@ def calibrate(
     check_precision(quant)
     check_function("progress", progress)
     journal = None if journal is None else path_of("journal", journal)
-    setting = Setting(whole("prompt", prompt, 1), token_range("counted", counted))
+    search_videos = None if search_videos is None else whole("search_videos", search_videos, 1)
+    setting = Setting(whole("prompt", prompt, 1), token_range("counted", counted), search_videos)
     tokens_per_frame = None if tokens_per_frame is None else whole("tokens_per_frame", tokens_per_frame, 1)
     tokens = token_table("the videos", videos)
     if isinstance(source, Artifact):
@@ -121,13 +133,14 @@ def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> 
 
 @dataclass(frozen=True)
 class Setting:
-    """How videos are read: tokens before decoding starts, and `counted` as `calibrate` takes it."""
+    """How videos are read: tokens before decoding starts, `counted` and `search_videos` as `calibrate` takes them."""
 
     prompt: int = 1
     counted: tuple[int, int] | None = None
+    search_videos: int | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON-safe values for a key."""
+        """Return JSON-safe values for a key: what changes a measurement."""
         return {"prompt": self.prompt} | ({} if self.counted is None else {"counted": self.counted})
 
 
@@ -151,10 +164,47 @@ def search_of(
     layers = program.config.num_layers
     able = tuple(t is not None for t in replay.thresholds(layers))
     setting = setting or Setting()
-    evaluator = Evaluator(program, videos, rules_of(replay, layers), setting.prompt, counted=setting.counted)
+    rules = rules_of(replay, layers)
     key = program_key(program, replay.to_json() | {"threshold": None} | setting.facts(), videos)
-    book = Journal(None if journal is None else Path(journal), key)
-    return Search(evaluator, GATES[replay.gate], able, book, progress or (lambda _line: None)), key
+    book = Journal(None if journal is None else Path(journal), f"{key} by video")
+
+    def search(on: np.ndarray, kept: Journal) -> Search:
+        wide = with_rows(program, batch_rows(len(on), program.config.prefill_chunk, replay.couple_cfg))
+        evaluator = Evaluator(wide, on, rules, setting.prompt, counted=setting.counted)
+        return Search(evaluator, GATES[replay.gate], able, kept, _told(progress, len(on), len(videos)))
+
+    found, some = search(videos, book), some_of(videos, replay.couple_cfg, SEARCH_TOKENS, setting.search_videos)
+    if len(some) < len(videos):
+        found.few = cache(lambda: search(some, book.part(f"{len(some)} videos")))
+    return found, key
+
+
+def _told(progress: Callable[[str], None] | None, some: int, videos: int) -> Callable[[str], None]:
+    """Return a progress whose lines say which videos were measured."""
+    where = "all videos" if some == videos else f"{some} of {videos} videos"
+    return lambda line: None if progress is None else progress(f"{where}: {line}")
+
+
+def batch_rows(videos: int, chunk: int, coupled: bool) -> int:
+    """Return the rows of equal batches of about BATCH_TOKENS tokens per chunk; even where videos are pairs."""
+    most = min(MOST_ROWS, max(1, round(BATCH_TOKENS / chunk)))
+    rows = -(-videos // -(-videos // most))
+    return rows + rows % 2 if coupled else rows
+
+
+def some_of(videos: np.ndarray, coupled: bool, tokens: int, wanted: int | None = None) -> np.ndarray:
+    """Return as many videos as hold about so many tokens, evenly spaced among these; with `coupled`, whole pairs.
+
+    Args:
+        wanted: how many, or pairs, instead.
+    """
+    parts = 2 if coupled else 1
+    units = len(videos) // parts
+    count = wanted or max(1, round(tokens / (parts * videos.shape[1])))
+    if count >= units:
+        return videos
+    chosen = np.arange(count) * units // count
+    return np.concatenate([videos[part * units + chosen] for part in range(parts)])
 
 
 def _of_artifact(artifact: Artifact) -> _Source:
@@ -172,7 +222,7 @@ def _of_artifact(artifact: Artifact) -> _Source:
 def program_of(
     model: nn.Module, videos: tuple[int, ...], tokens_per_frame: int | None = None, quant: str = "none"
 ) -> DecoderProgram:
-    """Return the dense program of a decoder: at most MODEL_ROWS rows, prefill chunks of one frame.
+    """Return the dense program of a decoder: at most MOST_ROWS rows, prefill chunks of one frame.
 
     Its caches hold no more positions than the videos need.
 
@@ -187,9 +237,9 @@ def program_of(
     frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
     if frame is None or length is None:
         raise InputError("the model does not say its tokens_per_frame and max_seq_len", hint="give tokens_per_frame")
-    batches = -(-videos[0] // MODEL_ROWS)
-    rows, length = -(-videos[0] // batches), min(length, max(videos[1] - 1, frame))
+    length = min(length, max(videos[1] - 1, frame))
     chunk = min(frame, length)
+    rows = batch_rows(videos[0], chunk, coupled=False)
     program = capture(model, batch_size=rows, max_seq_len=length, tokens_per_frame=frame, prefill_chunk=chunk)
     return run_pipeline(program, [*analysis_pipeline(), *([] if quant == "none" else [QUANTIZE[quant]])])
 
@@ -222,6 +272,7 @@ def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) 
         nll_dense=search.dense_nll,
         goal=goal,
         inputs=key,
+        expected=expected(search, values),
     )
 
 

@@ -8,99 +8,88 @@ one frame, so no cache slot occurs twice in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.calibration.kept import Kept
 from fastcar_compile.calibration.layers import Attend, Stages
+from fastcar_compile.calibration.masks import MaskedAttention
+from fastcar_compile.calibration.measurement import Details, Measurement, counts, token_losses
+from fastcar_compile.calibration.rule import Fresh, LayerRule, Rules, Span
 from fastcar_compile.errors import InputError
-from fastcar_compile.gates import Comparison, Gate, GateValues
+from fastcar_compile.gates import Gate
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.rings import ring_of
-from fastcar_compile.ops.replay import ReplayRule, decide
-from fastcar_compile.ops.window import row_of
+from fastcar_compile.parallel import at_once
 
+R = TypeVar("R")
 
-@dataclass(frozen=True)
-class Rules:
-    """Everything but the thresholds that decides a replay.
+KEPT_BYTES = 1 << 29
+"""Most bytes of kept stages, and of kept values before decisions."""
 
-    Attributes:
-        gates: one per layer.
-    """
+SMALL = 1 << 26
+"""Multiplications of a projection below which threads wait for each other longer than they compute."""
 
-    gates: tuple[Gate, ...]
-    max_chain: int | None = None
-    couple_cfg: bool = False
-    refresh_every: int | None = None
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A teacher-forced result.
-
-    Attributes:
-        nll: nats per token that counts, from the second frame on.
-        ratios: for each layer, the share of the forwards t >= F that replayed.
-        scores: for each layer, the scores of those forwards, float32 [n].
-    """
-
-    nll: float
-    ratios: tuple[float, ...]
-    scores: tuple[Tensor, ...] = field(repr=False)
-
-    @property
-    def replay(self) -> float:
-        """Mean of the layers' ratios."""
-        return sum(self.ratios) / len(self.ratios)
-
-
-@dataclass(frozen=True)
-class Details:
-    """A teacher-forced result by token: N videos, n predicted tokens (all but the prompt), L layers, t decode forwards.
-
-    Attributes:
-        losses: float32 [N, n], nats. The first tokens_per_frame are the first frame.
-        predicted: int64 [N, n], the most likely symbol given the true past, of those that count.
-        counted: bool [N, n], whether the token counts in a mean.
-        replayed: bool [L, N, t], whether each forward replayed.
-    """
-
-    losses: Tensor
-    predicted: Tensor
-    counted: Tensor
-    replayed: Tensor
-
+Thresholds = tuple[float | None, ...]
+"""Of the first layers: a stage depends on its own threshold and on those of earlier layers."""
 
 Chunks = list[dict[fx.Node, Tensor]]
 """The values of one group that later stages read, by chunk."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Stage:
     """A computed stage: by group and chunk the values that later stages read; replayed: bool [N, t]."""
 
-    threshold: float | None
     values: list[Chunks]
-    ratio: float
     scores: Tensor
     replayed: Tensor
+    frame: int
+
+    @property
+    def ratio(self) -> float:
+        """Share of the forwards t >= F that replayed."""
+        return float(self.replayed[:, self.frame :].double().mean())
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        tensors = [value for group in self.values for chunk in group for value in chunk.values()]
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)
-class _Prompt:
-    """A stage on the prompt of one group, which never replays: the layer's caches afterwards, and its chunks."""
+class _Part:
+    """A stage of one group; fresh: None where it is too large to keep."""
+
+    values: Chunks
+    rule: LayerRule
+    fresh: list[tuple[int, Fresh]] | None
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A stage on the prompt and first frame of one group, which never replay.
+
+    Attributes:
+        state: the layer's caches afterwards. rule: the layer's rule afterwards. kept: the chunks.
+    """
 
     state: dict[str, Tensor]
+    rule: LayerRule
     kept: Chunks
 
 
 class Evaluator:
-    """Measures threshold vectors on fixed videos. Stages before the first changed layer are kept, and all prompts.
+    """Measures threshold vectors on fixed videos.
+
+    What several vectors share is computed once, as far as KEPT_BYTES hold it: prompts and first frames, the layers
+    before the first change, and the first changed layer up to its decisions.
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
@@ -129,13 +118,15 @@ class Evaluator:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
-        self._stages = Stages(program.prefill, program.prefill_outputs, attend)
+        self._stages = Stages(program.prefill, program.prefill_outputs, attend or MaskedAttention(), in_place=True)
         self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
         self._state = [s for s in program.state if s.name in self._placeholders]
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
         self._done: list[_Stage] = []
-        self._prompts: dict[tuple[int, int], _Prompt] = {}
+        self._stage_store: Kept[_Stage] = Kept(KEPT_BYTES)
+        self._fresh_store: Kept[list[list[tuple[int, Fresh]]]] = Kept(KEPT_BYTES)
+        self._openings: dict[tuple[int, int], _Opening] = {}
 
     def _check(self, program: DecoderProgram, videos: np.ndarray) -> None:
         config = program.config
@@ -165,21 +156,31 @@ class Evaluator:
 
     def measure(self, thresholds: Sequence[float | None]) -> Measurement:
         """Return the NLL, ratios and scores under one threshold per layer; None never replays."""
-        with torch.inference_mode():
-            self._run(thresholds)
-            nll = self._likelihood()
-        return Measurement(nll, tuple(s.ratio for s in self._done), tuple(s.scores for s in self._done))
+        self._run(thresholds)
+        nll = self._likelihood()
+        frame = self._config.tokens_per_frame
+        videos = torch.stack([s.replayed[self._order(), frame:].double().mean(1) for s in self._done]).mean(0)
+        shares = torch.stack(videos.chunk(2)).mean(0) if self._rules.couple_cfg else videos
+        ratios, scores = zip(*((s.ratio, s.scores) for s in self._done), strict=True)
+        return Measurement(nll, ratios, scores, tuple(shares.tolist()))
 
     def details(self, thresholds: Sequence[float | None]) -> Details:
         """Return losses, predictions and decisions by token, under one threshold per layer."""
-        with torch.inference_mode():
-            self._run(thresholds)
-            parts = [[(_losses(*pair), self._best(pair[0])) for pair in group] for group in self._predictions(0)]
+
+        def run(group: int) -> list[tuple[Tensor, Tensor]]:
+            return [(token_losses(*pair), self._best(pair[0])) for pair in self._predictions(group, 0)]
+
+        self._run(thresholds)
+        parts = self._each(run)
         losses, predicted = (torch.cat([torch.cat([p[i] for p in group], 1) for group in parts]) for i in (0, 1))
-        rows, valid = (np.concatenate(parts) for parts in (self._rows, self._valid))
-        order = torch.from_numpy(rows[valid]).argsort()
+        order = self._order()
         counted = counts(self._videos[:, self._prompt :], self._counted)
         return Details(losses[order], predicted[order], counted, torch.stack([s.replayed[order] for s in self._done]))
+
+    def _order(self) -> Tensor:
+        """Return where each video is in the order of the groups, int64 [N]."""
+        rows, valid = (np.concatenate(parts) for parts in (self._rows, self._valid))
+        return torch.from_numpy(rows[valid]).argsort()
 
     def _best(self, logits: Tensor) -> Tensor:
         """Return the most likely token that counts, int64 [rows, n], of logits [rows, n, V]."""
@@ -192,63 +193,132 @@ class Evaluator:
         return len(self._stages.layers)
 
     def set_gate(self, layer: int, gate: Gate) -> None:
-        """Replace the gate of one layer. This layer and later ones will be computed again."""
+        """Replace the gate of one layer. Its decisions and later layers will be computed again."""
         gates = self._rules.gates
         self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
-        del self._done[layer:]
+        self._done = []
+        self._stage_store.drop(lambda key: len(key) > layer)
+        self._fresh_store.drop(lambda key: len(key) > layer)
 
     def scores(self, layer: int) -> Tensor:
         """Return the scores of the forwards t >= F, float32 [n], with this layer and the earlier ones closed."""
-        with torch.inference_mode():
-            self._run([None] * (layer + 1))
+        self._run([None] * (layer + 1))
         return self._done[layer].scores
 
     def _run(self, thresholds: Sequence[float | None]) -> None:
-        """Compute all layers from the first changed threshold on."""
-        keep = 0
-        while keep < min(len(self._done), len(thresholds)) and self._done[keep].threshold == thresholds[keep]:
-            keep += 1
-        del self._done[keep:]
-        for layer in range(keep, len(thresholds)):
-            self._done.append(self._run_layer(layer, thresholds[layer]))
+        """Compute all layers, but for those that are kept."""
+        self._done = []
+        for layer in range(len(thresholds)):
+            self._done.append(self._stage(tuple(thresholds[: layer + 1])))
+
+    def _stage(self, thresholds: Thresholds) -> _Stage:
+        """Return the last layer's stage under these thresholds; those before it are in `_done`."""
+        found = self._stage_store.get(thresholds)
+        if found is None:
+            found = self._run_layer(thresholds)
+            self._stage_store.put(thresholds, found, found.nbytes)
+        return found
 
     def _starts(self) -> list[int]:
         """Return the first token of each chunk: chunks of the prompt, then chunks of the decoded tokens."""
         chunk = self._config.prefill_chunk
         return [*range(0, self._prompt, chunk), *range(self._prompt, self._length, chunk)]
 
-    def _run_layer(self, layer: int, threshold: float | None) -> _Stage:
-        values, scores, replayed = [], [], []
-        for group in range(len(self._rows)):
-            if (layer, group) not in self._prompts:
-                self._prompts[layer, group] = self._run_prompt(layer, group)
-            prompt = self._prompts[layer, group]
-            replay = _LayerReplay(self, layer, threshold)
-            values.append(prompt.kept + self._run_chunks(layer, group, dict(prompt.state), replay))
-            valid = torch.tensor(self._valid[group])
-            scores += [s[:, valid].flatten() for s in replay.scores]
-            replayed.append(torch.cat(replay.replayed)[:, valid].T)
-        decisions = torch.cat(replayed)
-        ratio = float(decisions[:, self._config.tokens_per_frame :].double().mean())
-        return _Stage(threshold, values, ratio, torch.cat(scores), decisions)
+    def _run_layer(self, thresholds: Thresholds) -> _Stage:
+        earlier, layer = thresholds[:-1], len(thresholds) - 1
+        kept, limit = self._fresh_store.get(earlier), self._fresh_store.limit // len(self._rows)
 
-    def _run_prompt(self, layer: int, group: int) -> _Prompt:
+        def run(group: int) -> _Part:
+            if (layer, group) not in self._openings:
+                self._openings[layer, group] = self._open(layer, group)
+            opening = self._openings[layer, group]
+            fresh = self._run_body(layer, group, opening) if kept is None else kept[group]
+            rule = opening.rule.continued(self._rules, thresholds[-1])
+            decoded = [self._finish(layer, group, number, part, rule) for number, part in fresh]
+            small = sum(part.nbytes for _, part in fresh) <= limit
+            return _Part(opening.kept + decoded, rule, fresh if small else None)
+
+        parts = self._each(run)
+        fresh = [part.fresh for part in parts if part.fresh is not None]
+        if kept is None and len(fresh) == len(parts):
+            self._fresh_store.put(earlier, fresh, sum(f.nbytes for part in fresh for _, f in part))
+        valid = [torch.tensor(rows) for rows in self._valid]
+        scores = [s[:, own].flatten() for part, own in zip(parts, valid, strict=True) for s in part.rule.scores]
+        replayed = [torch.cat(p.rule.replayed)[:, own].T for p, own in zip(parts, valid, strict=True)]
+        frame = self._config.tokens_per_frame
+        return _Stage([part.values for part in parts], torch.cat(scores), torch.cat(replayed), frame)
+
+    def _each(self, run: Callable[[int], R]) -> list[R]:
+        """Return `run` of every group, in order. Groups share PyTorch's threads; SMALL operators have one each."""
+        threads, groups, config = torch.get_num_threads(), range(len(self._rows)), self._config
+        workers = min(threads, len(groups))
+        small = config.batch_size * config.prefill_chunk * config.hidden_size**2 < SMALL
+
+        def guarded(group: int) -> R:
+            with torch.inference_mode():  # it holds for one thread
+                return run(group)
+
+        torch.set_num_threads(1 if small else threads // workers)
+        try:
+            return at_once(guarded, groups, workers) if workers > 1 else [guarded(group) for group in groups]
+        finally:
+            torch.set_num_threads(threads)
+
+    def _finish(self, layer: int, group: int, number: int, fresh: Fresh, rule: LayerRule) -> dict[fx.Node, Tensor]:
+        """Return what later stages read of a chunk, after the layer's decisions."""
+        output = {self._stages.layers[layer].output: rule(fresh)}
+        known = self._known(group, number, self._starts()[number], layer)
+        found = self._stages.tail(layer, known | fresh.values | output)
+        return {n: found[n] for n in self._stages.crossing[layer]}
+
+    def _open(self, layer: int, group: int) -> _Opening:
+        """Run a stage on the prompt and on the chunks of the first frame of one group."""
         state = {s.name: s.zeros() for s in self._state if s.layer == layer}
-        return _Prompt(state, self._run_chunks(layer, group, state, None))
-
-    def _run_chunks(self, layer: int, group: int, state: dict[str, Tensor], replay: _LayerReplay | None) -> Chunks:
-        """Run a stage on the prompt, or with `replay` on what is decoded. `state` becomes that after it."""
+        rule = LayerRule(self._config, self._rules, layer, self._stages.layers[layer].scale, None)
         kept: Chunks = []
-        for number, start in enumerate(self._starts()):
-            if (start < self._prompt) != (replay is None):
-                continue
-            known = self._known(group, number, start, layer) | {self._placeholders[n]: t for n, t in state.items()}
-            if replay is not None:
-                replay.start = start
-            found = self._stages.run(layer, known, replay)
-            state |= {n: found[self._stages.results[n]] for n in state}
-            kept.append({n: found[n] for n in self._stages.crossing[layer]})
-        return kept
+        for number, start in enumerate(self._starts()[: self._opening_chunks()]):
+            if start < self._prompt:
+                known = self._known(group, number, start, layer) | self._caches(state)
+                found = self._stages.run(layer, known, None)
+                state |= {n: found[self._stages.results[n]] for n in state}
+                kept.append({n: found[n] for n in self._stages.crossing[layer]})
+            else:
+                fresh = self._run_chunk(layer, group, number, state)
+                kept.append(self._finish(layer, group, number, fresh, rule))
+        return _Opening(state, rule, kept)
+
+    def _opening_chunks(self) -> int:
+        """Return the number of chunks of the prompt and of those that end within the first frame."""
+        end, chunk = self._prompt + self._config.tokens_per_frame, self._config.prefill_chunk
+        return sum(min(start + chunk, self._end(start)) <= end for start in self._starts())
+
+    def _run_body(self, layer: int, group: int, opening: _Opening) -> list[tuple[int, Fresh]]:
+        """Run a stage on what may replay, up to its decisions. Return the number of each chunk and its values.
+
+        A plain cache is written in place: rows that a chunk reads are the opening's, or were written on this run.
+        """
+        state = opening.state
+        if ring_of(self._stages.layers[layer].key_cache) is not None or self._reads_caches(layer):
+            state = {name: cache.clone() for name, cache in state.items()}
+        numbers = range(self._opening_chunks(), len(self._starts()))
+        return [(number, self._run_chunk(layer, group, number, state)) for number in numbers]
+
+    def _reads_caches(self, layer: int) -> bool:
+        """Return whether a layer's cache is itself among the values that are kept."""
+        caches = {self._stages.results[s.name] for s in self._state if s.layer == layer}
+        return not caches.isdisjoint(self._stages.joined[layer])
+
+    def _run_chunk(self, layer: int, group: int, number: int, state: dict[str, Tensor]) -> Fresh:
+        """Run a stage on one chunk up to its decisions, and write the caches."""
+        start = self._starts()[number]
+        found = self._stages.body(layer, self._known(group, number, start, layer) | self._caches(state))
+        state |= {n: found[self._stages.results[n]] for n in state}
+        end = min(start + self._config.prefill_chunk, self._length)
+        span = Span(torch.arange(start, end) - self._prompt, self._prompt)
+        return Fresh.of(self._stages, layer, found, span, self._config.tokens_per_frame)
+
+    def _caches(self, state: dict[str, Tensor]) -> dict[fx.Node, Tensor]:
+        return {self._placeholders[name]: cache for name, cache in state.items()}
 
     def _known(self, group: int, number: int, start: int, layer: int) -> dict[fx.Node, Any]:
         chunk = self._config.prefill_chunk
@@ -266,36 +336,31 @@ class Evaluator:
 
     def _likelihood(self) -> float:
         """Return the mean NLL over every frame but the first; infinity where it is not finite."""
-        total, count = 0.0, 0
-        for group in self._predictions(self._config.tokens_per_frame):
-            for logits, targets in group:
+
+        def run(group: int) -> tuple[float, int]:
+            total, count = 0.0, 0
+            for logits, targets in self._predictions(group, self._config.tokens_per_frame):
                 chosen = counts(targets, self._counted)
-                total += float(_losses(logits, targets)[chosen].sum())
+                total += float(token_losses(logits, targets)[chosen].sum())
                 count += int(chosen.sum())
-        return total / count if math.isfinite(total) else math.inf
+            return total, count
 
-    def _predictions(self, skip: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield for each group the logits [rows, n, V] and targets [rows, n] of its chunks, without `skip` targets."""
+        totals, numbers = zip(*self._each(run), strict=True)
+        nll = sum(totals) / sum(numbers)
+        return nll if math.isfinite(nll) else math.inf
+
+    def _predictions(self, group: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits [rows, n, V] and targets [rows, n] of a group's chunks, without `skip` targets."""
         node = self._stages.results["logits"]
-        for group, rows in enumerate(self._rows):
-            valid, parts = torch.tensor(self._valid[group]), []
-            for number, start in enumerate(self._starts()):
-                first = max(start, self._prompt - 1 + skip)
-                end = min(start + self._config.prefill_chunk, self._end(start))
-                if first < end:
-                    known = self._known(group, number, start, len(self._stages.layers))
-                    logits = self._stages.run(len(self._stages.layers), known, None)[node]
-                    targets = self._videos[rows, first + 1 : end + 1][valid]
-                    parts.append((logits[valid, first - start : end - start], targets))
-            yield parts
-
-
-def counts(tokens: Tensor, counted: tuple[int, int] | None) -> Tensor:
-    """Return which tokens count in a mean, bool of their shape."""
-    if counted is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    first, end = counted
-    return (tokens >= first) & (tokens < end)
+        rows, valid = self._rows[group], torch.tensor(self._valid[group])
+        for number, start in enumerate(self._starts()):
+            first = max(start, self._prompt - 1 + skip)
+            end = min(start + self._config.prefill_chunk, self._end(start))
+            if first < end:
+                known = self._known(group, number, start, len(self._stages.layers))
+                logits = self._stages.run(len(self._stages.layers), known, None)[node]
+                targets = self._videos[rows, first + 1 : end + 1][valid]
+                yield logits[valid, first - start : end - start], targets
 
 
 def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:
@@ -308,74 +373,3 @@ def _groups(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list
     starts = range(0, videos, own)
     taken = [[p * videos + min(g + b, videos - 1) for p in range(parts) for b in range(own)] for g in starts]
     return taken, [[g + b < videos for _ in range(parts) for b in range(own)] for g in starts]
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n]."""
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-
-
-class _LayerReplay:
-    """The replay rule of one layer over chunks. It keeps a session's caches and writes many slots at a time."""
-
-    def __init__(self, owner: Evaluator, layer: int, threshold: float | None) -> None:
-        config = owner._config
-        self.config, self.rules, self.layer = config, owner._rules, layer
-        nodes = owner._stages.layers[layer]
-        self.gate, self.scale, self.ring = owner._rules.gates[layer], nodes.scale, ring_of(nodes.key_cache)
-        self.threshold = self.gate.comparison.never if threshold is None else threshold
-        frame, rows, width = config.tokens_per_frame, config.batch_size, config.hidden_size
-        self.outputs, self.inputs = torch.zeros(frame, rows, width), torch.zeros(frame, rows, width)
-        self.chain = torch.zeros(frame, rows, dtype=torch.int32)
-        self.prompt, self.length, self.start = owner._prompt, owner._length, 0
-        self.scores: list[Tensor] = []
-        self.replayed: list[Tensor] = []
-
-    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
-        """Return the value for the residual add: the MLP's output, or the cached one where the row replays."""
-        rows, frame = self.config.batch_size, self.config.tokens_per_frame
-        steps = torch.arange(self.start, min(self.start + self.config.prefill_chunk, self.length)) - self.prompt
-        slots, count = steps % frame, len(steps)
-        now = x.reshape(rows, -1, x.shape[-1])[:, :count].transpose(0, 1)
-        fresh = output.reshape(rows, -1, output.shape[-1])[:, :count].transpose(0, 1)
-        score = self._score(query[:, :, :count], key_cache, steps, now, self.inputs[slots]).reshape(count, rows)
-        chain = self.chain[slots]
-        tau = torch.tensor(self.threshold, dtype=torch.float32)
-        replay = decide(score, tau, steps[:, None], chain, self._rule())
-        y = torch.where(replay[..., None], self.outputs[slots], fresh)
-        self.outputs[slots] = y
-        self.inputs[slots] = torch.where(replay[..., None], self.inputs[slots], now)
-        self.chain[slots] = torch.where(replay, chain + 1, 0)
-        able = steps >= frame
-        self.scores.append(score[able])
-        self.replayed.append(replay)
-        result = output.clone()
-        result.view(rows, -1, output.shape[-1])[:, :count] = y.transpose(0, 1)
-        return result
-
-    def _rule(self) -> ReplayRule:
-        rules, at_most = self.rules, self.gate.comparison is Comparison.AT_MOST
-        longest = -1 if rules.max_chain is None else rules.max_chain
-        return ReplayRule(self.config.tokens_per_frame, longest, rules.couple_cfg, rules.refresh_every or 0, at_most)
-
-    def _score(self, query: Tensor, key_cache: Tensor, steps: Tensor, now: Tensor, cached: Tensor) -> Tensor:
-        """Return the gate's scores [tokens * B]: the tokens of a chunk become rows of the gate's own operator."""
-        count, rows = now.shape[:2]
-        earlier = (steps + self.prompt - self.config.tokens_per_frame).clamp(min=0)
-        ring = self.ring
-        rows_of = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
-        keys = key_cache[:, :, rows_of].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
-        values = GateValues(
-            query=query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
-            key_cache=keys,
-            position=torch.zeros(1, dtype=torch.int64),
-            step=steps,
-            x=now.reshape(count * rows, -1),
-            cached=cached.reshape(count * rows, -1),
-            stride=self.config.tokens_per_frame,
-            scale=self.scale,
-            layer=self.layer,
-            rows=rows,
-            params=self.gate.params(),
-        )
-        return self.gate.score(lambda op, *arguments: op(*arguments), values)

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastcar_compile.calibration.allocate import Point, allocate, allocate_budget
 from fastcar_compile.calibration.evaluator import Evaluator
-from fastcar_compile.errors import InputError
+from fastcar_compile.calibration.journal import Journal
 from fastcar_compile.gates import Comparison, Gate
-from fastcar_compile.strict_json import read_json
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
 """Shares of a layer's recorded scores at which its loss curve is measured on the dense decoder."""
 
-SPREADS = (0.1, 0.05, 0.025)
+SPREADS = (0.1, 0.05)
 """Distances from the choice so far at which curves are measured again, one after the other."""
+
+REACH = 0.3
+"""A first choice measures no curve further below its target."""
+
+BETWEEN = (0.25, 0.5, 0.75)
+"""Where a curve is read between two measured points, as shares of their distance."""
 
 ROUNDS = 2
 """Most refinements with one spread. They stop earlier when one does not help."""
@@ -39,6 +42,15 @@ TOLERANCE = 0.004
 TRIES = 8
 """Most attempts at a common shift that meets the target. Many equal scores can make it impossible."""
 
+LEAST_GROWTH = 0.2
+"""Least growth of the replay per share that a shift is computed with. Equal scores can make a measured one zero."""
+
+PROMISE = 0.005
+"""A search ends where its curves promise a smaller decrease of the log NLL: 0.5 % of the NLL."""
+
+BESIDE = (0.003, 0.02, 0.05)
+"""Least, usual and greatest distance of thresholds that show how the videos' shares grow, as a share of the scores."""
+
 HOPELESS = math.log(6.0)
 """A layer's curve is not measured beyond this loss (six times the NLL)."""
 
@@ -49,46 +61,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Joint result of a threshold vector: the ratio of each layer, and the increase of the log NLL over dense."""
+    """Joint result of a threshold vector.
+
+    Attributes:
+        ratios: of each layer. loss: increase of the log NLL over dense.
+        shares: for each video (each pair of videos, where they replay together), the mean of its layers' ratios.
+    """
 
     ratios: tuple[float, ...]
     loss: float
+    shares: tuple[float, ...] = ()
 
     @property
     def replay(self) -> float:
         """Mean over layers."""
         return sum(self.ratios) / len(self.ratios)
-
-
-_HINT = "give the journal of an interrupted calibration, or a new file"
-
-
-class Journal:
-    """All measurements, in a JSON file, so that an interrupted calibration continues.
-
-    Args:
-        path: the file; None keeps nothing. key: hash of everything that the measurements depend on. A file with another
-            key is replaced.
-    """
-
-    def __init__(self, path: Path | None, key: str) -> None:
-        self._path, self._key = path, key
-        self.entries: dict[str, list[float]] = {}
-        if path is not None and path.exists():
-            data = read_json(path, "journal", InputError, constants=True, hint=_HINT)
-            if not isinstance(data, dict) or not isinstance(data.get("measurements"), dict):
-                raise InputError("the file is no journal of a calibration", where=str(path), hint=_HINT)
-            if data.get("key") == key:
-                self.entries = data["measurements"]
-
-    def add(self, name: str, entry: list[float]) -> None:
-        """Keep one measurement. The file is replaced as a whole."""
-        self.entries[name] = entry
-        if self._path is not None:
-            text = json.dumps({"key": self._key, "measurements": self.entries}, sort_keys=True, indent=0)
-            scratch = self._path.with_name(self._path.name + ".part")
-            scratch.write_text(text + "\n", "utf-8")
-            os.replace(scratch, self._path)
 
 
 class Search:
@@ -97,6 +84,11 @@ class Search:
     Args:
         evaluator: on the calibration videos. gate: its class. able: for each layer, whether it may replay.
         journal: measurements so far. say: called with one line per measurement.
+
+    Attributes:
+        few: returns a search on some of the videos, which finds how the layers share the replay; then this one only
+            meets the target. None: this one does both.
+        searched: number of videos (pairs, where they replay together) that found the shares; 0: all.
     """
 
     def __init__(
@@ -105,6 +97,9 @@ class Search:
         self._evaluator, self._comparison, self._able = evaluator, gate.comparison, list(able)
         self._one_scale = gate.one_scale
         self._journal, self._say, self.count = journal, say, 0
+        self.few: Callable[[], Search] | None = None
+        self.searched = 0
+        self._growth, self._shifts = 0.0, dict[Values, float]()
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
         self.dense_nll = dense.nll
@@ -114,23 +109,30 @@ class Search:
     def outcome(self, values: Values) -> Outcome:
         """Return the joint result of a threshold vector, measured or from the journal."""
         name = json.dumps([None if v is None else float(v).hex() for v in values])
-        if name not in self._journal.entries:
+        entry = self._journal.find(name)
+        if entry is None:
             self.count += 1
             found = self._evaluator.measure(values)
-            self._journal.add(name, [found.nll, *found.ratios])
+            entry = [found.nll, *found.ratios, *found.shares]
+            self._journal.add(name, entry)
             self._say(f"{len(self._journal.entries)} measured, last: replay {found.replay:.1%}, NLL {found.nll:.4g}")
-        nll, *ratios = self._journal.entries[name]
-        return Outcome(tuple(ratios), math.log(nll / self.dense_nll) if math.isfinite(nll) else math.inf)
+        nll, ratios, shares = entry[0], entry[1 : 1 + len(values)], entry[1 + len(values) :]
+        loss = math.log(nll / self.dense_nll) if math.isfinite(nll) else math.inf
+        return Outcome(tuple(ratios), loss, tuple(shares))
 
     def at(self, layer: int, share: float) -> float | None:
         """Return the threshold that this share of the layer's dense scores passes."""
         return _at(self._scores[layer], share, self._comparison)
 
-    def curve(self, layer: int, base: Values) -> list[Point]:
-        """Return the loss of this layer's thresholds, with the others as in `base`, relative to the layer closed."""
+    def curve(self, layer: int, base: Values, least: float = 0.0) -> list[Point]:
+        """Return the loss of this layer's thresholds, with the others as in `base`, relative to the layer closed.
+
+        Args:
+            least: of the shares that are measured.
+        """
         without = self.outcome(_with(base, layer, None))
         points = [Point(None, 0.0, 0.0)]
-        for share in QUANTILES if self._able[layer] else ():
+        for share in (s for s in QUANTILES if s >= least and self._able[layer]):
             value = self.at(layer, share)
             found = self.outcome(_with(base, layer, value))
             points.append(Point(value, found.ratios[layer], found.loss - without.loss))
@@ -154,6 +156,26 @@ class Search:
                 points.append(Point(value, found.ratios[layer], found.loss - before.loss))
         return points
 
+    def _between(self, layer: int, points: list[Point]) -> list[Point]:
+        """Return the points of a layer with further ones read from a curve through the three around its own share."""
+        own, *others = points
+        middle = self.share(layer, own.threshold)
+        around = [(self.share(layer, p.threshold) - middle, p) for p in others if p.threshold is not None]
+        below = max((entry for entry in around if entry[0] < 0), key=lambda entry: entry[0], default=None)
+        above = min((entry for entry in around if entry[0] > 0), key=lambda entry: entry[0], default=None)
+        if below is None or above is None:
+            return points
+        x, read = (below[0], 0.0, above[0]), []
+        for part in BETWEEN:
+            for end in (below[0], above[0]):
+                weights = _lagrange(x, part * end)
+                ratio, loss = (
+                    sum(w * value for w, value in zip(weights, values, strict=True))
+                    for values in ((below[1].ratio, own.ratio, above[1].ratio), (below[1].loss, 0.0, above[1].loss))
+                )
+                read.append(Point(self.at(layer, middle + part * end), min(max(ratio, 0.0), 1.0), loss))
+        return points + read
+
     def uniform(self, target: float) -> Values:
         """Return the thresholds of one quantile for all layers that meet the target."""
         return self._meet(target, target, lambda share: self._all(share, self.at))
@@ -171,16 +193,24 @@ class Search:
 
     def shifted(self, values: Values, target: float) -> Values:
         """Return thresholds with all shares shifted alike to meet the target; those of 0 and 1 stay."""
+        shifts = dict[Values, float]()
+
+        def at(shift: float) -> Values:
+            moved = self.moved(values, shift)
+            shifts.setdefault(moved, shift)
+            return moved
+
+        self._shifts = shifts
+        return self._meet(target, 0.0, at, low=-1.0)
+
+    def moved(self, values: Values, shift: float) -> Values:
+        """Return thresholds with all shares shifted alike; those of 0 and 1 stay."""
         shares = [self.share(layer, value) for layer, value in enumerate(values)]
-
-        def by(shift: float) -> Values:
-            moved = (min(max(share + shift, 0.0), 1.0) if 0 < share < 1 else share for share in shares)
-            return tuple(
-                value if new == old else self.at(i, new)
-                for i, (value, old, new) in enumerate(zip(values, shares, moved, strict=True))
-            )
-
-        return self._meet(target, 0.0, by, low=-1.0)
+        moved = (min(max(share + shift, 0.0), 1.0) if 0 < share < 1 else share for share in shares)
+        return tuple(
+            value if new == old else self.at(i, new)
+            for i, (value, old, new) in enumerate(zip(values, shares, moved, strict=True))
+        )
 
     def _all(self, share: float, at: At) -> Values:
         return tuple(at(i, share) if able else None for i, able in enumerate(self._able))
@@ -188,8 +218,12 @@ class Search:
     def _meet(
         self, target: float, first: float, values_at: Callable[[float], Values], low: float = 0.0, high: float = 1.0
     ) -> Values:
-        """Return the least thresholds tried that reach the target, or else the greatest; they grow with an argument."""
-        guess, best = first, values_at(first)
+        """Return the least thresholds tried that reach the target, or else the greatest; they grow with an argument.
+
+        The next argument follows from how the replay grew between the last two, within what is not ruled out.
+        """
+        guess, best, last = first, values_at(first), None
+        growth = self._growth or 1.0
         for _ in range(TRIES):
             values = values_at(guess)
             ratio, before = self.outcome(values).replay, self.outcome(best).replay
@@ -198,23 +232,59 @@ class Search:
             if 0 <= ratio - target <= TOLERANCE or low >= high:
                 break
             low, high = (guess, high) if ratio < target else (low, guess)
-            step = guess + target + TOLERANCE / 2 - ratio
+            if last is not None and (ratio - last[1]) * (guess - last[0]) > 0:
+                growth = max((ratio - last[1]) / (guess - last[0]), LEAST_GROWTH)
+            last = guess, ratio
+            step = guess + (target + TOLERANCE / 2 - ratio) / growth
             guess = step if low < step < high else (low + high) / 2
+        self._growth = growth
         return best
+
+    def beside(self, values: Values) -> tuple[float, Values]:
+        """Return thresholds whose shares differ from these all alike, and the difference; measured before if any were.
+
+        Args:
+            values: of `shifted`, or others.
+        """
+        least, usual, greatest = BESIDE
+        own = self._shifts.get(values)
+        if own is not None:
+            near = [(abs(shift - own), shift - own, other) for other, shift in self._shifts.items()]
+            near = [entry for entry in near if least <= entry[0] <= greatest]
+            if near:
+                return min(near, key=lambda entry: entry[0])[1:]
+        return usual, self.moved(values, usual)
 
     def for_replay(self, target: float) -> Values:
         """Return thresholds of at least this replay ratio and small loss."""
-        best, plain = self._first(target), self.uniform(target)
-        best = plain if self._better(plain, best, target) else best
+        if self.few is not None:
+            few = self.few()
+            chosen = few.for_replay(target)
+            self._growth, self.searched = few._growth, len(few.outcome(chosen).shares)
+            found = self.shifted(chosen, target)
+            return found if self.outcome(found).replay >= target else self.uniform(target)
+        chosen, plain = self._first(target), self.uniform(target)
+        best = plain if self._better(plain, chosen, target) else chosen
         for spread in SPREADS:
             for number in range(ROUNDS):
-                ends = spread == SPREADS[0] and number == 0
-                curves = [self.near(layer, best, spread, ends) for layer in range(len(best))]
-                chosen = self._reach(curves, target, min(target, _most(curves)))
+                chosen = self._refined(best, target, spread, ends=spread == SPREADS[0] and number == 0)
+                if chosen is None:
+                    return best
                 if not self._better(chosen, best, target):
                     break
                 best = chosen
         return best
+
+    def _refined(self, best: Values, target: float, spread: float, ends: bool) -> Values | None:
+        """Return the choice by curves around the best one. None: they promise less than PROMISE.
+
+        They are read between their points too, so smaller spreads would promise no more.
+        """
+        curves = [self._between(layer, self.near(layer, best, spread, ends)) for layer in range(len(best))]
+        points = allocate(curves, min(target, _most(curves)))
+        if sum(point.loss for point in points) > -PROMISE and self.outcome(best).replay >= target:
+            return None
+        return self.shifted(tuple(point.threshold for point in points), target)
 
     def _first(self, target: float) -> Values:
         """Return the first choice: from loss curves, or the common threshold where layers were trained together.
@@ -223,7 +293,7 @@ class Search:
         """
         if self._one_scale:
             return self.level(target)
-        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        curves = [self.curve(layer, self.closed, target - REACH) for layer in range(len(self.closed))]
         reach = _most(curves)
         if reach < target <= sum(self._able) / len(self._able):
             return self.uniform(target)
@@ -298,3 +368,8 @@ def _with(values: Values, layer: int, value: float | None) -> Values:
 
 def _most(curves: list[list[Point]]) -> float:
     return sum(max(p.ratio for p in curve) for curve in curves) / len(curves) - 0.001
+
+
+def _lagrange(x: tuple[float, float, float], at: float) -> tuple[float, ...]:
+    """Return the weights of three points' values in that of the parabola through them."""
+    return tuple(math.prod((at - x[j]) / (x[i] - x[j]) for j in range(3) if j != i) for i in range(3))

@@ -16,6 +16,7 @@ from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
     from fastcar_compile import Thresholds
+    from fastcar_compile.artifact.thresholds import Expected
 
 
 @command
@@ -27,6 +28,10 @@ def calibrate_command(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
     counted: Annotated[
         str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+    ] = None,
+    search_videos: Annotated[
+        int | None,
+        typer.Option(min=1, help="On how many of the videos layers share the replay out; all meet the target."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the thresholds to this file."), Writes("thresholds")
@@ -63,6 +68,7 @@ def calibrate_command(
             max_nll_increase=max_nll_increase,
             prompt=prompt,
             counted=parse_ids(counted),
+            search_videos=search_videos,
             journal=journal,
             progress=show,
         )
@@ -84,9 +90,31 @@ def _show(found: Thresholds, digest: str) -> None:
         ({"digest": digest} if digest else {})
         | {
             "replay": f"{found.replay:.1%} of the forwards t >= F",
+            "on other videos": _expected(found.expected),
+            "measured on": _measured(found.expected),
             "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
             "gate": found.gate,
             "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
             "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
         }
     )
+
+
+def _measured(found: Expected | None) -> str:
+    """Return what the calibration did, in words."""
+    if found is None:
+        return "one video"
+    all_videos = f"{found.videos} videos"
+    if found.searched in (None, found.videos):
+        return all_videos
+    return f"{all_videos}, of which {found.searched} found the layers' shares"
+
+
+def _expected(found: Expected | None) -> str:
+    """Return what other videos will replay, in words."""
+    if found is None:
+        return "unknown from one video"
+    text = f"{found.replay:.1%} expected, {found.low:.1%} to {found.high:.1%} with {found.confidence:.0%} probability"
+    if found.videos_needed <= found.videos:
+        return text
+    return f"{text}; two points to either side would take about {found.videos_needed} videos"

@@ -77,8 +77,12 @@ def compile_command(
     ] = None,
     refresh_every: Annotated[int | None, typer.Option(help="Every n-th frame computes everything.")] = None,
     offload: Annotated[
-        str, typer.Option(help="What the accelerator computes: mlp, or linears (also projections and head).")
-    ] = "mlp",
+        str | None,
+        typer.Option(
+            help="What the accelerator computes: mlp; linears (also projections and head); all (the step). "
+            "Default: all where it can, else mlp."
+        ),
+    ] = None,
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
     couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
@@ -88,12 +92,16 @@ def compile_command(
         str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
     kv: Annotated[
-        str,
-        typer.Option(help="What keys and values are cached as: float32, float16 or int8.", autocompletion=kv_names),
-    ] = "float32",
+        str | None,
+        typer.Option(
+            help="What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).",
+            autocompletion=kv_names,
+        ),
+    ] = None,
     numerics: Annotated[
-        str, typer.Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.")
-    ] = "native",
+        str | None,
+        typer.Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8."),
+    ] = None,
     host_cpus: Annotated[
         str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",

@@ -39,16 +39,14 @@ def estimate_command(
     batch: Annotated[int | None, typer.Option(min=1, max=32, help="Rows decoded together.")] = None,
     replay: Annotated[float | None, typer.Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
-    offload: Annotated[str | None, typer.Option(help="In the fabric: mlp or linears; all: see --what-if.")] = None,
+    offload: Annotated[str | None, typer.Option(help="In the fabric: mlp, linears, or all: the whole step.")] = None,
     kv: Annotated[str | None, typer.Option(help="Keys and values as float32, float16 or int8.")] = None,
     sink_window: Annotated[str | None, typer.Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
     gate: Annotated[str | None, typer.Option(help="What decides; default: the artifact's, or tas.")] = None,
     gate_units: Annotated[int | None, typer.Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
     what_if: Annotated[
         bool,
-        typer.Option(
-            "--what-if", help="Predict also what is not emitted (attention in the fabric) or does not fit the memory."
-        ),
+        typer.Option("--what-if", help="Predict also a board without artifacts, and what does not fit the memory."),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the time line of one token into this file."), Writes("plot")
@@ -159,7 +157,8 @@ def _speed_fields(result: Estimate) -> dict[str, str]:
         "over dense": f"{result.speedup_over_dense:.2f}x ({versus['dense']:.2f} tokens/s)",
         "static mapping": f"{versus['static_mapping']:.2f} tokens/s",
         "bound by": f"{result.bound_by} ({shares})",
-        "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}",
+        "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}; "
+        f"{result.measured_utilisation:.1%} of what was measured",
         "energy": f"{result.energy_per_token_j:.3f} J per token, {result.power_w:.1f} W",
     }
 
@@ -175,6 +174,8 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         f"{count_text(design['spec']['cores'], 'core')}",
         "resources": ", ".join(f"{name} {r['used']} of {r['limit']}" for name, r in result.resources.items()),
     }
+    if result.prefill_positions_per_second is not None:
+        fields["prefill"] = prefill_text(result.prefill_positions_per_second)
     if result.exploration:
         found = result.exploration
         why = f" (a faster design needs {', '.join(found['faster'])})" if found["faster"] else ""
@@ -182,6 +183,11 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
             f"{found['tried']} designs, {found['rejected']} do not fit; bound by {found['bound_by']}{why}"
         )
     return fields
+
+
+def prefill_text(positions_per_second: float) -> str:
+    """Return what a prompt costs on a kernel of whole steps."""
+    return f"{positions_per_second:.2f} positions/s: one launch and one weight stream per position of a prompt"
 
 
 def _gate_text(gate: dict[str, Any]) -> str:

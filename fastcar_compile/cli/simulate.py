@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.estimate import prefill_text
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
 from fastcar_compile.cli.places import Writes
@@ -99,8 +100,14 @@ def _show(result: Simulation) -> None:
             "multipliers wait": ", ".join(f"{root} {clocks:,.0f}" for root, clocks in waiting) or "never",
             "deadlock": result.deadlock,
         }
+        | _prefill(result)
     )
     print_table(_columns(), [_row(result, name) for name in result.processes])
+
+
+def _prefill(result: Simulation) -> dict[str, str]:
+    rate = result.prefill_positions_per_second
+    return {} if rate is None else {"prefill": prefill_text(rate)}
 
 
 def _gain(passes: dict[str, float]) -> str:

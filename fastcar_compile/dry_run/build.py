@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from fastcar_compile.artifact.sections import DecoderSection, LayersSection
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
+from fastcar_compile.codegen.hls.step_plan import require_step, step_program
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.fallbacks import has_accelerator
 from fastcar_compile.dry_run.memory import memory_of
 from fastcar_compile.dry_run.placement import placements_of
 from fastcar_compile.dry_run.report import DryRun, Fallback, Problem, Speed
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.estimate.artifact import workload_of_sections
 from fastcar_compile.estimate.system import estimate
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section, layers_section
 from fastcar_compile.targets import Target
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,14 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
     """Return what code generation would be given, and what the hardware model says of it."""
     program, config, board = rewritten.program, rewritten.config, rewritten.board
     problems: list[CompileError] = []
-    plan = None
+    plan, modelled = None, False
     if has_accelerator(config, board):
-        _attempt(problems, lambda: require_memory(program, config, board))
-        plan = _attempt(problems, lambda: plan_accelerator(program, config, board))
+        attempt(problems, lambda: require_memory(program, config, board))
+        plan = attempt(problems, lambda: plan_accelerator(program, config, board))
+        modelled = plan is not None
+        if config.offload == "all":
+            step = attempt(problems, lambda: require_step(program) if plan is None else step_program(program, plan))
+            modelled = step is not None
     decoder, layers = decoder_section(program), layers_section(program)
     return DryRun(
         options=config,
@@ -56,23 +58,20 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
         pipeline=rewritten.pipeline,
         placements=tuple(placements_of(program, config, board, plan, rewritten.fallbacks)),
         fallbacks=tuple(rewritten.fallbacks),
-        problems=tuple(Problem(what=p.what, where=p.where, hint=p.hint) for p in problems),
+        problems=tuple(_problems(problems)),
         state=decoder.state,
-        memory=memory_of(program, board, plan),
+        memory=memory_of(program, config, board, plan),
         design=None if plan is None else plan.design.part,
         exploration=None if plan is None else plan.found.part,
         controller=None if plan is None else controller_part(plan.table),
-        speed=() if plan is None else _speed(rewritten, decoder, layers, plan, what_if=bool(problems)),
+        speed=() if plan is None or not modelled else _speed(rewritten, decoder, layers, plan, what_if=bool(problems)),
     )
 
 
-def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
-    """Return the step's result; its error joins the problems instead."""
-    try:
-        return step()
-    except CompileError as error:
-        problems.append(error)
-        return None
+def _problems(errors: list[CompileError]) -> Iterator[Problem]:
+    """Yield every problem, those of an error that lists several one by one."""
+    for each in (single for error in errors for single in error.problems or (error,)):
+        yield Problem(what=each.what, where=each.where, hint=each.hint)
 
 
 def _speed(

@@ -34,7 +34,7 @@ def fallbacks_of(program: DecoderProgram, config: CompileConfig, board: Target) 
     """Return everything that the rewritten program does in another way than the options ask for."""
     found = list(_unquantised(program, config))
     if has_accelerator(config, board):
-        found += _gates(program)
+        found += _gates(program) if config.offload != "all" else []
         found += _linears(program) if config.offload == "linears" else []
     elif board.kind == "fpga":
         found.append(
@@ -47,7 +47,7 @@ def fallbacks_of(program: DecoderProgram, config: CompileConfig, board: Target) 
                 hint=f"choose quant {' or '.join(ACCELERATED)}",
             )
         )
-    if program.prefill is None and config.prefill_chunk > 1:
+    if program.prefill is None and config.chunk > 1:
         found.append(
             Fallback(
                 kind="prompt",

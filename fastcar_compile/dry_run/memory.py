@@ -8,30 +8,34 @@ from fastcar_compile.artifact.sections import StateRole
 from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.codegen.hls.design.footprint import capacity, shares_memory
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, footprint_of
+from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.report import Bank, Memory
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.targets import Target
 
 
-def memory_of(program: DecoderProgram, board: Target, plan: AcceleratorPlan | None) -> Memory:
+def memory_of(program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None) -> Memory:
     """Return the bytes of weights and state, and where they are."""
     totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
     weights = program.params.nbytes()
     return Memory(
         weights=weights,
         state={role: size for role, size in totals.items() if size},
-        banks=tuple(_banks(program, board, plan)),
+        banks=tuple(_banks(program, config, board, plan)),
     )
 
 
-def _banks(program: DecoderProgram, board: Target, plan: AcceleratorPlan | None) -> Iterator[Bank]:
+def _banks(
+    program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None
+) -> Iterator[Bank]:
+    whole = shares_memory(board) or config.offload == "all"
     own = program.params.nbytes() + sum(s.nbytes for s in program.state)
-    if plan is None or not shares_memory(board):
+    if plan is None or not whole:
         yield Bank(memory="host", holds="parameters and state", used=own)
     if plan is None:
         return
-    name, footprint = " + ".join(m.name for m in board.weight_memories), footprint_of(program, board)
-    holds = "parameters and state" if shares_memory(board) else "weights"
+    name, footprint = " + ".join(m.name for m in board.weight_memories), footprint_of(program, config, board)
+    holds = "parameters and state" if whole else "weights"
     yield Bank(memory=name, holds=holds, used=footprint.total, capacity=capacity(board))
     ports = plan.design.axi_weight_ports
     banks = bank_map(board, ports)

@@ -12,6 +12,7 @@ from fastcar_compile.targets import Target
 
 REST = "attention, norms, embedding, residual adds"
 NO_KERNEL = "the accelerator has no kernel for them"
+WHOLE = "decode step: MLPs, gates, linears, attention, norms, residual adds"
 
 
 def placements_of(
@@ -21,6 +22,8 @@ def placements_of(
     layers = tuple(site.layer for site in program.sites)
     if plan is None:
         return [Placement(what="every part", unit="host", layers=layers, reason=_why_host(board, kept))]
+    if config.offload == "all":
+        return _whole_step(layers)
     own = tuple(layer for layer, factor in enumerate(plan.table.factors) if factor != 0)
     found = [Placement(what="MLP", unit="accelerator", layers=layers, calls=len(layers), reason="offload")]
     if own:
@@ -37,6 +40,16 @@ def placements_of(
     if program.prefill is not None:
         found.append(Placement(what="prefill", unit="host", layers=layers, reason="the accelerator decodes only"))
     return found
+
+
+def _whole_step(layers: tuple[int, ...]) -> list[Placement]:
+    """Return the parts with offload "all"."""
+    reason = "offload is 'all'"
+    return [
+        Placement(what=WHOLE, unit="accelerator", layers=layers, calls=1, reason=reason),
+        Placement(what="prefill", unit="accelerator", layers=layers, reason="a launch for every position of a prompt"),
+        Placement(what="embedding", unit="host", reason="it reads one row of a table per token"),
+    ]
 
 
 def _why_host(board: Target, kept: list[Fallback]) -> str:

@@ -22,7 +22,7 @@ class Fallback(Part):
         instead: what happens. reason: why. where: module path or source line. hint: what would avoid it.
     """
 
-    kind: Literal["accelerator", "gate", "linear", "numbers", "prompt", "library", "assumption"]
+    kind: Literal["accelerator", "gate", "linear", "numbers", "offload", "prompt", "library", "assumption"]
     what: str
     layers: tuple[int, ...] = ()
     instead: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.sections import DecoderSection, LayerPart
@@ -14,6 +15,7 @@ from fastcar_compile.estimate.shapes import shape_of_sections
 from fastcar_compile.estimate.workload import Workload
 from fastcar_compile.formats import kv_type
 from fastcar_compile.formats.quant import ACCELERATED
+from fastcar_compile.step.program import StepProgram, read_program
 from fastcar_compile.targets import Target
 
 DEFAULT_QUANT = "w8a8"
@@ -41,7 +43,7 @@ def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers
         offload=options.offload,
         kv=kv_type(options.kv).dtype,
         sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
-        kv_rows=None if rows == options.max_seq_len else rows,
+        kv_rows=None if rows == options.max_seq_len and options.offload != "all" else rows,
         gate=GateModel.of_sections(options.replay, layers),
         couple_cfg=options.replay is not None and options.replay.couple_cfg,
         memory=Footprint.of(decoder.weight_bytes, decoder.state) if accelerated else None,
@@ -57,6 +59,12 @@ def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] |
         return own[0]
     seen = sum(min(context, sinks + window) for sinks, window in own) + (len(layers) - len(own)) * context
     return 0, round(seen / len(layers))
+
+
+def program_of(manifest: Manifest, folder: Path) -> StepProgram | None:
+    """Return the step program that was emitted; None: there is none."""
+    step = None if manifest.accelerator is None else manifest.accelerator.step
+    return None if step is None else read_program((folder / step.program).read_bytes())
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

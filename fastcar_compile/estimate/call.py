@@ -1,4 +1,4 @@
-"""One start of the engine: what the closed form and the cycle model are asked about."""
+"""What the closed form and the cycle model are asked about: a start of the engine, or an instruction of a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork
 from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,14 @@ CONTROL_NAMES = {ControlOp.GATE: "TAS, DRS", ControlOp.TABLE: "load table"}
 class EngineCall:
     """What one start of the engine has to do: the controller first, then the array or the prefetch buffer.
 
+    An instruction LINEAR or MLP of a step program is the same region, with rows on chip.
+
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
         load: of the array. ports: weight ports, 128 bits each.
         held: words of every port that the prefetch buffer holds. filled: that go into it, of the next layer's weights.
         copied: rows that are copied from the cache.
+        rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
 
     control: ControlWork
@@ -40,6 +45,18 @@ class EngineCall:
     held: int = 0
     filled: int = 0
     copied: int = 0
+    rows_on_chip: bool = False
+    results_on_chip: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all products: the work of simulating it grows with them."""
+        return sum(named.product.tiles for named in self.products)
+
+    @property
+    def fifo_words(self) -> int:
+        """Words of a weight port's FIFO."""
+        return STEP_FIFO_WORDS if self.rows_on_chip else FIFO_WORDS
 
     @property
     def control_name(self) -> str:
@@ -68,10 +85,45 @@ class EngineCall:
 
 
 @dataclass(frozen=True)
+class LoopCall:
+    """An instruction of a step program whose loops run one after the other."""
+
+    name: str
+    parts: tuple[Repeated, ...]
+
+    @property
+    def tiles(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def words(self) -> int:
+        """128-bit words that it moves."""
+        return sum(part.times * sum(loop.trips for loop in part.loops if loop.moves) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class AttendCall:
+    """The instruction ATTEND of a step program."""
+
+    work: AttendWork
+    name: str = "attention"
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys and values."""
+        return self.work.turns * (self.work.layout.key_tiles + self.work.layout.value_tiles)
+
+
+Call = EngineCall | LoopCall | AttendCall
+
+
+@dataclass(frozen=True)
 class CallPart:
     """A span of a call on the time line.
 
-    unit: what it waits for: drs: TAS unit and controller; memory, ports, compute: the array; edge: rows in and out.
+    unit: what it waits for: drs: TAS unit and controller; memory, ports, compute: the array; edge: rows in and out;
+    attend: attention in the fabric; vector: the loops of an instruction without a weight or cache stream.
     """
 
     name: str

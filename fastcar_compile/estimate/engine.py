@@ -7,7 +7,8 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import (
     STREAM_DEPTH,
     Load,
+    Loop,
     load_loop,
     places_loop,
     quantize_loops,
@@ -23,8 +25,8 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
-from fastcar_compile.estimate.call import CallPart, EngineCall, NamedProduct
+from fastcar_compile.estimate.attend import attend_clocks
+from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall, NamedProduct
 from fastcar_compile.estimate.memory import Memory, memory_of
 from fastcar_compile.estimate.shapes import LinearShape
 from fastcar_compile.targets import Target
@@ -43,7 +45,7 @@ class EngineModel(ABC):
     def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
         self.design, self.target, self.control = design, target, control
         self.memory = memory_of(design, target)
-        self._known: dict[EngineCall, tuple[CallPart, ...]] = {}
+        self._known: dict[Call, tuple[CallPart, ...]] = {}
 
     @property
     def clock_hz(self) -> float:
@@ -64,6 +66,13 @@ class EngineModel(ABC):
         """Return one start for a linear: the host sequences them, so the controller only places the rows."""
         product = NamedProduct(linear.name, self._product(linear))
         return EngineCall(self._work(ControlOp.PLACE), (product,), self._load(load), self.design.ports)
+
+    def instruction_call(self, linears: Sequence[LinearShape], load: RowLoad, *, stays: bool = True) -> EngineCall:
+        """Return an instruction LINEAR or MLP of a step program. stays: whether the results stay on the chip."""
+        last = len(linears) - 1
+        products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
+        call = EngineCall(self._work(ControlOp.PLACE), products, self._load(load), self.design.ports)
+        return replace(call, rows_on_chip=True, results_on_chip=stays)
 
     def mlp_call(
         self,
@@ -107,15 +116,20 @@ class EngineModel(ABC):
     def _load(self, load: RowLoad) -> Load:
         return Load(load.rows, load.passes, self.design.mlp.cores, self.design.scale_rows)
 
-    def parts_of(self, call: EngineCall) -> tuple[CallPart, ...]:
+    def parts_of(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call; a call that is known is not timed again."""
         if call not in self._known:
             self._known[call] = self.parts(call)
         return self._known[call]
 
     @abstractmethod
-    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+    def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
+
+    def moved(self, call: AttendCall | LoopCall) -> float:
+        """Return the bytes that an instruction moves besides weights."""
+        words = call.words if isinstance(call, LoopCall) else call.work.words * self.design.ports
+        return float(words * WORD_BYTES)
 
     def _product(self, linear: LinearShape) -> Product:
         """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
@@ -128,8 +142,14 @@ class EngineModel(ABC):
 class ClosedForm(EngineModel):
     """Stages of tiles that overlap at the pace of the slowest, or a weight stream that is slower than that."""
 
-    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+    def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
+        if isinstance(call, AttendCall):
+            clocks = attend_clocks(call.work, self.memory)
+            return (CallPart(call.name, "attend", clocks / self.clock_hz, self.moved(call)),)
+        if isinstance(call, LoopCall):
+            clocks = sum(part.times * loop_clocks(part.loops, self.memory) for part in call.parts)
+            return (CallPart(call.name, "vector", clocks / self.clock_hz, self.moved(call)),)
         decided = control_clocks(call.control, self.memory) / self.clock_hz
         parts = [CallPart(call.control_name, "drs", decided)]
         if call.filled:
@@ -157,11 +177,16 @@ class ClosedForm(EngineModel):
 
 
 def control_clocks(work: ControlWork, memory: Memory) -> float:
-    """Return the clocks of the controller's loops, one after the other; one that moves words waits for the first."""
+    """Return the clocks of the controller's loops."""
+    return loop_clocks(control_loops(work), memory)
+
+
+def loop_clocks(loops: Iterable[Loop], memory: Memory) -> float:
+    """Return the clocks of loops that run one after the other; one that moves words waits for the first."""
     free = 1 - memory.refreshing
     return sum(
         loop.cycles if not loop.moves else loop.interval * loop.trips / free + loop.depth + memory.latency
-        for loop in control_loops(work)
+        for loop in loops
     )
 
 
@@ -174,6 +199,8 @@ def _stream(call: EngineCall, memory: Memory) -> tuple[float, str]:
 def _load_clocks(call: EngineCall, memory: Memory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
     inputs, rows, ready = call.products[0].product.inputs, call.load.rows, max(places_loop().cycles, memory.latency)
+    if call.rows_on_chip:
+        return float(places_loop().cycles + load_loop(inputs, call.load).cycles)
     return float(max(ready + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
 
 
@@ -194,7 +221,7 @@ def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held:
     rate = _stream(call, memory)[0]
     stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
-    ahead = min(gap * rate, FIFO_WORDS + memory.window) + held
+    ahead = min(gap * rate, call.fifo_words + memory.window) + held
     streamed = max(0.0, product.port_words - ahead) / rate + tail
     flowing = float((product.tiles - 1) * pace + sum(stages))
     if streamed > flowing:

@@ -11,7 +11,8 @@ from fastcar_compile.estimate.system import Estimate
 LANES = {
     "engine": ("memory", "ports", "compute"),
     "rows in and out": ("edge",),
-    "attention": ("attention",),
+    "attention": ("attention", "attend"),
+    "vector": ("vector",),
     "DRS": ("drs",),
 }
 COLOURS = {
@@ -20,6 +21,8 @@ COLOURS = {
     "compute": "#7b52ab",
     "edge": "#8c8c8c",
     "attention": "#e0912f",
+    "attend": "#e0912f",
+    "vector": "#3f9c8f",
     "drs": "#b8433c",
 }
 HOST_COLOUR = "#5b9a58"

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fastcar_compile.codegen.hls.design.dram import measured_cap
 from fastcar_compile.estimate.question import Question
 from fastcar_compile.estimate.rows import Mapping, passes_of
 from fastcar_compile.estimate.run import Run
@@ -20,6 +21,9 @@ class Prediction:
     Attributes:
         what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
         table_load_seconds: of loading the control table, once per session and not part of a step.
+        measured_utilisation: bytes moved over the whole step, against the measured bandwidth of the weight memories.
+        prefill_positions_per_second: of a kernel of whole steps, whose prompt is one launch and one weight stream per
+            position; None: the host sequences the calls.
         speedup_over_dense: over `comparison["dense"]`.
         comparison: tokens per second of others on the same board and array. dense: the decoder compiled without replay:
             no gate, no caches, no prefetch. nothing_replays: as predicted, but every decision is to compute.
@@ -39,6 +43,8 @@ class Prediction:
     tokens_per_second: float
     seconds_per_step: float
     table_load_seconds: float
+    measured_utilisation: float
+    prefill_positions_per_second: float | None
     speedup_over_dense: float
     comparison: dict[str, float]
     passes_by_mapping: dict[str, float]
@@ -105,6 +111,8 @@ class Runs:
             "tokens_per_second": work.batch / self.step.seconds,
             "seconds_per_step": self.step.seconds,
             "table_load_seconds": self.table,
+            "measured_utilisation": self.step.bytes / self.step.seconds / measured_cap(question.target),
+            "prefill_positions_per_second": 1 / self.dense.seconds if question.kernel else None,
             "speedup_over_dense": self.dense.seconds / self.step.seconds,
             "comparison": {name: work.batch / run.seconds for name, run in others.items() if run is not None},
             "passes_by_mapping": {mapping.value: float(passes_of(trace, cores, mapping).mean()) for mapping in Mapping},

@@ -11,12 +11,16 @@ from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.footprint import GB, bank_excess, capacity, require_banks, require_fit
+from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import EngineModel
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Decisions, Draw, coupled, draw_decisions
-from fastcar_compile.estimate.step import Board
+from fastcar_compile.estimate.step import Board, StepKernel
+from fastcar_compile.estimate.step_program import step_program, without_replay
 from fastcar_compile.estimate.workload import Workload
+from fastcar_compile.step.instructions import Decide
+from fastcar_compile.step.program import StepProgram
 from fastcar_compile.targets import Target
 
 SYNTHETIC_FORWARDS = 200
@@ -30,7 +34,7 @@ class Question:
     Args:
         what_if: what the compiler does not emit of it. found: why this design; None: it was given.
         decisions: bool [forwards, layers, rows], True where a row replays. attended: positions per forward.
-        gated: whether something decides.
+        gated: whether something decides. kernel: of whole steps; None: the host sequences the calls.
     """
 
     workload: Workload
@@ -41,6 +45,13 @@ class Question:
     decisions: Decisions
     attended: NDArray[np.integer]
     gated: bool
+    kernel: StepKernel | None = None
+
+    @property
+    def buffers(self) -> StepBuffers | None:
+        """What a kernel of whole steps keeps on chip."""
+        spec = self.workload.step_spec()
+        return None if spec is None or self.kernel is None else spec.buffers(self.design.mlp, self.design.group)
 
     def board(self, model: type[EngineModel]) -> Board:
         """Return the board with a model of its engine."""
@@ -53,9 +64,9 @@ class Question:
             work.quant,
             work.batch,
             fabric_linears=work.offload in ("linears", "all"),
-            fabric_attention=work.offload == "all",
             kv_bytes=work.kv_bytes(1) // work.shape.layers,
             gate=work.gate if self.gated else None,
+            kernel=self.kernel,
         )
 
 
@@ -67,6 +78,7 @@ def ask(
     design: Design | None = None,
     what_if: bool = False,
     recorded: bool = True,
+    program: StepProgram | None = None,
 ) -> Question:
     """Check a workload and find its design.
 
@@ -76,6 +88,7 @@ def ask(
         what_if: accept also what the compiler does not emit.
         recorded: whether the decisions are those of a session from its first forward on (`session.stats.decisions`):
             forward t then attends to t + 1 positions, at most `context`.
+        program: the step program of the design; None: the one that the compiler would write for the shape.
 
     Raises:
         InputError: a figure or the decisions do not fit the workload, or it is not emitted.
@@ -93,25 +106,34 @@ def ask(
         require_banks(target, [held])
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
     trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
-    attended = np.full(len(trace), workload.attended)
+    attended = np.full(len(trace), workload.filled if workload.offload == "all" else workload.attended)
     if decisions is not None and recorded:
         attended = np.minimum(attended, np.arange(1, len(trace) + 1))
-    return Question(workload, target, design, reasons, found, trace, attended, gated)
+    kernel = None
+    if workload.offload == "all":
+        kernel = _kernel(workload, design, program, gated=gated)
+    return Question(workload, target, design, reasons, found, trace, attended, gated, kernel)
+
+
+def _kernel(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepKernel:
+    """Return a kernel with its program; one that decides nothing cannot say what a replay takes."""
+    if program is None or (gated and not any(isinstance(i, Decide) for i in program.instructions)):
+        program = step_program(workload, design)
+    return StepKernel(program, without_replay(program))
 
 
 def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
     """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
-    reasons, footprint = workload.what_if(), workload.footprint(target)
+    reasons, footprint = tuple[str, ...](), workload.footprint(target)
     if target.estimate_only is not None:
-        reasons = (*reasons, f"an artifact for {target.name}: {target.estimate_only}")
+        reasons = (f"an artifact for {target.name}: {target.estimate_only}",)
     if reasons and not what_if:
         raise InputError(
             f"the compiler does not emit this: {'; '.join(reasons)}",
-            hint="choose offload mlp or linears and a board that artifacts are built for, "
-            "or ask with what_if=True (--what-if)",
+            hint="choose a board that artifacts are built for, or ask with what_if=True (--what-if)",
         )
     if not what_if:
-        require_fit(footprint, target, quant=workload.quant, positions=workload.kv_rows or workload.attended)
+        require_fit(footprint, target, quant=workload.quant, positions=workload.cached_rows)
     if footprint.total > (room := capacity(target)):
         return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
     return reasons

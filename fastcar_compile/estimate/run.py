@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.estimate.engine import RowLoad
+from fastcar_compile.estimate.instructions import run_program
 from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
-from fastcar_compile.estimate.step import Board, Step, simulate_step
+from fastcar_compile.estimate.step import STREAMING, Board, Step, simulate_step
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Forward:
 
     def on(self, board: Board) -> Step:
         """Return the step of this forward on a board."""
+        if board.kernel is not None:
+            return run_program(board, board.kernel, self.loads, self.attended)
         return simulate_step(board, self.loads, self.attended, held=self.held)
 
 
@@ -39,7 +42,7 @@ class Run:
     @property
     def streaming(self) -> float:
         """Seconds in which the array or the weight ports work."""
-        return sum(self.busy.get(unit, 0.0) for unit in ("memory", "ports", "compute", "edge"))
+        return sum(self.busy.get(unit, 0.0) for unit in STREAMING)
 
     @classmethod
     def of(

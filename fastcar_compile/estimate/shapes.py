@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fastcar_compile import limits
 from fastcar_compile.artifact.sections import DecoderConfig, LayerPart
 from fastcar_compile.errors import UserError
 from fastcar_compile.formats import quant_format
@@ -48,17 +49,17 @@ class DecoderShape(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    intermediate: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    vocab: int = Field(ge=0)
+    layers: int = Field(ge=1, le=limits.SIZE)
+    hidden: int = Field(ge=1, le=limits.SIZE)
+    intermediate: int = Field(ge=1, le=limits.SIZE)
+    heads: int = Field(ge=1, le=limits.SIZE)
+    kv_heads: int = Field(ge=1, le=limits.SIZE)
+    head_dim: int = Field(ge=1, le=limits.SIZE)
+    vocab: int = Field(ge=0, le=limits.SIZE)
     gated: bool = True
     activation: str = "silu"
-    tokens_per_frame: int = Field(default=256, ge=1)
-    frames: int = Field(default=8, ge=1)
+    tokens_per_frame: int = Field(default=256, ge=1, le=limits.SIZE)
+    frames: int = Field(default=8, ge=1, le=limits.SIZE)
     source: str
 
     @property

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
-from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.call import Call
 from fastcar_compile.estimate.engine import EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
+from fastcar_compile.step.program import StepProgram
 
 NORM_BYTES = 28
 """What a norm and the residual add before it load and store per element, float32: two summands and their sum; the row
@@ -33,6 +34,18 @@ class Segment:
     bytes: float
 
 
+STREAMING = ("memory", "ports", "compute", "edge")
+"""Units of calls of the array, whose bytes are weights."""
+
+
+@dataclass(frozen=True)
+class StepKernel:
+    """A kernel of whole steps: its program, and that of the same decoder compiled without replay."""
+
+    program: StepProgram
+    dense: StepProgram
+
+
 @dataclass(frozen=True)
 class Board:
     """What runs the step.
@@ -40,6 +53,7 @@ class Board:
     Args:
         kv_bytes: of one position of one layer's key and value caches, all rows.
         gate: of every layer; None: the decoder is compiled without replay.
+        kernel: of whole steps; None: the host sequences the calls.
     """
 
     engine: EngineModel
@@ -48,9 +62,9 @@ class Board:
     quant: str
     batch: int
     fabric_linears: bool
-    fabric_attention: bool
     kv_bytes: int
     gate: GateModel | None = None
+    kernel: StepKernel | None = None
 
     @property
     def unit_decides(self) -> bool:
@@ -77,7 +91,7 @@ class Step:
     bytes: float = 0.0
     weight_bytes: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    calls: list[tuple[float, EngineCall]] = field(default_factory=list)
+    calls: list[tuple[float, Call]] = field(default_factory=list)
 
     def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
         """Append a segment."""
@@ -88,12 +102,16 @@ class Step:
         self.bytes += moved
         self.busy[unit] += seconds
 
-    def call(self, name: str, layer: int, board: Board, call: EngineCall) -> None:
+    def call(self, name: str, layer: int, board: Board, call: Call) -> None:
         """Append one start of the engine: its launch, the controller, its rows, its weights."""
         self.add(f"start {name}", layer, "launch", board.host.call_seconds)
+        self.instruction(layer, board, call)
+
+    def instruction(self, layer: int, board: Board, call: Call) -> None:
+        """Append what the engine does, without a launch."""
         self.calls.append((self.seconds, call))
         for part in board.engine.parts_of(call):
-            self.weight_bytes += part.bytes
+            self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
 
 
@@ -196,14 +214,11 @@ class _Simulation:
         moved = times * 2 * 4 * self.board.shape.hidden * self.board.batch
         self.step.add(name, layer, "host", self.board.host.seconds(bytes_read=moved), moved)
 
-    def _call(self, name: str, layer: int, call: EngineCall) -> None:
+    def _call(self, name: str, layer: int, call: Call) -> None:
         self.step.call(name, layer, self.board, call)
 
     def _attention(self, layer: int, attended: float) -> None:
         board, shape = self.board, self.board.shape
         moved = board.kv_bytes * attended
-        if board.fabric_attention:
-            self.step.add("attention", layer, "attention", moved / board.engine.stream_rate, moved)
-            return
         flops = 4 * attended * shape.heads * shape.head_dim * board.batch
         self.step.add("attention", layer, "attention", board.host.seconds(bytes_read=moved, flops=flops), moved)

@@ -25,7 +25,8 @@ class Estimate(Prediction):
         attended: positions that attention reads, at most `context`.
         bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
-        bound_by: memory, ports, compute, drs, launch, host or attention: what takes the largest share of the step.
+        bound_by: memory, ports, compute, drs, launch, host, attention (on the host), attend (in the fabric) or vector:
+            what takes the largest share of the step.
         shares: unit -> share of the step.
         gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
         exploration: what was compared to find the design; empty for a given design.
@@ -104,7 +105,7 @@ def _result(question: Question, runs: Runs) -> Estimate:
         shares={unit: value / run.seconds for unit, value in run.busy.items()},
         gate=work.gate.to_json(work.shape, work.batch),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
-        resources=resources_of(design, work.kernel_spec().controller, target),
+        resources=resources_of(design, work.kernel_spec().controller, target, question.buffers),
         design=design.part.model_dump(mode="json"),
         exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )

@@ -8,7 +8,7 @@ from typing import Literal
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.footprint import Footprint, held
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
 from fastcar_compile.errors import InputError
@@ -29,8 +29,7 @@ class Workload:
     Args:
         context: positions that attention reads.
         batch: rows B.
-        offload: what the fabric computes: the MLPs; every linear; or, "all", attention as well, as published
-            accelerators do. This compiler emits no attention kernel, so "all" is a question of the kind "what if".
+        offload: what the fabric computes: the MLPs; every linear; or, "all", the whole step.
         kv: what keys and values are cached as, a name of `fastcar_compile.formats.kv.KV_TYPES`.
         replay: share of (forward, layer, row) that replays, all forwards counted.
         sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
@@ -66,19 +65,29 @@ class Workload:
             wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
         if self.kv not in KV_TYPES:
             wrong.append(f'kv = "{self.kv}" ({", ".join(KV_TYPES)})')
+        if self.offload == "all" and self.kv != "int8":
+            wrong.append(f'kv = "{self.kv}" with offload = "all" (int8)')
+        if self.offload == "all" and self.gate.on_host and self.replay:
+            wrong.append(f'gate {self.gate.name} with offload = "all" (it decides on the host)')
         if self.couple_cfg and self.batch % 2:
             wrong.append(f"guidance pairs of batch = {self.batch} (an even number of rows)")
         if wrong:
             raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
 
-    def what_if(self) -> tuple[str, ...]:
-        """Return what this workload asks for that the compiler does not emit; empty: all of it is emitted."""
-        return ("attention in the fabric: no attention kernel is emitted",) if self.offload == "all" else ()
-
     @property
     def attended(self) -> int:
         """Positions that attention reads."""
         return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
+
+    @property
+    def cached_rows(self) -> int:
+        """Rows of a key or value cache."""
+        return self.kv_rows or self.attended
+
+    @property
+    def filled(self) -> int:
+        """Rows of the cache that hold a position: a kernel of whole steps reads them all."""
+        return min(self.context, self.cached_rows)
 
     def heads(self) -> AttentionShape:
         """Return the heads of q and k that the controller reads; one head of one element where it reads neither."""
@@ -98,7 +107,8 @@ class Workload:
 
     def kernel_spec(self) -> KernelSpec:
         """Return what the kernel has to do."""
-        return KernelSpec(self.mlp_spec(), ControllerSpec(self.heads(), self.score()), self.linear_specs())
+        controller = ControllerSpec(self.heads(), self.score())
+        return KernelSpec(self.mlp_spec(), controller, self.linear_specs(), self.step_spec())
 
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
@@ -136,6 +146,12 @@ class Workload:
         ]
         return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
 
+    def step_spec(self) -> StepSpec | None:
+        """Return the rest of a step, where the engine computes it."""
+        if self.offload != "all":
+            return None
+        return StepSpec(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.cached_rows)
+
     def kv_bytes(self, positions: int) -> int:
         """Return the bytes of this many cached positions, all layers and rows."""
         kept = KV_TYPES[self.kv]
@@ -149,7 +165,7 @@ class Workload:
         """Return the memory of the shape, without embeddings and norms."""
         return Footprint(
             self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
-            self.kv_bytes(self.kv_rows or self.attended),
+            self.kv_bytes(self.cached_rows),
             self.shape.mlp_cache_bytes(self.batch),
             self.gate.cache_bytes(self.shape, self.batch),
         )

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.calibration.calibrate import Setting, rules_of
-from fastcar_compile.calibration.evaluator import Details, Evaluator, Rules
+from fastcar_compile.calibration.evaluator import Evaluator
+from fastcar_compile.calibration.measurement import Details
+from fastcar_compile.calibration.rule import Rules
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.evaluate.cases import Case

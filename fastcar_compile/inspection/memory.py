@@ -60,20 +60,26 @@ def _whole(manifest: Manifest) -> MemoryBar:
 
 
 def _banks(manifest: Manifest, accelerator: AcceleratorSection) -> list[MemoryBar]:
-    """Return the weight ports: the bank behind each, and its part of the weight streams."""
+    """Return the weight ports: the bank behind each, its part of the weight streams, and of caches."""
     design = Design.of(accelerator.design)
     ports = design.axi_weight_ports
     section = -(-design.weight_bytes // ports)
     banks = bank_map(manifest.target, ports)
     tags = [f"port {port}" for port in range(ports)] if banks is None else list(banks.weights)
     room = None if banks is None else banks.bank_bytes
+    kept = [
+        MemoryPiece(name="keys and values", bytes=argument.bytes)
+        for kernel in accelerator.kernels
+        for argument in kernel.arguments
+        if argument.name in kernel.caches()[:1]  # those of all ports have one size
+    ]
     note = "a bank of its own" if room is not None else "a part of the same memory"
     return [
         MemoryBar(
             name=f"weight port {port}: {tag}" if banks is not None else f"weight port {port}",
             note=note,
             capacity=room,
-            pieces=(MemoryPiece(name="weight stream", bytes=section),),
+            pieces=(MemoryPiece(name="weight stream", bytes=section), *kept),
         )
         for port, tag in enumerate(tags)
     ]

@@ -102,6 +102,9 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
         )
         for call in accelerator.linears
     ]
+    if accelerator.step is not None:
+        count = accelerator.step.instructions
+        calls.append(OffloadLine(name="whole step", modules=(), reason=f"one launch of {count} instructions per token"))
     kept = [OffloadLine(name="on the host", modules=(h.path,), reason=h.reason) for h in accelerator.on_host]
     return [mlp, *calls, *kept]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.call import AttendCall, Call, LoopCall
 from fastcar_compile.inspection.models import CallKind, CallProcess, CallStart, Span, StepLine
 from fastcar_compile.simulation.network import ProcessResult, Result
 from fastcar_compile.simulation.network import Span as ClockSpan
@@ -20,7 +20,7 @@ class Calls:
     def __init__(self) -> None:
         self.kinds: list[CallKind] = []
         self.states: list[str] = []
-        self._known: dict[EngineCall, int] = {}
+        self._known: dict[Call, int] = {}
         self._places: dict[str, int] = {}
 
     def step(self, line: TimeLine, title: str, note: str) -> StepLine:
@@ -54,7 +54,7 @@ class Calls:
             ),
         )
 
-    def _kind(self, call: EngineCall, result: Result) -> int:
+    def _kind(self, call: Call, result: Result) -> int:
         if call not in self._known:
             self._known[call] = len(self.kinds)
             processes = tuple(self._process(name, process) for name, process in result.processes.items())
@@ -84,8 +84,12 @@ class Calls:
         return self._places[state]
 
 
-def call_name(call: EngineCall) -> str:
+def call_name(call: Call) -> str:
     """Return what a call is for: its products, its rows where several can compute, and what is special in it."""
+    if isinstance(call, LoopCall):
+        return call.name
+    if isinstance(call, AttendCall):
+        return f"{call.name}, {call.work.positions} positions"
     products = [named.name for named in call.products]
     if not products:
         return f"{call.control_name}, prefetch" if call.filled else call.control_name

@@ -94,7 +94,7 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
                 known[pair] = _table(program, module, rotation, tables)
             table = known[pair]
             if isinstance(table, str):
-                hint = 'compile with numerics="native"'
+                hint = 'compile with numerics="native", which offload="mlp" and "linears" have'
                 what = f"numerics='exact': the rotary embedding {rotation.node.name}: {table}"
                 yield CompileError(what, where=where(rotation.node), hint=hint)
             else:

@@ -214,12 +214,20 @@ class Session:
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
-            part = array[:, start : start + chunk]
-            short = chunk - part.shape[1]
-            padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
-            logits = self._stepper.prefill(padded, start)[:, part.shape[1] - 1]
+            logits = self._read_chunk(array[:, start : start + chunk], start, chunk)
         self._position = length
         return like(inputs, np.array(logits))
+
+    def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
+        """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
+        count = part.shape[1]
+        if count <= self._stepper.single_tokens:
+            for i in range(count - 1):
+                self._stepper.prefill(part[:, i : i + 1], start + i)
+            return self._stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
+        short = chunk - count
+        padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
+        return self._stepper.prefill(padded, start)[:, count - 1]
 
     def step(self, inputs: Any) -> Any:
         """One decode forward.

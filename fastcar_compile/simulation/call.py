@@ -12,6 +12,7 @@ from itertools import chain
 
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
 from fastcar_compile.codegen.hls.design.loops import (
+    SEND_DEPTH,
     STREAM_DEPTH,
     Loop,
     load_loop,
@@ -21,7 +22,7 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
-from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.call import EngineCall, LoopCall
 from fastcar_compile.estimate.memory import Memory
 from fastcar_compile.simulation.network import (
     Action,
@@ -37,6 +38,9 @@ from fastcar_compile.simulation.network import (
 
 ARRAY = "mac_tile"
 """The process whose waiting is followed to its root: the multipliers."""
+
+VECTOR = "vector"
+"""The sequencer with the loops of an instruction that has no product."""
 
 CONTROL = "control"
 """The TAS unit and controller, and the decoding of the call: its loops run before the array starts."""
@@ -71,6 +75,22 @@ def engine_network(call: EngineCall, memory: Memory) -> Network:
     return _behind_control(call, memory, Network({}))
 
 
+def loop_network(call: LoopCall, memory: Memory) -> Network:
+    """Return the network of an instruction whose loops run one after the other."""
+    return Network({VECTOR: _loops(call, memory)}, memories={MEMORY: memory})
+
+
+def _loops(call: LoopCall, memory: Memory) -> Iterator[Action]:
+    for part in call.parts:
+        for _time in range(part.times):
+            yield from (_one(loop, memory) for loop in part.loops if loop.trips)
+
+
+def _one(loop: Loop, memory: Memory) -> Run:
+    latency = loop.depth + 1 + (memory.latency if loop.moves else 0)
+    return Run(loop.label, loop.trips, loop.interval, latency, memory=MEMORY if loop.moves else None)
+
+
 def _behind_control(call: EngineCall, memory: Memory, region: Network) -> Network:
     """Return a DATAFLOW region that starts when the controller is done. Its processes start together."""
     starts = {name: f"start of {name}" for name in region.processes if name in STARTED}
@@ -83,9 +103,7 @@ def _behind_control(call: EngineCall, memory: Memory, region: Network) -> Networ
 
 
 def _control(call: EngineCall, memory: Memory, starts: tuple[str, ...]) -> Iterator[Action]:
-    for loop in control_loops(call.control):
-        latency = loop.depth + 1 + (memory.latency if loop.moves else 0)
-        yield Run(loop.label, loop.trips, loop.interval, latency, memory=MEMORY if loop.moves else None)
+    yield from (_one(loop, memory) for loop in control_loops(call.control))
     for start in starts:
         yield from (Claim(start), Post(start))
 
@@ -104,7 +122,7 @@ def _array_network(call: EngineCall, memory: Memory) -> Network:
         "write_rows": _write_rows(call, memory),
     }
     fifos = {
-        "ports": Fifo(FIFO_WORDS, "read_weights", "share_weights"),
+        "ports": Fifo(call.fifo_words, "read_weights", "share_weights"),
         "weights": Fifo(SMALL_FIFO, "share_weights", "fetch_tile"),
         "rows_in": Fifo(SMALL_FIFO, "read_rows", "compute"),
         "rows_out": Fifo(SMALL_FIFO, "send_tile", "write_rows"),
@@ -122,6 +140,8 @@ def _run(loop: Loop, name: str, *, reads: tuple[str, ...] = (), writes: tuple[st
 
 def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
     words = float_words(call.products[0].product.inputs)
+    if call.rows_on_chip:
+        return [Run("x", words, 1, SEND_DEPTH, writes=("rows_in",))] * call.load.rows
     return [Run("x", words, 1, memory.latency, writes=("rows_in",), memory=MEMORY)] * call.load.rows
 
 
@@ -193,4 +213,5 @@ def _write_rows(call: EngineCall, memory: Memory) -> Iterator[Action]:
     loop = tile_loops(last.product, call.load).send
     for _tile in range(last.product.tiles):
         if loop.trips:
-            yield Run("results", loop.trips, 1, STREAM_DEPTH, reads=("rows_out",), memory=MEMORY)
+            memory_of_rows = None if call.results_on_chip else MEMORY
+            yield Run("results", loop.trips, 1, STREAM_DEPTH, reads=("rows_out",), memory=memory_of_rows)

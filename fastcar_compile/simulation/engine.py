@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
-from fastcar_compile.estimate.call import CallPart, EngineCall
+from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall
 from fastcar_compile.estimate.engine import EngineModel
-from fastcar_compile.simulation.call import ARRAY, CONTROL, engine_network
+from fastcar_compile.simulation.attend import ATTENTION, attend_network
+from fastcar_compile.simulation.call import ARRAY, CONTROL, engine_network, loop_network
 from fastcar_compile.simulation.kernel import simulate_network
 from fastcar_compile.simulation.network import Result
 from fastcar_compile.targets import Target
@@ -22,10 +23,15 @@ class CycleModel(EngineModel):
 
     def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
         super().__init__(design, target, control)
-        self.results: dict[EngineCall, Result] = {}
+        self.results: dict[Call, Result] = {}
 
-    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+    def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call: the controller; then until the first tile of each product, and from then on."""
+        if isinstance(call, AttendCall):
+            result = simulate_network(attend_network(call.work, self.memory), watch=ATTENTION, spans=True)
+            return self._whole(call, result, "attend")
+        if isinstance(call, LoopCall):
+            return self._whole(call, simulate_network(loop_network(call, self.memory), spans=True), "vector")
         network = engine_network(call, self.memory)
         result = simulate_network(network, watch=ARRAY if call.products else None, spans=True)
         self.results[call] = result
@@ -37,6 +43,10 @@ class CycleModel(EngineModel):
         if call.products:
             parts += self._array(call, result, decided)
         return tuple(part for part in parts if part.seconds > 0)
+
+    def _whole(self, call: AttendCall | LoopCall, result: Result, unit: str) -> tuple[CallPart, ...]:
+        self.results[call] = result
+        return (CallPart(call.name, unit, result.clocks / self.clock_hz, self.moved(call)),)
 
     def _array(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
         starts = [result.processes[ARRAY].starts[named.name] for named in call.products]

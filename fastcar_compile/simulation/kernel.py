@@ -126,7 +126,7 @@ class _Simulator:
             self.fifos[name].put = round(self.fifos[name].put)
         self._set_rate(process, 0.0, whole=True)
         process.run, process.draining = None, True
-        process.until = self.now + run.latency
+        process.until = self.now + (run.ii if run.flat else run.latency)
         return True
 
     def _begin(self, process: ProcessState) -> bool:

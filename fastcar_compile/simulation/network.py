@@ -22,6 +22,7 @@ class Run:
         loop: its name. trips: iterations, at least 1. ii: clocks from one to the next.
         latency: clocks from an iteration's operands to its results; at least 1.
         reads, writes: FIFOs. memory: that every iteration reads or writes `words` words of; None: none.
+        flat: whether the process's next loop is the same pipeline: it starts an interval after the last iteration.
     """
 
     loop: str
@@ -32,6 +33,7 @@ class Run:
     writes: tuple[str, ...] = ()
     memory: str | None = None
     words: float = 1.0
+    flat: bool = False
 
 
 @dataclass(frozen=True)

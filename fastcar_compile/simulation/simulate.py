@@ -15,8 +15,8 @@ from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.simulator import simulate_step as dispatch_step
 from fastcar_compile.drs.table import DrsTable, Opcode
 from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate.artifact import design_of, workload_of
-from fastcar_compile.estimate.call import EngineCall
+from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
+from fastcar_compile.estimate.call import Call
 from fastcar_compile.estimate.engine import RowLoad
 from fastcar_compile.estimate.prediction import Prediction, Runs
 from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, Question, ask
@@ -42,7 +42,8 @@ class Simulation(Prediction):
     Attributes:
         mapping: of rows to cores. forwards: simulated. cores: of the array. clock_hz: of the fabric.
         clocks_per_step: the step in clocks of the fabric.
-        seconds: unit -> mean seconds: drs, memory, ports, compute and edge of engine calls, launch, host, attention.
+        seconds: unit -> mean seconds: drs, memory, ports, compute and edge of engine calls, attend and vector of
+            instructions, launch, host, attention.
         stream_of_memory: bytes of weights in the time of the engine's calls, of those that the memory could deliver to
             its ports in that time.
         passes: mean over forwards and layers that compute, of the core that has most.
@@ -63,7 +64,7 @@ class Simulation(Prediction):
     roots: dict[str, float]
     deadlock: str
     typical: Step
-    calls: dict[EngineCall, Result]
+    calls: dict[Call, Result]
     decisions: Decisions
 
     LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"typical", "calls", "decisions"})
@@ -110,7 +111,12 @@ def simulate(
     elif draw is Draw.PAIRS:
         decisions = coupled(decisions)
     question = ask(
-        work, manifest.target, decisions=decisions, design=design_of(manifest, manifest.target), recorded=recorded
+        work,
+        manifest.target,
+        decisions=decisions,
+        design=design_of(manifest, manifest.target),
+        recorded=recorded,
+        program=program_of(manifest, folder),
     )
     return simulate_question(question, table, mapping)
 
@@ -166,7 +172,7 @@ def _simulation(question: Question, runs: Runs, engine: CycleModel, mapping: Map
     )
 
 
-def _processes(counts: Counter[EngineCall], engine: CycleModel) -> dict[str, ProcessTime]:
+def _processes(counts: Counter[Call], engine: CycleModel) -> dict[str, ProcessTime]:
     """Return what every process does over the calls of a step. In a call without it, a process has nothing to do."""
     names = dict.fromkeys(name for call in counts for name in engine.results[call].processes)
     absent = ProcessResult(0.0, {}, {}, 0.0, ())
@@ -180,7 +186,7 @@ def _processes(counts: Counter[EngineCall], engine: CycleModel) -> dict[str, Pro
     return found
 
 
-def _sum(parts: dict[EngineCall, dict[str, float]], counts: Counter[EngineCall]) -> dict[str, float]:
+def _sum(parts: dict[Call, dict[str, float]], counts: Counter[Call]) -> dict[str, float]:
     total = defaultdict[str, float](float)
     for call, values in parts.items():
         for cause, clocks in values.items():

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.estimate.call import CallPart, EngineCall
+from fastcar_compile.estimate.call import Call, CallPart
 from fastcar_compile.estimate.engine import ClosedForm
 from fastcar_compile.estimate.question import Question
 from fastcar_compile.estimate.run import Run
@@ -29,12 +29,15 @@ MOST_TILES = 6_000
 
 @dataclass(frozen=True)
 class StartedCall:
-    """One start of the engine in a step, seconds. result: what its processes did; None: it is in closed form."""
+    """One start of the engine, or an instruction, in a step; seconds.
+
+    result: what its processes did; None: it is in closed form.
+    """
 
     start: float
     seconds: float
     layer: int
-    call: EngineCall
+    call: Call
     result: Result | None
 
 
@@ -56,12 +59,11 @@ class _Bounded(CycleModel):
         self.left = MOST_TILES
         self._closed = ClosedForm(design, target, control)
 
-    def parts(self, call: EngineCall) -> tuple[CallPart, ...]:
+    def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
-        tiles = sum(named.product.tiles for named in call.products)
-        if tiles > self.left:
+        if call.tiles > self.left:
             return self._closed.parts_of(call)
-        self.left -= tiles
+        self.left -= call.tiles
         return super().parts(call)
 
 

@@ -11,7 +11,10 @@ from fastcar_compile.simulation.simulate import Simulation
 
 HOST, ENGINE = 1, 2
 HOST_LANES = ("launch", "host", "attention")
-"""Units of the time line that are the host's; the others are the fabric's."""
+"""Units of the time line that are the host's."""
+
+ENGINE_LANES = ("drs", "edge", "memory", "ports", "compute", "attend", "vector")
+"""Those that are the fabric's."""
 
 
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
@@ -21,7 +24,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     one span from its start to its end.
     """
     events = [_named(HOST, None, "host and calls"), _named(ENGINE, None, "engine, process by process")]
-    lanes = {unit: number for number, unit in enumerate((*HOST_LANES, "drs", "edge", "memory", "ports", "compute"))}
+    lanes = {unit: number for number, unit in enumerate((*HOST_LANES, *ENGINE_LANES))}
     events += [_named(HOST, number, unit) for unit, number in lanes.items()]
     for segment in simulation.typical.segments:
         span = (segment.start, segment.seconds)

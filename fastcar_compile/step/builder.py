@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from fastcar_compile.drs.score import float32
+from fastcar_compile.drs.scores import network_words
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import UserError
 from fastcar_compile.step import instructions as step
 from fastcar_compile.step.cache_layout import BLOCK, CacheLayout
@@ -83,10 +86,24 @@ class ReplayPlan:
 
     Args:
         stride: forwards from one frame to the next. gated: per layer, whether its gate is in the control table.
+        gate: of the table. units: per layer the hidden units of its network, for gate `learned`; else ().
     """
 
     stride: int
     gated: tuple[bool, ...]
+    gate: GateKind = GateKind.TAS
+    units: tuple[int, ...] = ()
+
+    def problems(self, layers: int, attention: AttentionPlan) -> list[str]:
+        """Return what no step program has, as texts."""
+        found = []
+        if len(self.gated) != layers:
+            found.append(f"gates of {len(self.gated)} layers for {layers} layers")
+        if len(self.units) != (layers if self.gate is GateKind.LEARNED else 0):
+            found.append(f"networks of {len(self.units)} layers for gate {self.gate.name.lower()} of {layers} layers")
+        if self.gate is GateKind.BOUND and not (attention.rotary or attention.head_norm):
+            found.append("gate bound of heads without RoPE and norms: their q is gone when the MLP's input is there")
+        return found
 
 
 @dataclass(frozen=True)
@@ -109,25 +126,25 @@ class StepPlan:
     head: LinearPlan
     replay: ReplayPlan | None = None
 
-    def is_gated(self, layer: int) -> bool:
-        """Return whether a layer may replay."""
-        return self.replay is not None and self.replay.gated[layer]
+    def replay_of(self, layer: int) -> ReplayPlan | None:
+        """Return the replay of a layer; None: it always computes."""
+        return self.replay if self.replay is not None and self.replay.gated[layer] else None
 
 
 def build_step(plan: StepPlan) -> StepProgram:
     """Return the step program of a decoder.
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
-    of the last norm, then the RoPE table. In a section of `weights`, layer by layer: q/k/v, o, the MLP; then the head.
-    In a section of the caches: layer, row, key head. In the replay buffer: chain counts by layer and slot, then MLP
-    outputs by layer, slot and row.
+    of the last norm, then the RoPE table, then the networks of the layers with gate `learned`. In a section of
+    `weights`, layer by layer: q/k/v, o, the MLP; then the head. In a section of the caches: layer, row, key head. In
+    the replay buffer: chain counts by layer and slot, then MLP outputs by layer, slot and row, then MLP inputs alike,
+    if the gate reads them.
 
     Raises:
         UserError: sizes that the engine cannot compute, all of them.
     """
     wrong = plan.attention.problems()
-    if plan.replay is not None and len(plan.replay.gated) != plan.layers:
-        wrong.append(f"gates of {len(plan.replay.gated)} layers for {plan.layers} layers")
+    wrong += [] if plan.replay is None else plan.replay.problems(plan.layers, plan.attention)
     if plan.hidden % LANES:
         wrong.append(f"a hidden size of {plan.hidden} (a multiple of {LANES})")
     if not wrong:
@@ -152,8 +169,13 @@ class _Builder:
         cached = plan.rows * heads.key_heads
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = plan.layers * self.norm_words
+        self.table = self.last_norm + self.words
+        self.networks = _networks(plan, self.table + heads.table_rows * heads.rotary // LANES)
         self.slots = 0 if plan.replay is None else plan.replay.stride
         self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * plan.rows * self.words
+        self.outputs = plan.layers * self.layer_chains
+        self.inputs = self.outputs + plan.layers * self.layer_outputs
+        self.layer_inputs = self.layer_outputs if plan.replay is not None and plan.replay.gate.reads_input else 0
 
     def program(self) -> StepProgram:
         """Return the program; it is not checked yet."""
@@ -165,13 +187,13 @@ class _Builder:
             ports=plan.ports,
             positions=heads.cache.positions,
             row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
-            constant_words=self.last_norm + self.words + heads.table_rows * heads.rotary // LANES,
+            constant_words=self.networks[-1],
             weight_words=plan.layers * self.layer_weights + plan.head.words,
             key_words=plan.layers * self.layer_keys,
             value_words=plan.layers * self.layer_values,
             input_words=plan.rows * self.words,
             output_words=plan.rows * output,
-            replay_words=plan.layers * (self.layer_chains + self.layer_outputs),
+            replay_words=self.inputs + plan.layers * self.layer_inputs,
         )
         layers = (i for layer in range(plan.layers) for i in self._layer(layer))
         return StepProgram(sizes, (step.Load(0, Place.X, self.words), *layers, *self._last()))
@@ -185,38 +207,61 @@ class _Builder:
         yield _linear(layer, Place.A, Place.Y, plan.o, weights + plan.qkv.words)
         yield step.Add(layer, Place.Y, Place.X, self.words)
         yield self._norm(layer, norms + self.words)
+        replay = plan.replay_of(layer)
+        if replay is not None and replay.gate.reads_input:
+            yield self._decision(layer, replay)
         yield step.Mlp(layer, Place.A, Place.Y, weights + plan.qkv.words + plan.o.words)
-        cache = plan.layers * self.layer_chains + layer * self.layer_outputs
-        replay = step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
-        yield replay if plan.is_gated(layer) else step.Add(layer, Place.Y, Place.X, self.words)
+        if replay is None:
+            yield step.Add(layer, Place.Y, Place.X, self.words)
+        else:
+            cache = self.outputs + layer * self.layer_outputs
+            yield step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
 
     def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
         heads, head_words = self.heads, self.head_words
         query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
         ring = heads.cache.sinks, heads.cache.ring
         keys, values = layer * self.layer_keys, layer * self.layer_values
-        q, k = Place.Y, Place.Y
         yield step.AppendValues(layer, Place.Y, query + key, heads.key_heads, blocks, values, *ring)
+        q, k = self._places
+        normed = (Place.A, Place.A) if heads.rotary else (q, k)
         if heads.head_norm:
-            size, epsilon = float32(1 / heads.head_dim), float32(self.plan.epsilon)
-            yield step.Norm(layer, q, Place.Q, 0, head_words, heads.heads, norms, size, epsilon)
-            yield step.Norm(layer, k, Place.K, query, head_words, heads.key_heads, norms + head_words, size, epsilon)
-            q, k = Place.Q, Place.K
+            sizes = (float32(1 / heads.head_dim), float32(self.plan.epsilon))
+            yield step.Norm(layer, Place.Y, normed[0], 0, head_words, heads.heads, norms, *sizes)
+            yield step.Norm(layer, Place.Y, normed[1], query, head_words, heads.key_heads, norms + head_words, *sizes)
         if heads.rotary:
-            turned = (Place.Y, Place.Y) if heads.head_norm else (Place.Q, Place.K)
-            yield self._rotation(layer, (q, turned[0]), 0, heads.heads)
-            yield self._rotation(layer, (k, turned[1]), query, heads.key_heads)
-            q, k = turned
+            given = Place.A if heads.head_norm else Place.Y
+            yield self._rotation(layer, (given, q), 0, heads.heads)
+            yield self._rotation(layer, (given, k), query, heads.key_heads)
         yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
-        if self.plan.is_gated(layer):
-            counts = (heads.heads, heads.key_heads, blocks)
-            yield step.Decide(layer, q, *counts, keys, *ring, self.slots, chain=layer * self.layer_chains)
+        replay = self.plan.replay_of(layer)
+        if replay is not None and not replay.gate.reads_input:
+            yield self._decision(layer, replay)
         cached = (keys, values, *ring, heads.cache.window)
         yield step.Attend(layer, q, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
 
+    @property
+    def _places(self) -> tuple[Place, Place]:
+        """Where q and k are when attention reads them."""
+        return (Place.Q, Place.K) if self.heads.rotary or self.heads.head_norm else (Place.Y, Place.Y)
+
+    def _decision(self, layer: int, plan: ReplayPlan) -> step.Decide:
+        decide = step.Decide(layer, plan.gate, self.slots, layer * self.layer_chains)
+        heads, cache = self.heads, self.heads.cache
+        if plan.gate.reads_query:
+            decide = replace(decide, source=self._places[0], heads=heads.heads, key_heads=heads.key_heads)
+            decide = replace(decide, blocks=heads.head_dim // BLOCK, keys=layer * self.layer_keys)
+            decide = replace(decide, sinks=cache.sinks, ring=cache.ring)
+        if plan.gate.reads_input:
+            inputs = self.inputs + layer * self.layer_inputs
+            decide = replace(decide, input=Place.A, count=self.words, inputs=inputs)
+        if plan.gate is GateKind.LEARNED:
+            decide = replace(decide, network=self.networks[layer], units=plan.units[layer])
+        return decide
+
     def _rotation(self, layer: int, places: tuple[Place, Place], first: int, heads: int) -> step.Rotate:
-        half, table = self.heads.rotary // LANES // 2, self.last_norm + self.words
-        return step.Rotate(layer, *places, first, heads, self.head_words, half, table, self.heads.table_rows)
+        half = self.heads.rotary // LANES // 2
+        return step.Rotate(layer, *places, first, heads, self.head_words, half, self.table, self.heads.table_rows)
 
     def _norm(self, layer: int, weight: int) -> step.Norm:
         size, epsilon = float32(1 / self.plan.hidden), float32(self.plan.epsilon)
@@ -232,3 +277,9 @@ class _Builder:
 def _linear(layer: int, source: Place, target: Place, plan: LinearPlan, weights: int) -> step.Linear:
     sizes = (plan.inputs, plan.channels, plan.tile, plan.tiles, int(plan.bias))
     return step.Linear(layer, source, target, *sizes, weights)
+
+
+def _networks(plan: StepPlan, first: int) -> tuple[int, ...]:
+    """Return the word of each layer's network, from word `first` of the constants on, and the word behind the last."""
+    units = (0,) * plan.layers if plan.replay is None or not plan.replay.units else plan.replay.units
+    return tuple(accumulate((network_words(n, plan.hidden) if n else 0 for n in units), initial=first))

@@ -81,22 +81,29 @@ class CacheLayout:
         """Memory words of one port's values."""
         return self.value_tiles * self.value_tile_words
 
-    def pack_keys(self, rows: Array) -> Array:
-        """Return int8 [ports, key_words, 16] of int8 rows [positions, head_dim + blocks]."""
+    def pack_keys(self, rows: Array, number: int) -> Array:
+        """Return int8 [ports, key_words, 16] of int8 rows [positions, head_dim + blocks] of head `number` of a layer.
+
+        Position s is on port (s + number) mod ports, so that the heads of one position are on all ports.
+        """
         mantissas, exponents = self._split(rows, self.key_tiles * LANES * self.ports)
         own = mantissas.reshape(self.key_tiles, LANES, self.ports, -1).transpose(2, 0, 1, 3)
         heads = exponents.reshape(self.key_tiles, LANES, self.ports, self.blocks).transpose(2, 0, 3, 1)
         words = own.reshape(self.ports, self.key_tiles, -1, LANES)
-        return np.concatenate([heads, words], 2).reshape(self.ports, self.key_words, LANES)
+        sections = np.concatenate([heads, words], 2).reshape(self.ports, self.key_words, LANES)
+        return np.roll(sections, number, 0)
 
-    def unpack_keys(self, words: Array) -> Array:
+    def unpack_keys(self, words: Array, number: int) -> Array:
         """Return the rows of `pack_keys`."""
-        heads, own = np.split(words.reshape(self.ports, self.key_tiles, -1, LANES), [self.blocks], 2)
+        heads, own = np.split(
+            np.roll(words, -number, 0).reshape(self.ports, self.key_tiles, -1, LANES), [self.blocks], 2
+        )
         mantissas = own.reshape(self.ports, self.key_tiles, LANES, -1).transpose(1, 2, 0, 3)
         return self._join(mantissas, heads.transpose(1, 3, 0, 2))
 
-    def pack_values(self, rows: Array) -> Array:
-        """Return int8 [ports, value_words, 16] of int8 rows [positions, head_dim + blocks]."""
+    def pack_values(self, rows: Array, number: int) -> Array:
+        """Return int8 [ports, value_words, 16] of int8 rows [positions, head_dim + blocks]; all heads lie alike."""
+        del number
         tiles, blocks, ports = self.value_tiles, self.blocks, self.ports
         mantissas, exponents = self._split(rows, tiles * BLOCK)
         halves = mantissas.reshape(tiles, BLOCK_WORDS, LANES, blocks, BLOCK)
@@ -108,8 +115,9 @@ class CacheLayout:
         spread = in_turn.reshape(tiles, -1, ports, LANES).transpose(2, 0, 1, 3)
         return np.concatenate([spread, own.reshape(ports, tiles, -1, LANES)], 2).reshape(ports, -1, LANES)
 
-    def unpack_values(self, words: Array) -> Array:
+    def unpack_values(self, words: Array, number: int) -> Array:
         """Return the rows of `pack_values`."""
+        del number
         tiles, blocks, ports = self.value_tiles, self.blocks, self.ports
         spread, own = np.split(words.reshape(ports, tiles, -1, LANES), [self.value_head_words], 2)
         padded = own.reshape(ports, tiles, blocks, self.slots, BLOCK_WORDS, LANES).transpose(1, 4, 5, 2, 3, 0)

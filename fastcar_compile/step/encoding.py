@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from enum import IntEnum
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -11,14 +12,14 @@ from fastcar_compile.step.instructions import INSTRUCTION_WORDS, KINDS, Instruct
 
 
 def decode(words: tuple[int, ...]) -> Instruction | None:
-    """Return the instruction of these words; None: an unknown opcode or place, or a word that is not zero behind it."""
+    """Return the instruction of these words; None: an unknown opcode, place or gate, or more words than its own."""
     kind = KINDS.get(words[0] & 0xFF)
     if kind is None or words[0] >> 8 & 0xFF:
         return None
     types = _types(kind)
     given, rest = words[1 : len(types) + 1], words[len(types) + 1 :]
-    places = [word for wanted, word in zip(types, given, strict=True) if wanted is Place]
-    if any(rest) or any(place > Place.OUTPUT for place in places):
+    named = [(wanted, word) for wanted, word in zip(types, given, strict=True) if issubclass(wanted, IntEnum)]
+    if any(rest) or any(word not in list(wanted) for wanted, word in named):
         return None
     return kind(words[0] >> 16, *(_value(wanted, word) for wanted, word in zip(types, given, strict=True)))
 

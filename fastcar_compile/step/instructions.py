@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
+from fastcar_compile.drs.scores import network_words
+from fastcar_compile.drs.table import MAX_UNITS, GateKind
 from fastcar_compile.step.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.step.sizes import MAX_COUNT, MAX_WORDS, Sizes
 
@@ -76,9 +78,9 @@ class Instruction:
         return (*words, *[0] * (INSTRUCTION_WORDS - len(words)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name; a place by its name."""
+        """Return the fields by name; a place and a gate by their names."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        named = {key: value.name if isinstance(value, Place) else value for key, value in fields.items()}
+        named = {key: value.name if isinstance(value, IntEnum) else value for key, value in fields.items()}
         return {"opcode": self.opcode.name, **named}
 
     def fits(self, room: Sizes) -> bool:
@@ -289,31 +291,65 @@ class Add(Instruction):
 
 @dataclass(frozen=True)
 class Decide(Instruction):
-    """The layer's gate by the control table, with q of the source and the cached key of position - stride.
+    """The layer's gate by the control table. Fields of what the gate does not read are 0.
 
     The replay buffer has 32 chain counts per slot, those of the layer from word `chain` on.
+
+    Args:
+        source .. ring: q in `source`, and the cached key of position - stride, of a gate that reads q.
+        input, count, inputs: x in `input`, `count` words a row, of a gate that reads the MLP's input. The x of the last
+            forward that computed is kept in the replay buffer from word `inputs` on, slot after slot, row after row.
+        network, units: of gate `learned`; the word of the layer's network in the constants, and its hidden units.
     """
 
     opcode = Opcode.DECIDE
-    source: Place
-    heads: int
-    key_heads: int
-    blocks: int
-    keys: int
-    sinks: int
-    ring: int
+    gate: GateKind
     stride: int
     chain: int
+    source: Place = Place.X
+    heads: int = 0
+    key_heads: int = 0
+    blocks: int = 0
+    keys: int = 0
+    sinks: int = 0
+    ring: int = 0
+    input: Place = Place.X
+    count: int = 0
+    inputs: int = 0
+    network: int = 0
+    units: int = 0
+
+    @property
+    def network_words(self) -> int:
+        """Memory words of the network."""
+        return network_words(self.units, LANES * self.count)
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks, self.stride)
+        counted = counts(self.stride) and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
+        return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
+
+    def _query_fits(self, room: Sizes) -> bool:
+        if not self.gate.reads_query:
+            return not any((self.source, self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
+        small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks)
         if not small or self.heads % self.key_heads:
             return False
         ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
         inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
-        keys = self.keys + room.rows * self.key_heads * layout_of(room, self.blocks).key_words <= room.key_words
-        return ring and inside and keys and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
+        cached = room.rows * self.key_heads * layout_of(room, self.blocks).key_words
+        return ring and inside and self.keys + cached <= room.key_words
+
+    def _input_fits(self, room: Sizes) -> bool:
+        if not self.gate.reads_input:
+            return not any((self.input, self.count, self.inputs))
+        small = on_chip(self.input) and counts(self.count) and self.count <= room.row_words
+        return small and self.inputs + self.stride * room.rows * self.count <= room.replay_words
+
+    def _network_fits(self, room: Sizes) -> bool:
+        if self.gate is not GateKind.LEARNED:
+            return not self.network and not self.units
+        return 1 <= self.units <= MAX_UNITS and self.network + self.network_words <= room.constant_words
 
 
 @dataclass(frozen=True)

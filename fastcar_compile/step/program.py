@@ -21,6 +21,24 @@ HEADER_WORDS = 16
 MAX_INSTRUCTIONS = 65535
 
 
+class StepOp(IntEnum):
+    """Values of the kernel's argument `op`."""
+
+    LOAD_PROGRAM = 0
+    LOAD_TABLE = 1
+    RUN = 2
+
+
+class StepStatus(IntEnum):
+    """How a step ended; the kernel writes it into its report."""
+
+    DONE = 0
+    NOT_LOADED = 1
+    """There is no program, or no control table for one that decides."""
+    NOT_HELD = 2
+    """An instruction needs more than the kernel has, or the controller refused it."""
+
+
 class Status(IntEnum):
     """Result of loading a program. The checks run in this order; the first that fails is reported."""
 

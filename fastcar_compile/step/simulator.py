@@ -9,8 +9,9 @@ from functools import singledispatchmethod
 import numpy as np
 
 from fastcar_compile import exact
-from fastcar_compile.drs.gate import pack_heads
+from fastcar_compile.drs.inputs import GateInputs, pack_inputs
 from fastcar_compile.drs.simulator import LayerCall, run_layer
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.drs.table import Status as TableStatus
 from fastcar_compile.errors import InternalError
 from fastcar_compile.step import instructions as step
@@ -33,7 +34,8 @@ class Memory:
     Args:
         constants: float32 [constant_words * 4]. products: by the word at which their weights begin.
         keys, values: int8 [ports, section words, 16].
-        replay: uint32 [replay_words, 4]: chain counts, and float32 outputs of MLPs. table: the control table.
+        replay: uint32 [replay_words, 4]: chain counts, and float32 outputs and inputs of MLPs.
+        table: the control table.
     """
 
     constants: Array
@@ -142,17 +144,17 @@ class StepSimulator:
         append: step.Append,
         cache: Array,
         words: int,
-        unpack: Callable[[Array], Array],
-        pack: Callable[[Array], Array],
+        unpack: Callable[[Array, int], Array],
+        pack: Callable[[Array, int], Array],
     ) -> None:
         at, dim = LANES * append.first, BLOCK * append.blocks
         heads = self._rows[append.source, :, at : at + append.heads * dim].reshape(-1, dim)
         row = _Ring(append.sinks, append.ring).row(self._position)
         for number, head in enumerate(exact.stored_rows(heads)):
             place = slice(append.cache + number * words, append.cache + (number + 1) * words)
-            rows = unpack(cache[:, place])
+            rows = unpack(cache[:, place], number)
             rows[row] = head
-            cache[:, place] = pack(rows)
+            cache[:, place] = pack(rows, number)
 
     @_execute.register
     def _(self, attend: step.Attend) -> None:
@@ -166,10 +168,10 @@ class StepSimulator:
     def _head(self, attend: step.Attend, layout: CacheLayout, number: int, queries: Array, visible: Array) -> Array:
         """Return what the query heads [group, dim] of one key head attend to; `number` counts rows and key heads."""
         own = attend.keys + number * layout.key_words, attend.values + number * layout.value_words
-        keys = layout.unpack_keys(self.memory.keys[:, own[0] : own[0] + layout.key_words])[: len(visible)]
-        values = layout.unpack_values(self.memory.values[:, own[1] : own[1] + layout.value_words])[: len(visible)]
-        factor = np.float32(attend.factor)
-        return np.stack([exact.attention(query, keys, values, visible, factor) for query in queries])
+        keys = layout.unpack_keys(self.memory.keys[:, own[0] : own[0] + layout.key_words], number)[: len(visible)]
+        values = layout.unpack_values(self.memory.values[:, own[1] : own[1] + layout.value_words], number)
+        seen, factor = values[: len(visible)], np.float32(attend.factor)
+        return np.stack([exact.attention(query, keys, seen, visible, factor) for query in queries])
 
     @_execute.register
     def _(self, add: step.Add) -> None:
@@ -180,33 +182,61 @@ class StepSimulator:
         self._computing[:] = True
         if self._step == NO_STEP:
             return
-        sizes, layout = self.program.sizes, step.layout_of(self.program.sizes, decide.blocks)
-        before = max(self._position - decide.stride, 0)
-        row = _Ring(decide.sinks, decide.ring).row(before)
-        places = (decide.keys + n * layout.key_words for n in range(sizes.rows * decide.key_heads))
-        rows = [layout.unpack_keys(self.memory.keys[:, at : at + layout.key_words])[row] for at in places]
-        key = loaded(np.stack(rows), layout.head_dim).reshape(sizes.rows, decide.key_heads, -1)
-        query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
+        rows = self.program.sizes.rows
+        x, kept = self._inputs(decide)
+        query, key = self._heads(decide)
+        words = pack_inputs(GateInputs(query, key, x, kept))
         slot = decide.chain + self._step % decide.stride * step.CHAIN_WORDS
         chain = self.memory.replay[slot : slot + step.CHAIN_WORDS].reshape(-1)
-        heads = pack_heads(query.reshape(sizes.rows, decide.heads, -1))
-        trace = run_layer(
-            self.memory.table, LayerCall(decide.layer, self._step, heads, pack_heads(key), chain.view(np.int32))
-        )
+        call = LayerCall(decide.layer, self._step, *words, chain.view(np.int32), network=self._network(decide))
+        trace = run_layer(self.memory.table, call)
         if trace.status is not TableStatus.OK:
             raise InternalError(f"the control table of a step program: {trace.status.name}")
-        chain[: sizes.rows] = trace.chain
-        self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(sizes.rows)]
+        chain[:rows] = trace.chain
+        self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(rows)]
         self.decided[decide.layer] = self._computing.copy()
+        if x is not None and kept is not None:
+            kept[self._computing] = x[self._computing]
+
+    def _heads(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
+        """Return q and the cached key of position - stride, float32 [rows, heads, dim]; None: neither is read."""
+        if not decide.gate.reads_query:
+            return None, None
+        rows, layout = self.program.sizes.rows, step.layout_of(self.program.sizes, decide.blocks)
+        row = _Ring(decide.sinks, decide.ring).row(max(self._position - decide.stride, 0))
+        places = [decide.keys + n * layout.key_words for n in range(rows * decide.key_heads)]
+        sections = (self.memory.keys[:, at : at + layout.key_words] for at in places)
+        cached = [layout.unpack_keys(section, n)[row] for n, section in enumerate(sections)]
+        key = loaded(np.stack(cached), layout.head_dim).reshape(rows, decide.key_heads, -1)
+        query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
+        return query.reshape(rows, decide.heads, -1), key
+
+    def _inputs(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
+        """Return x and a view of what the slot keeps of it, float32 [rows, size]; None: neither is read."""
+        if not decide.gate.reads_input:
+            return None, None
+        x = self._rows[decide.input, :, : LANES * decide.count]
+        return x, self._slot(decide.inputs, decide.stride, decide.count)
+
+    def _slot(self, first: int, slots: int, count: int) -> Array:
+        """Return a view of the rows of `count` words that are kept in the forward's slot, float32 [rows, size]."""
+        rows = self.program.sizes.rows
+        at = first + self._step % slots * rows * count
+        return self.memory.replay[at : at + rows * count].view(np.float32).reshape(rows, -1)
+
+    def _network(self, decide: step.Decide) -> Array | None:
+        """Return the words of the layer's network; None: the gate has none."""
+        if decide.gate is not GateKind.LEARNED:
+            return None
+        at = LANES * decide.network
+        return self.memory.constants[at : at + LANES * decide.network_words].reshape(-1, LANES)
 
     @_execute.register
     def _(self, replay: step.Replay) -> None:
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
         added = own
         if self._step != NO_STEP:
-            rows = self.program.sizes.rows
-            first = replay.cache + self._step % replay.slots * rows * replay.count
-            kept = self.memory.replay[first : first + rows * replay.count].view(np.float32).reshape(rows, -1)
+            kept = self._slot(replay.cache, replay.slots, replay.count)
             kept[self._computing] = own[self._computing]
             added = kept
         target[:, : LANES * replay.count] += added

@@ -20,9 +20,9 @@ class Sizes:
 
     Args:
         rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
-        row_words: memory words of a row on chip. constant_words: of norm weights and RoPE tables.
+        row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
         weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows.
-        replay_words: of chain counts and MLP outputs.
+        replay_words: of chain counts, and outputs and inputs of MLPs.
     """
 
     rows: int

@@ -13,7 +13,11 @@ from fastcar_compile.errors import TargetError
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:\[\]\-]{0,99}$")]
 """What stands in generated configurations, in a compiler's name or in its options."""
-Count = Annotated[int, Field(ge=0, strict=True)]
+_EXACT = 1 << 53
+"""Up to here a float holds every integer, so products with shares and rates can neither overflow nor round a count."""
+
+Count = Annotated[int, Field(ge=0, le=_EXACT, strict=True)]
+PositiveCount = Annotated[int, Field(gt=0, le=_EXACT, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -63,14 +67,14 @@ class Memory(_Frozen):
     """
 
     name: Text
-    capacity_bytes: Annotated[int, Field(gt=0, strict=True)]
+    capacity_bytes: PositiveCount
     peak_bandwidth: Positive
-    ports: Annotated[int, Field(gt=0, strict=True)]
-    width_bits: Annotated[int, Field(gt=0, strict=True)]
-    channels: Annotated[int, Field(gt=0, strict=True)] = 1
+    ports: PositiveCount
+    width_bits: PositiveCount
+    channels: PositiveCount = 1
     technology: Literal["ddr4", "hbm2"] = "ddr4"
     streams_weights: bool = False
-    burst_bytes: Annotated[int, Field(gt=0, strict=True)] = 4096
+    burst_bytes: PositiveCount = 4096
     reorder_bytes: Count = 0
     connections: tuple[Connection, ...] = ()
     measured: Measurement | None = None

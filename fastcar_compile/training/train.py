@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.calibration.calibrate import program_key
-from fastcar_compile.calibration.evaluator import counts
+from fastcar_compile.calibration.measurement import counts
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer

@@ -12,7 +12,7 @@ int main(int count, char** words) {
         const Arguments arguments = parse_arguments(count, words, {"--digest", "--public-key"}, usage);
         const DecoderSpec spec = decoder_spec();
         Artifact artifact(arguments.artifact, trust_of(arguments), spec.manifest_schema);
-        Decoder::check_files(artifact, spec);
+        check_files(artifact, spec);
         Decoder decoder(artifact, spec, false);
         print_tokens(decoder.generate(prompt_rows(arguments, spec.batch), arguments.num_tokens));
         std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());

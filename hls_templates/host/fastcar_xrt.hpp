@@ -87,6 +87,35 @@ private:
 // A kernel keeps tables and weights from run to run, so one program has it for itself.
 static const xrt::kernel::cu_access_mode ACCESS = xrt::kernel::cu_access_mode::exclusive;
 
+// The own buffer of an argument, in the host's memory too.
+class Mapped {
+public:
+    Mapped() = default;
+    Mapped(const xrt::bo& buffer, uint64_t bytes) : buffer_(buffer), data_(buffer_.map<char*>()), bytes_(bytes) {}
+
+    template <class T>
+    T* as() const {
+        return reinterpret_cast<T*>(data_);
+    }
+
+    uint64_t bytes() const { return bytes_; }
+
+    // The first bytes become the device's, or those of the host.
+    void to_device(uint64_t bytes) { buffer_.sync(XCL_BO_SYNC_BO_TO_DEVICE, bytes, 0); }
+    void from_device(uint64_t bytes) { buffer_.sync(XCL_BO_SYNC_BO_FROM_DEVICE, bytes, 0); }
+
+    // All bytes become 0.
+    void clear() {
+        std::memset(data_, 0, bytes_);
+        to_device(bytes_);
+    }
+
+private:
+    xrt::bo buffer_;
+    char* data_ = nullptr;
+    uint64_t bytes_ = 0;
+};
+
 // One compute unit. Every argument has to be filled before the first run; it keeps its value after a run.
 class ComputeUnit {
 public:
@@ -131,25 +160,35 @@ public:
     // The argument is given its own buffer if it has none yet, whatever is in it: the kernel will not read it.
     void fill(const std::string& argument) { own(argument, 0); }
 
+    // The argument's own buffer, which it is given if it has none yet.
+    Mapped map(const std::string& argument) { return Mapped(own(argument, 0), bytes_of(argument)); }
+
+    // Where a scalar is in the signature.
     template <class T>
-    void set(const std::string& argument, T value) {
+    size_t scalar(const std::string& argument) const {
         const size_t i = index(argument);
         if (spec_.arguments[i].kind != Kind::SCALAR || spec_.arguments[i].bytes != sizeof(T)) {
             throw Error(argument + " is no scalar of " + std::to_string(sizeof(T)) + " bytes", spec_.name, "");
         }
-        run_.set_arg(static_cast<int>(i), value);
-        filled_[i] = true;
+        return i;
+    }
+
+    // `place`: what `scalar` returned for this type.
+    template <class T>
+    void set(size_t place, T value) {
+        run_.set_arg(static_cast<int>(place), value);
+        filled_[place] = true;
+    }
+
+    template <class T>
+    void set(const std::string& argument, T value) {
+        set(scalar<T>(argument), value);
     }
 
     // One execution, waited for. Throws Error: an argument was never filled, or the kernel did not complete.
     void run() {
-        for (size_t i = 0; i < filled_.size(); ++i) {
-            if (spec_.arguments[i].kind == Kind::OUTPUT) {
-                fill(spec_.arguments[i].name);
-            }
-            if (!filled_[i]) {
-                throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
-            }
+        if (!all_filled_) {
+            fill_outputs();
         }
         run_.start();
         const ert_cmd_state state = run_.wait(std::chrono::milliseconds(TIMEOUT_MS));
@@ -162,10 +201,13 @@ public:
     uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
 
     // Arguments that take one section of a weight stream each, in the order of the sections.
-    std::vector<std::string> weights() const {
+    std::vector<std::string> weights() const { return beginning("weights_"); }
+
+    // Arguments whose names begin with this, in their order.
+    std::vector<std::string> beginning(const std::string& prefix) const {
         std::vector<std::string> names;
         for (const ArgumentSpec& argument : spec_.arguments) {
-            if (argument.name.rfind("weights_", 0) == 0) {
+            if (argument.name.rfind(prefix, 0) == 0) {
                 names.push_back(argument.name);
             }
         }
@@ -174,6 +216,18 @@ public:
 
 private:
     static constexpr int TIMEOUT_MS = 10000;
+
+    void fill_outputs() {
+        for (size_t i = 0; i < filled_.size(); ++i) {
+            if (spec_.arguments[i].kind == Kind::OUTPUT) {
+                fill(spec_.arguments[i].name);
+            }
+            if (!filled_[i]) {
+                throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
+            }
+        }
+        all_filled_ = true;
+    }
 
     std::string place(const std::string& argument) const { return spec_.name + ", argument " + argument; }
 
@@ -205,6 +259,7 @@ private:
     xrt::kernel kernel_;
     xrt::run run_;
     std::vector<bool> filled_;
+    bool all_filled_ = false;
     std::map<std::string, xrt::bo> buffers_;
 };
 

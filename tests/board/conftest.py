@@ -20,6 +20,7 @@ import tvm
 import tvm_ffi
 from conftest import check_module, check_tool, missing, shared_folder
 from decoders import llama
+from exact.conftest import artifact as step_artifact  # noqa: F401, a fixture
 from filelock import FileLock
 from gates import foreign
 from gates.networks import networks

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,6 +61,21 @@ class Built:
         command = [str(self.program), *([str(self.folder)] if artifact else []), *map(str, words)]
         environment = {**os.environ, **environment}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=seconds)
+
+    @contextmanager
+    def replaced(self, name: str, data: bytes) -> Iterator[None]:
+        """Other bytes in a file of the copy, for which its manifest vouches."""
+        file, manifest = self.folder / name, self.folder / "manifest.json"
+        good, fields = file.read_bytes(), manifest.read_bytes()
+        old, new = (hashlib.sha256(content).hexdigest().encode() for content in (good, data))
+        assert len(data) == len(good)
+        try:
+            file.write_bytes(data)
+            manifest.write_bytes(fields.replace(old, new))
+            yield
+        finally:
+            file.write_bytes(good)
+            manifest.write_bytes(fields)
 
     @property
     def xclbin(self) -> Path:
@@ -268,17 +284,9 @@ def test_missing_device_is_told(built: Built) -> None:
 
 def test_a_damaged_table_is_told(built: Built) -> None:
     """By the hardware, where a manifest vouches for it."""
-    table, manifest = built.folder / "drs" / "table.bin", built.folder / "manifest.json"
-    good, fields = table.read_bytes(), manifest.read_bytes()
-    bad = good[:-1] + bytes([good[-1] ^ 1])
-    old, new = (hashlib.sha256(data).hexdigest().encode() for data in (good, bad))
-    try:
-        table.write_bytes(bad)
-        manifest.write_bytes(fields.replace(old, new))
+    good = (built.folder / "drs" / "table.bin").read_bytes()
+    with built.replaced("drs/table.bin", good[:-1] + bytes([good[-1] ^ 1])):
         done = built.run("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
-    finally:
-        table.write_bytes(good)
-        manifest.write_bytes(fields)
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert f"the DRS controller stopped with status {Status.BAD_CRC.value}" in done.stderr

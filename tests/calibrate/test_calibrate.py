@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from decoders import llama
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
-from fastcar_compile.calibration import search
+from fastcar_compile.artifact.thresholds import Expected
+from fastcar_compile.calibration import calibrate, search
 from fastcar_compile.cli import app
+from fastcar_compile.compiler import _warn_of_defaults
 
 FRAME, LENGTH = 8, 33
-REPLAY = fc.ReplayConfig(gate="input_delta", threshold=[0.5, 0.5])
+REPLAY = fc.ReplayConfig(gate="input_delta")
 
 
 def videos() -> np.ndarray:
@@ -47,7 +50,7 @@ def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifac
     assert first.replay >= 0.5
     assert first.gate == "input_delta"
     assert first.nll_dense > 0
-    assert lines[-1].startswith(f"{len(lines)} measured, last: replay ")
+    assert lines[-1].startswith(f"all videos: {len(lines)} measured, last: replay ")
     again: list[str] = []
     assert calibrated(target_replay=0.5, progress=again.append) == first
     assert again == lines
@@ -65,6 +68,27 @@ def test_max_nll_increase_is_kept(artifact: fc.Artifact, increase: float) -> Non
     found = fc.calibrate(artifact, videos(), max_nll_increase=increase)
     assert found.nll <= (1 + increase) * found.nll_dense * (1 + 1e-9)
     assert found.replay > 0 or increase == 0
+
+
+def test_some_videos_choose_and_all_meet_the_target(
+    artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    options: dict[str, Any] = {"target_replay": 0.5, "progress": lines.append}
+    found = fc.calibrate(artifact, videos(), journal=tmp_path / "journal.json", search_videos=2, **options)
+    assert found.replay >= 0.5
+    assert found.expected is not None
+    assert (found.expected.videos, found.expected.searched) == (len(videos()), 2)
+    assert sum(line.startswith("2 of 4 videos: ") for line in lines) > len(lines) / 2
+    assert sum(line.startswith("all videos: ") for line in lines) <= search.TRIES
+    monkeypatch.setattr(calibrate, "SEARCH_TOKENS", 2 * LENGTH)
+    assert fc.calibrate(artifact, videos(), **options) == found, "as many as the tokens give"
+    assert found.expected.low <= found.expected.replay <= found.expected.high
+    names = json.loads((tmp_path / "journal.json").read_text())["measurements"]
+    few = [name for name in names if name.startswith("2 videos ")]
+    assert len(few) > len(names) / 2, "most is measured on two of the four videos"
+    found.save(tmp_path / "t.json")
+    assert fc.Thresholds.load(tmp_path / "t.json") == found
 
 
 def test_a_closed_layer_of_a_model_stays_closed(tmp_path: Path) -> None:
@@ -95,9 +119,17 @@ def test_bad_goals(options: dict[str, Any], text: str) -> None:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     path = tmp_path_factory.mktemp("calibrate") / "artifact"
-    return fc.compile(
-        llama(), "cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, replay=REPLAY, prefill_chunk=8, output=path
-    )
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
+    text = r"no thresholds were given: .* default one of gate input_delta, 0\.1, .*fastcar calibrate.*--no-replay"
+    with pytest.warns(UserWarning, match=text):
+        return fc.compile(llama(), "cpu", replay=REPLAY, output=path, **options)
+
+
+@pytest.mark.parametrize("replay", [None, fc.ReplayConfig(threshold=1.0), fc.ReplayConfig(threshold=[2.0, None])])
+def test_thresholds_that_were_given_are_not_warned_of(replay: fc.ReplayConfig | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_defaults(replay)
 
 
 def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Thresholds:
@@ -115,15 +147,17 @@ def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Th
 
 def test_stored_thresholds_are_found_and_can_be_swapped(artifact: fc.Artifact, tmp_path: Path) -> None:
     before = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
-    artifact.store_thresholds(result((0.25, None)))
+    share = Expected(replay=0.5, low=0.4, high=0.6, confidence=0.9, videos=4, videos_needed=9)
+    artifact.store_thresholds(result((0.25, None)).model_copy(update={"expected": share}))
     opened = fc.load(artifact.path)
+    assert opened.thresholds == result((0.25, None))
     assert opened.session("eager").thresholds.tolist() == [0.25, -float("inf")]
     result((float("inf"), 0.75)).save(tmp_path / "other.json")
     assert opened.session("eager", thresholds=tmp_path / "other.json").thresholds.tolist() == [float("inf"), 0.75]
     assert fc.Thresholds.load(tmp_path / "other.json") == result((float("inf"), 0.75))
     opened.store_thresholds(None)
     again = fc.load(artifact.path)
-    assert again.session("eager").thresholds.tolist() == [0.5, 0.5]
+    assert again.session("eager").thresholds.tolist() == pytest.approx([0.1, 0.1])
     assert {name: entry.sha256 for name, entry in again.manifest.files.items()} == before
     assert sorted(p.name for p in artifact.path.parent.iterdir()) == ["artifact"]
 
@@ -163,9 +197,12 @@ def test_command_line(artifact: fc.Artifact, tmp_path: Path) -> None:
     assert (code, "the thresholds would go nowhere" in text) == (2, True)
     code, text = fastcar(*command, "-o", tmp_path / "t.json")
     assert (code, "exactly one of target_replay and max_nll_increase" in text) == (2, True)
-    code, text = fastcar(*command, "--target-replay", 0.4, "-o", tmp_path / "t.json")
+    code, text = fastcar(*command, "--target-replay", 0.4, "--search-videos", 3, "-o", tmp_path / "t.json")
     assert code == 0, text
+    assert re.search(r"^measured on +4 videos, of which 3 found the layers' shares$", text, re.MULTILINE)
     assert re.search(r"^gate +input_delta$", text, re.MULTILINE)
+    words = " ".join(text.split())
+    assert re.search(r"on other videos [\d.]+% expected, [\d.]+% to [\d.]+% with 90% probability", words)
     found = fc.Thresholds.load(tmp_path / "t.json")
     assert found.replay >= 0.4
     run = ["run", artifact.path, "--prompt", "16", "--num-tokens", 12, "--backend", "eager", "--json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ import fastcar_compile as fc
 from fastcar_compile.calibration.calibrate import rules_of
 from fastcar_compile.calibration.evaluator import Evaluator, _groups
 from fastcar_compile.calibration.heads import choose_heads
+from fastcar_compile.calibration.rows import with_rows
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.query import shape_of, value_of
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
@@ -54,6 +57,11 @@ def rewritten(
         target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant=quant, replay=replay
     )
     return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
+
+
+@pytest.fixture(scope="module")
+def plain() -> DecoderProgram:
+    return rewritten(fc.ReplayConfig(gate="input_delta"))
 
 
 def videos(count: int = VIDEOS) -> np.ndarray:
@@ -129,10 +137,10 @@ def check_against_the_session(replay: fc.ReplayConfig, source: DecoderProgram, p
     assert float(details.losses[:, FRAME:].mean()) == pytest.approx(nll, rel=1e-5)
 
 
-def test_tokens_that_are_given_count_in_no_mean() -> None:
+def test_tokens_that_are_given_count_in_no_mean(plain: DecoderProgram) -> None:
     """Token 2 is given. Its forwards replay as the others do, and it is never the most likely token."""
     replay = fc.ReplayConfig(gate="input_delta")
-    source, given = rewritten(replay), videos()
+    source, given = plain, videos()
     whole = Evaluator(source, given, rules_of(replay, LAYERS), 3)
     evaluator = Evaluator(source, given, rules_of(replay, LAYERS), 3, counted=(0, 2))
     thresholds = middle_thresholds(whole)
@@ -161,17 +169,54 @@ def test_w8a8_has_the_layers_of_its_own_graph() -> None:
     assert found.nll == pytest.approx(nll, rel=1e-2)
 
 
-def test_kept_stages_change_nothing() -> None:
+def test_kept_stages_change_nothing(plain: DecoderProgram) -> None:
     """Measuring in another order gives the same numbers: only what follows the first change is computed again."""
-    replay = fc.ReplayConfig(gate="input_delta")
-    source = rewritten(replay)
-    evaluator, fresh = (Evaluator(source, videos(), rules_of(replay, LAYERS)) for _ in range(2))
+    rules = rules_of(fc.ReplayConfig(gate="input_delta"), LAYERS)
+    evaluator, fresh = (Evaluator(plain, videos(), rules) for _ in range(2))
     evaluator.measure([0.5, None])
     evaluator.measure([0.5, 0.9])
     first = evaluator.measure([None, 0.9])
     again = fresh.measure([None, 0.9])
     assert (first.nll, first.ratios) == (again.nll, again.ratios)
     assert again.ratios[0] == 0.0
+
+
+@pytest.mark.parametrize(("quant", "build"), [("none", windowed), ("w8a8", llama)])
+def test_a_batch_of_more_rows_changes_nothing(quant: str, build: Callable[[], nn.Module]) -> None:
+    replay = fc.ReplayConfig(gate="input_delta")
+    source = rewritten(replay, quant, build=build)
+    wide = with_rows(source, VIDEOS)
+    assert (source.config.batch_size, wide.config.batch_size) == (ROWS, VIDEOS)
+    given = Evaluator(source, videos(), rules_of(replay, LAYERS))
+    thresholds = middle_thresholds(given)
+    expected = given.measure(thresholds)
+    found = Evaluator(wide, videos(), rules_of(replay, LAYERS)).measure(thresholds)
+    assert found.nll == pytest.approx(expected.nll, rel=1e-5)
+    assert found.ratios == expected.ratios
+    assert found.shares == expected.shares
+    assert len(set(found.shares)) == VIDEOS
+    assert sum(found.shares) / VIDEOS == pytest.approx(found.replay)
+
+
+def test_a_graph_that_reshapes_rows_in_another_way_keeps_its_batch(plain: DecoderProgram) -> None:
+    source = deepcopy(plain)
+    assert source.prefill is not None
+    for node in source.prefill.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.as_strided.default
+        node.args = (node.args[0], list(shape_of(node)), list(value_of(node).stride()))
+    assert with_rows(source, VIDEOS) is source
+
+
+def test_threads_share_the_batches(plain: DecoderProgram) -> None:
+    rules = rules_of(fc.ReplayConfig(gate="input_delta"), LAYERS)
+    evaluator, other = (Evaluator(plain, videos(), rules) for _ in range(2))
+    thresholds, before = middle_thresholds(evaluator), torch.get_num_threads()
+    torch.set_num_threads(2)
+    found = other.measure(thresholds)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+    expected = evaluator.measure(thresholds)
+    assert (found.nll, found.shares) == (expected.nll, expected.shares)
 
 
 def test_always_replays_all_but_the_first_frame_and_the_study_gates_are_known() -> None:
@@ -181,9 +226,9 @@ def test_always_replays_all_but_the_first_frame_and_the_study_gates_are_known() 
     assert {"always", "never", "random"} == {name for name, gate in GATES.items() if gate.study}
 
 
-def test_bad_videos() -> None:
+def test_bad_videos(plain: DecoderProgram) -> None:
     replay = fc.ReplayConfig(gate="input_delta")
-    source, rules = rewritten(replay), rules_of(replay, LAYERS)
+    source, rules = plain, rules_of(replay, LAYERS)
     with pytest.raises(InputError, match=r"the videos are float64 \[2, 34\], expected int64 \[N, T\]"):
         Evaluator(source, np.zeros((2, LENGTH + 1)), rules)
     with pytest.raises(InputError, match="videos of 9 tokens; from 11 to 34 can be used"):

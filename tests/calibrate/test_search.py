@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastcar_compile.calibration.evaluator import Measurement
-from fastcar_compile.calibration.search import HOPELESS, QUANTILES, TOLERANCE, Journal, Search
+from fastcar_compile.calibration.journal import Journal
+from fastcar_compile.calibration.measurement import Measurement
+from fastcar_compile.calibration.search import BESIDE, HOPELESS, QUANTILES, TOLERANCE, Search
 from fastcar_compile.gates import GATES
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
@@ -94,3 +95,54 @@ def test_a_shift_leaves_what_never_or_always_replays() -> None:
     values = one.shifted((always, 1.5), 0.6)
     assert values[0] == always
     assert 0.6 <= one.outcome(values).replay <= 0.6 + TOLERANCE
+
+
+class Smooth(Numbers):
+    """The loss is the square of how far each layer is from its best share; the best joint ratio is 0.6."""
+
+    best = (0.43, 0.77)
+
+    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+        ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
+        loss = sum((r - b) ** 2 for r, b in zip(ratios, self.best, strict=True))
+        return Measurement(math.exp(self.cost * loss), ratios, SCORES, ratios)
+
+
+def smooth() -> Search:
+    numbers: Any = Smooth(10.0, True)
+    return Search(numbers, GATES["input_delta"], [True, True], Journal(None, ""), lambda _line: None)
+
+
+def test_curves_are_read_between_their_points() -> None:
+    """One refinement at a distance of 10 % finds shares that no point of its curves has."""
+    one = smooth()
+    start = (one.at(0, 0.5), one.at(1, 0.7))
+    measured = one.count
+    found = one._refined(start, 0.6, 0.1, ends=False)
+    assert found is not None
+    assert one.count - measured <= 1 + 4 + 2
+    assert one.outcome(found).ratios == pytest.approx(Smooth.best, abs=0.02)
+    assert one._refined(found, 0.6, 0.1, ends=False) is None, "a better choice is not promised"
+
+
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
+def test_a_shift_needs_few_measurements(target: float) -> None:
+    """A layer that reaches its end makes the replay bend; a secant finds the target all the same."""
+    one = smooth()
+    measured = one.count
+    found = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), target)
+    assert target <= one.outcome(found).replay <= target + TOLERANCE
+    assert one.count - measured <= 3
+
+
+def test_neighbours_of_a_shift_are_measured_once() -> None:
+    one = smooth()
+    values = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), 0.57)
+    measured = one.count
+    distance, other = one.beside(values)
+    assert one.outcome(other).replay - one.outcome(values).replay == pytest.approx(distance, abs=0.003)
+    assert one.count == measured, "the shift has measured both"
+    distance, other = one.beside((one.at(0, 0.1), one.at(1, 0.2)))
+    assert (distance, one.count) == (BESIDE[1], measured)
+    one.outcome(other)
+    assert one.count == measured + 1

@@ -42,7 +42,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     check_module("hls4ml")
     folder = tmp_path_factory.mktemp("cli")
     llama().save_pretrained(folder / "model")
-    options = ("--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2, "--json")
+    options = ("--offload", "mlp", "--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2, "--json")
     result = fastcar("compile", folder / "model", "-o", folder / "artifact", *options)
     assert result.exit_code == 0, result.stderr
     return folder / "artifact", json.loads(result.stdout)

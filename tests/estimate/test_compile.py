@@ -54,12 +54,13 @@ def test_a_card_holds_the_weights_and_the_caches_where_it_attends() -> None:
 
 def test_a_dry_run_refuses_from_the_same_byte_on() -> None:
     board = fc.load_target("zcu102")
-    work = fc.compile(llama(), board, tokens_per_frame=8, dry_run=True)
+    work = fc.compile(llama(), board, offload="mlp", tokens_per_frame=8, dry_run=True)
     needed = work.memory.banks[0].used
     assert needed == work.memory.weights + sum(work.memory.state.values())
     for room, fits in ((needed, True), (needed - 1, False)):
         memory = board.memories[0].model_copy(update={"capacity_bytes": HOST_RESERVE + room})
-        found = fc.compile(llama(), board.model_copy(update={"memories": (memory,)}), tokens_per_frame=8, dry_run=True)
+        narrow = board.model_copy(update={"memories": (memory,)})
+        found = fc.compile(llama(), narrow, offload="mlp", tokens_per_frame=8, dry_run=True)
         assert (found.ok, len(found.speed)) == (fits, len(work.speed))
 
 
@@ -70,6 +71,7 @@ def test_a_decoder_that_does_not_fit_the_board_is_refused_and_nothing_is_left(tm
         fc.compile(
             llama(),
             target=board.model_copy(update={"memories": (small,)}),
+            offload="mlp",
             tokens_per_frame=8,
             output=tmp_path / "a",
         )

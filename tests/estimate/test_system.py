@@ -39,13 +39,10 @@ def predict(shape: str, quant: str, board: str, context: int = 512, **options: A
     ],
 )
 def test_published_boards_within_ten_per_cent(shape: str, board: str, published: float) -> None:
-    """They compute attention in the fabric, which this compiler does not emit: the laws of the model are tested.
-
-    They run without an operating system, and no kernel is started through XRT: launches are taken out.
-    """
+    """The whole step is in the fabric, as theirs; no factor is fitted."""
     work = Workload(load_shape(shape), "w4a8", 512, offload="all")
     asked = estimate(work, load_target(board), what_if=True)
-    assert asked.tokens_per_second / (1 - asked.shares["launch"]) == pytest.approx(published, rel=0.10)
+    assert asked.tokens_per_second == pytest.approx(published, rel=0.10)
     assert predict(shape, "w4a8", board).tokens_per_second < asked.tokens_per_second
 
 
@@ -130,7 +127,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: Any) -> None:
     work = Workload(TINY, quant, 64, batch, offload, replay=ratio)
     result = estimate(work, ZCU102, what_if=True)
-    assert bool(result.what_if) == (offload == "all")
+    assert result.what_if == ()
     line, end = result.time_line, 0.0
     for segment in line:
         assert segment["start"] == pytest.approx(end)
@@ -205,21 +202,11 @@ def test_refused_figures(options: dict[str, Any], text: str) -> None:
         estimate(Workload(TINY, **values), ZCU102)
 
 
-def test_what_the_compiler_does_not_emit_is_refused() -> None:
-    work, text = Workload(TINY, "w8a8", 8, offload="all"), "no attention kernel"
-    with pytest.raises(InputError, match=rf"the compiler does not emit this: .*{text}"):
-        estimate(work, ZCU102)
-    assert text in estimate(work, ZCU102, what_if=True).what_if[0]
-    assert estimate(Workload(TINY, "w8a8", 8), ZCU102, what_if=True).what_if == ()
-
-
 def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
     """Every default is one that CompileConfig accepts."""
     work = Workload(TINY, "w8a8", 8)
     assert work.kv in KV_TYPES
-    emitted = get_args(CompileConfig.model_fields["offload"].annotation)
-    for offload in get_args(Offload):
-        assert (offload in emitted) == (replace(work, offload=offload).what_if() == ())
+    assert get_args(CompileConfig.model_fields["offload"].annotation) == get_args(Offload)
 
 
 def test_prefetched_words_are_read_once() -> None:

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from agreement import decode
-from conftest import check_tool
-from decoders import llama
 
 import fastcar_compile as fc
+from exact.conftest import PROMPT, compiled, token_ids
 from fastcar_compile.errors import BackendError, CompileError
-
-FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
-
-
-def compiled(folder: Path, **options: Any) -> fc.Artifact:
-    """A grouped-query Llama."""
-    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "kv": "int8", "prefill_chunk": 16}
-    return fc.compile(
-        llama(initializer_range=0.2),
-        tokens_per_frame=FRAME,
-        max_seq_len=LENGTH,
-        batch_size=BATCH,
-        numerics="exact",
-        output=folder / "artifact",
-        **{**defaults, **options},
-    )
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """For a board, so that there is a host graph of an accelerator too."""
-    check_tool("g++")
-    return compiled(tmp_path_factory.mktemp("exact"), replay=fc.ReplayConfig(threshold=0.0))
-
-
-def token_ids() -> torch.Tensor:
-    return torch.randint(0, 17, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_backends_have_the_same_bits(artifact: fc.Artifact) -> None:
-    """The accelerator's MLPs and gate are exact as they are."""
+    """The whole step is on the accelerator."""
     found = {}
     for backend in ("eager", "cpu", "hls-csim"):
         session = artifact.session(backend, record=True)

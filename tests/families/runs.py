@@ -42,6 +42,7 @@ def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none")
             case.build(),
             target,
             quant=quant,
+            offload="mlp",
             tokens_per_frame=case.frame,
             max_seq_len=case.length,
             batch_size=BATCH,

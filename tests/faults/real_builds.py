@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -54,7 +54,8 @@ def compile_decoder(output: Path, name: str = "cpu", progress: Callable[[str], N
     import fastcar_compile as fc
 
     target, quant = BUILDS[name]
-    fc.compile(llama(num_hidden_layers=1), target, quant=quant, tokens_per_frame=8, output=output, progress=progress)
+    options: dict[str, Any] = {"quant": quant, "offload": "mlp", "tokens_per_frame": 8}
+    fc.compile(llama(num_hidden_layers=1), target, **options, output=output, progress=progress)
 
 
 def build_once(output: Path) -> float:

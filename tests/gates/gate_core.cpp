@@ -38,7 +38,7 @@ extern "C" void bound_scores(const float* x, const float* cached, const float* q
 // The network lies behind the cached rows.
 extern "C" void learned_scores(const float* x, const float* cached, const uint32_t* shape, float* scores) {
     const uint32_t rows = shape[0], words = shape[1];
-    gate::network_scores<WORDS, UNITS>(words_of(x), words_of(cached), rows, words, rows * words, scores);
+    gate::network_scores<WORDS, UNITS>(words_of(x), words_of(cached), rows, words, words_of(cached), rows * words, UNITS, scores);
     for (uint32_t row = 0; row < rows; ++row) {
         scores[row] = -scores[row];
     }

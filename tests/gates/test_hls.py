@@ -19,9 +19,9 @@ import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
 from fastcar_compile.estimate import estimate
 from fastcar_compile.gates.weights import weight_bytes
+from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.backends.eager import EagerStepper
-from fastcar_compile.runtime.backends.hls_csim import HlsCsimStepper
 
 from .networks import networks
 
@@ -43,6 +43,7 @@ def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
     return fc.compile(
         llama(),
         "zcu102",
+        offload="mlp",
         tokens_per_frame=FRAME,
         max_seq_len=LENGTH,
         batch_size=ROWS,
@@ -174,7 +175,7 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)
-    assert isinstance(simulated._stepper, HlsCsimStepper)
+    assert isinstance(simulated._stepper, AcceleratorStepper)
     assert all(simulated._stepper._gate.decides(layer) for layer in range(LAYERS))
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)

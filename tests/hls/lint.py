@@ -124,7 +124,9 @@ def find_ports_without_pragma(text: str) -> list[str]:
 
 
 def find_shared_streams(top: str, processes: str, sizes: dict[str, int]) -> list[str]:
-    """Streams of a DATAFLOW top without exactly one producer and one consumer, and misused stream parameters.
+    """Streams of a top's DATAFLOW regions without exactly one producer and one consumer, and misused stream parameters.
+
+    The parameters of a process whose names begin with `out` are those that it writes.
 
     Args:
         sizes: the constants that the top's arrays of streams are declared with.
@@ -134,20 +136,28 @@ def find_shared_streams(top: str, processes: str, sizes: dict[str, int]) -> list
         parameters[name] = [re.findall(r"\w+", re.sub(r"\[.*", "", p))[-1] for p in params]
         for parameter in (p for p in params if "hls::stream" in p):
             own = re.findall(r"\w+", re.sub(r"\[.*", "", parameter))[-1]
-            wrong = "read" if own == "out" else "write"
+            wrong = "read" if own.startswith("out") else "write"
             if re.search(rf"\b{own}(?:\[\w+\])?\.{wrong}\(", body):
                 found.append(f"stream: {name} {wrong}s {own}")
-    code = code_of(top)
-    code = block_at(code, code.rindex("{", 0, code.index("FASTCAR_DATAFLOW"))) if "FASTCAR_DATAFLOW" in code else ""
+    code, regions = code_of(top), 0
+    for match in re.finditer("FASTCAR_DATAFLOW", code):
+        region = block_at(code, code.rindex("{", 0, match.start()))
+        ends = _stream_ends(region, parameters, sizes)
+        regions += bool(ends)
+        found += [f"stream: {s} has {sorted(e)}" for s, e in ends.items() if sorted(e) != ["consumer", "producer"]]
+    return found if regions else ["no stream"]
+
+
+def _stream_ends(region: str, parameters: dict[str, list[str]], sizes: dict[str, int]) -> dict[str, list[str]]:
+    """Stream -> the kinds of its ends in one region."""
     ends: dict[str, list[str]] = {}
-    for name, size in re.findall(r"hls::stream<[^;]*> (\w+)(?:\[([\w:/ ]+)\])?;", code):
+    for name, size in re.findall(r"hls::stream<[^;]*> (\w+)(?:\[([\w:/ ]+)\])?;", region):
         ends |= {f"{name}[{i}]": [] for i in range(sizes[size])} if size else {name: []}
-    for process, text in re.findall(r"fastcar::(\w+)<[^;(]*>\(([^;]*)\);", code):
+    for process, text in re.findall(r"fastcar::(?:\w+::)?(\w+)<[^;(]*>\(([^;]*)\);", region):
         for argument, parameter in zip(split_arguments(text), parameters[process], strict=True):
             for stream in (s for s in ends if argument in (s, s.partition("[")[0])):
-                ends[stream].append("producer" if parameter == "out" else "consumer")
-    found += [f"stream: {s} has {sorted(e)}" for s, e in ends.items() if sorted(e) != ["consumer", "producer"]]
-    return found if ends else ["no stream"]
+                ends[stream].append("producer" if parameter.startswith("out") else "consumer")
+    return ends
 
 
 def find_floats_below(texts: list[str], root: str) -> list[str]:
@@ -167,7 +177,7 @@ def find_floats_below(texts: list[str], root: str) -> list[str]:
     return [f"{name}: {match}" for name in sorted(reached) for match in re.findall(pattern, bodies[name])]
 
 
-SCALARS = {"int", "bool", "uint32_t", "int32_t", "uint64_t"}
+SCALARS = {"int", "bool", "float", "uint32_t", "int32_t", "uint64_t"}
 
 
 def find_bad_dataflow(texts: list[str]) -> list[str]:
@@ -253,7 +263,7 @@ def find_unlabelled_loops(text: str) -> list[str]:
 def find_initialised_uram(text: str) -> list[str]:
     """Arrays that may be in UltraRAM and have initial values, as every static one has."""
     code, found = code_of(text), []
-    for match in re.finditer(r"^\s*FASTCAR_TILE_MEMORY\((\w+)\)", code, re.MULTILINE):
+    for match in re.finditer(r"^\s*FASTCAR_(?:TILE|ROW)_MEMORY\((\w+)\)", code, re.MULTILINE):
         declaration = re.findall(rf"([\w:<> ]+\b{match[1]}\[[^;]*);", code[: match.start()])[-1].strip()
         if declaration.startswith("static ") or "=" in declaration:
             found.append(f"UltraRAM: {declaration}")
@@ -281,11 +291,13 @@ def find_slow_recurrences(texts: list[str], config: str, listed: list[tuple[str,
     """Declared distances that are below a latency, above a real distance, or not in the list, and the other way round.
 
     Args:
-        config: fastcar_config.hpp. listed: loop, variable, distance and latency of every recurrence of the design.
+        config: fastcar_config.hpp, and fastcar_step_config.hpp of a kernel of whole steps.
+        listed: loop, variable, distance and latency of every recurrence of the design.
     """
     values = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", config)}
     lanes = -(-values["PORTS"] // 4) if values["WEIGHT_BITS"] == 4 else 1
     constants = {"S::SCALE_DISTANCE": values["SCALE_ROWS"] * -(-values["PORTS"] // lanes)}
+    constants |= {"TURNS": values["TOTAL_TURNS"]} if "TOTAL_TURNS" in values else {}
     declared, found = recurrences(texts), []
     for loop, variable, distance, latency in listed:
         if (loop, variable) not in declared:

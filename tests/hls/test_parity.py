@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -51,11 +52,17 @@ def eager_linear(x: Tensor, linear: LinearWeights) -> tuple[Tensor, Tensor]:
     return quant.accumulate_groups(q, weight).sum(0, dtype=torch.int32), fastcar.linear_w4a8(x, weight, scale, bias)
 
 
-def call(kernel: PrimFunc, *arguments: Tensor) -> list[Tensor]:
-    """Compiles one TVM kernel and calls it; every argument as it is afterwards."""
+@cache
+def built(kernel: PrimFunc) -> Callable[..., None]:
+    """One TVM kernel as a function. Two calls give the same kernel for the same sizes."""
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    return tvm.compile(module, target=host_target())["main"]
+
+
+def call(kernel: PrimFunc, *arguments: Tensor) -> list[Tensor]:
+    """Calls one TVM kernel; every argument as it is afterwards."""
     arrays = [tvm.runtime.tensor(a.numpy()) for a in arguments]
-    tvm.compile(module, target=host_target())["main"](*arrays)
+    built(kernel)(*arrays)
     return [torch.from_numpy(np.array(a.numpy())) for a in arrays]
 
 

@@ -126,6 +126,7 @@ def drop(*path: Any) -> Callable[[Json], None]:
 
 CONFIG, STATE = ("decoder", "config"), ("decoder", "state", 0)
 PROGRAMS = ("host", "variants", 0, "programs")
+SPARSE = {"window": 8, "sinks": 0, "positions": "absolute"}
 DECODE = (*PROGRAMS, "decode")
 LAYER = ("layers", "layers", 0)
 HUGE = [
@@ -160,7 +161,9 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "two gates": (put(*LAYER, "replay", "gate", value="bound"), "several gates"),
     "another gate than asked for": (put("options", "replay", "gate", value="always"), "options.replay.gate is always"),
     "replay that was not asked for": (put("options", "replay", value=None), "options.replay is null"),
-    "sparse attention": (put("options", "sparse_attention", value={"window": 8}), "are not both there"),
+    "sparse attention": (put("options", "sparse_attention", value=SPARSE), "are not both there"),
+    "half of sparse attention": (put("options", "sparse_attention", value={"window": 8}), "lacks positions, sinks"),
+    "replay that says nothing": (put("options", "replay", value={}), "options: replay lacks gate, threshold"),
     "thresholds of other layers": (put("thresholds", "values", value=[0.5]), "thresholds of gate tas for 1 layers"),
     "a threshold that is NaN": (put("thresholds", "values", 0, value="nan"), "thresholds.values"),
     "an input that nothing gives": (put(*DECODE, "inputs", 0, value="x"), "there is no 'x'"),

@@ -13,6 +13,7 @@ from tvm.tirx import PrimFunc
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.fusion.quantize import gated_product
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
@@ -28,12 +29,13 @@ from .kernel_runs import few, run
 from .programs import LAYERS, Case, lowered
 
 fastcar = torch.ops.fastcar
+ISA = host_instruction_set()
 
 
-def _check_activated(m: int, k: int, activation: str, size: float) -> None:
+def _check_activated(m: int, k: int, activation: str, size: float, isa: InstructionSet) -> None:
     gate, up = torch.randn(m, k) * size, torch.randn(m, k)
     outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
-    *_, q, s = run(activate_quantize(m, k, activation), gate, up, factor_table(activation), *outputs)
+    *_, q, s = run(activate_quantize(m, k, activation, isa), gate, up, factor_table(activation), *outputs)
     expected_q, expected_s = quantize_rows(gate * fastcar.activation_factor(gate, activation) * up)
     assert torch.equal(q, expected_q)
     assert torch.equal(s, expected_s)
@@ -45,16 +47,19 @@ def _check_activated(m: int, k: int, activation: str, size: float) -> None:
     st.integers(1, 200),
     st.sampled_from(sorted(FACTORS)),
     st.sampled_from([0.0, 1e-35, 0.1, 4.0, 30.0]),
+    st.sampled_from([PORTABLE, ISA]),
     st.integers(0, 99),
 )
-def test_activate_quantize_is_exact(m: int, k: int, activation: str, size: float, seed: int) -> None:
+def test_activate_quantize_is_exact(
+    m: int, k: int, activation: str, size: float, isa: InstructionSet, seed: int
+) -> None:
     torch.manual_seed(seed)
-    _check_activated(m, k, activation, size)
+    _check_activated(m, k, activation, size, isa)
 
 
 def test_activate_quantize_in_parallel() -> None:
     torch.manual_seed(0)
-    _check_activated(33, 1001, "silu", 3.0)
+    _check_activated(33, 1001, "silu", 3.0, ISA)
     assert PARALLEL_ROW_ELEMENTS <= 33 * 1001
 
 

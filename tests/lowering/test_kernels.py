@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
 from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
 from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
@@ -24,6 +25,8 @@ from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
 from .kernel_runs import few, run
 
 fastcar = torch.ops.fastcar
+
+ISA = host_instruction_set()
 
 
 def seeded(seed: int) -> None:
@@ -61,11 +64,17 @@ def test_linear_w4a8_at_the_largest_values(weight: int, scale: float) -> None:
 
 
 @few
-@given(st.sampled_from(sorted(FACTORS)), st.integers(1, 3000), st.sampled_from([0.1, 4.0, 30.0]), st.integers(0, 99))
-def test_activation_factor_is_exact(activation: str, size: int, scale: float, seed: int) -> None:
+@given(
+    st.sampled_from(sorted(FACTORS)),
+    st.integers(1, 3000),
+    st.sampled_from([0.1, 4.0, 30.0]),
+    st.sampled_from([PORTABLE, ISA]),
+    st.integers(0, 99),
+)
+def test_activation_factor_is_exact(activation: str, size: int, scale: float, isa: InstructionSet, seed: int) -> None:
     seeded(seed)
     x = torch.randn(size) * scale
-    y = run(activation_factor(size, activation), x, factor_table(activation), torch.zeros(size))[-1]
+    y = run(activation_factor(size, activation, isa), x, factor_table(activation), torch.zeros(size))[-1]
     assert torch.equal(y, fastcar.activation_factor(x, activation))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import tile_shape
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import TileShape
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS
 
 from .kernel_runs import few, run
@@ -18,7 +20,10 @@ from .kernel_runs import few, run
 KINDS = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
 KERNELS = {dtype: LINEARS[name].kernel for dtype, name in KINDS.items()}
 DTYPES = st.sampled_from(sorted(KERNELS, key=str))
-SETS = st.sampled_from([PORTABLE, host_instruction_set()])
+ARM_TILES = replace(PORTABLE, triple="aarch64-linux-gnu")
+"""The tiles of 32 registers of four lanes, which any machine computes."""
+
+SETS = st.sampled_from([PORTABLE, ARM_TILES, host_instruction_set()])
 
 
 def _check(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet) -> None:
@@ -42,11 +47,14 @@ def test_linear_of_a_chunk(m: int, n: int, k: int, dtype: torch.dtype, isa: Inst
 
 
 @pytest.mark.parametrize("dtype", sorted(KERNELS, key=str), ids=str)
-@pytest.mark.parametrize("m", [1, 2, 33])
-def test_linear_in_parallel(m: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 481, 640), (2, 481, 640), (8, 205, 1301), (32, 205, 1301), (67, 205, 1301)], ids=str
+)
+def test_linear_in_parallel(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """67 rows take panels, and three blocks of the reduction."""
     torch.manual_seed(0)
-    assert PARALLEL_WEIGHTS <= 481 * 640
-    _check(m, 481, 640, dtype, host_instruction_set())
+    assert PARALLEL_WEIGHTS <= 205 * 1301
+    _check(*shape, dtype, host_instruction_set())
 
 
 @few
@@ -92,8 +100,9 @@ def test_every_kind_of_bfloat16_is_widened(value: float) -> None:
 def test_tiles_fit_the_registers(isa: InstructionSet) -> None:
     """Sums, a row of x and a weight do; and a buffer of sums is below the 1024 bytes that TVM keeps on the stack."""
     registers = 32 if isa.float_lanes == 16 or isa.machine == "aarch64" else 16
-    for m in range(SMALL_BATCH + 1, 200):
-        columns, rows = tile_shape(m, isa)
-        vectors = columns // isa.float_lanes
-        assert rows * vectors + vectors + 1 <= registers
-        assert rows * columns // 2 * 4 < 1024
+    for m in range(1, 200):
+        shape = TileShape.of(m, 96, 96, "float32", isa)
+        for tile in (shape, shape.wide) if shape.run > 1 else (shape,):
+            assert tile.rows * tile.vectors + tile.vectors + 1 <= registers
+            assert tile.rows * tile.lanes * 4 < 1024
+            assert tile.vectors <= 4

@@ -11,14 +11,14 @@ import torch
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram, Ring, StateRole
-from fastcar_compile.ir.query import argument_names, is_op
+from fastcar_compile.ir.query import argument_names, is_op, node_arg
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 
 from .laws import check_origins, check_truthful, everything
-from .tiny import BATCH, CHUNK, FRAME, ROWS, after, captured, decode, logits
+from .tiny import BATCH, CHUNK, FRAME, ROWS, Rotated, after, captured, decode, logits
 
 fastcar = torch.ops.fastcar
 SPARSE, REPLAY = SparsifyAttention(sinks=1, window=2), InsertReplay((0.0,))
@@ -35,6 +35,18 @@ def test_second_application_changes_nothing() -> None:
 def test_inserted_nodes_keep_their_source() -> None:
     # In both graphs two writes and one attention.
     assert check_origins(sparse(), "sparse-attention") == 6
+
+
+def test_angles_of_the_block_itself_are_limited() -> None:
+    """Positions that a block reads from the graph's input. Until the window is full, nothing is limited."""
+    wide, narrow = (
+        after(*analysis_pipeline(), SparsifyAttention(1, window, "cache"), blocks=[Rotated]) for window in (ROWS, 2)
+    )
+    (limit,) = [n for n in narrow.graph_module.graph.nodes if is_op(n, fastcar.limit)]
+    assert node_arg(limit, 0).op == "placeholder"
+    assert check_origins(narrow, "sparse-attention") > 6
+    torch.testing.assert_close(logits(narrow)[:3], logits(wide)[:3])
+    assert (logits(narrow)[3:] != logits(wide)[3:]).any(-1).all()
 
 
 def test_options_round_trip_through_text() -> None:

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,6 +273,14 @@ def later(page: Page, frames: int = 12) -> None:
         page.wait_for_timeout(20)
 
 
+def until(page: Page, holds: Callable[[], bool], what: str) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, f"not within a minute: {what}"
+        page.wait_for_timeout(20)
+
+
 def share(page: Page) -> int:
     return int(page.inner_text("#share .side-replay").removesuffix("%"))
 
@@ -293,18 +301,16 @@ def test_two_play_in_browsers_and_a_third_is_told_that_it_is_full(stage: Stage) 
         pixels = "document.querySelector('canvas.image').toDataURL()"
         before = one.evaluate(pixels)
         one.keyboard.down("ArrowLeft")
-        later(one)
-        assert one.evaluate(pixels) != before
-        assert "turn left" in one.inner_text("#parts")
+        until(one, lambda: one.evaluate(pixels) != before, "another picture")
+        until(one, lambda: "turn left" in one.inner_text("#parts"), "the button among the parts")
         one.keyboard.up("ArrowLeft")
         assert frame_number(two) == 0, "the second visitor's game is its own"
 
-        shares: list[int] = []
-        for level in (0, 100):
-            one.locator("#threshold").fill(str(level))
-            later(one)
-            shares.append(share(one))
-        assert shares[0] == 0 < shares[1]
+        # Frames that were on their way have the level before.
+        one.locator("#threshold").fill("0")
+        until(one, lambda: share(one) == 0, "no replay at level 0")
+        one.locator("#threshold").fill("100")
+        until(one, lambda: share(one) > 0, "replay at level 100")
 
         one.get_by_label("Side by side").check()
         later(one)

@@ -104,6 +104,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return fc.compile(
         llama(),
         target="zcu102",
+        offload="mlp",
         tokens_per_frame=8,
         max_seq_len=65,
         batch_size=2,

@@ -14,8 +14,12 @@ import pytest
 from conftest import shared_folder
 from filelock import FileLock
 
-from fastcar_compile.runtime.backends.hls_csim.build import build_library
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.step_project import emit_step
+from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources, open_library
 from fastcar_compile.runtime.backends.hls_csim.unit import aligned
+from step.decoder import Decoder
+from step.kernel import Kernel
 from step.values import Array
 
 
@@ -65,6 +69,27 @@ def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
         own = {source.name: source.read_bytes(), **{header: text.encode() for header, text in texts}}
         with FileLock(folder / "lock"):  # one test process builds it, all of them load it
             return Cores(build_library(headers | own, folder, [source.name]))
+
+    return build
+
+
+class BuildKernel(Protocol):
+    """`build(made, group)`: a kernel for the test's decoder with runs of so many query heads, and fresh memory."""
+
+    def __call__(self, made: Decoder, group: int) -> Kernel: ...
+
+
+@pytest.fixture(scope="session")
+def build_kernel(tmp_path_factory: pytest.TempPathFactory) -> BuildKernel:
+    """`build_kernel(made, group)`; a project is compiled once for all test processes."""
+    folder = shared_folder(tmp_path_factory) / "step_kernels"
+    folder.mkdir(exist_ok=True)
+
+    def build(made: Decoder, group: int) -> Kernel:
+        step, project = StepDesign.of(made.program, group), tmp_path_factory.mktemp("step_project")
+        emit_step(made.made, step, made.table, project)
+        with FileLock(folder / "lock"):
+            return Kernel(open_library(folder_sources(project), folder), made, step)
 
     return build
 

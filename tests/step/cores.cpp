@@ -10,6 +10,7 @@ namespace {
 
 const int WORDS = 64;
 const int BLOCKS = 4;
+const uint32_t TURNED = 5;  // number of the head
 
 template <int PORTS>
 void append(const word_t* row, uint32_t first, uint32_t blocks, uint32_t position, word_t* keys, uint32_t key_words,
@@ -21,9 +22,9 @@ void append(const word_t* row, uint32_t first, uint32_t blocks, uint32_t positio
     for (uint32_t port = 0; port < PORTS; ++port) {
         word_t* key_section = keys + port * key_words;
         word_t* value_section = values + port * value_words;
-        fastcar::cache::append_key<BLOCKS, PORTS>(mantissas, exponents, blocks, 0, position, port, key_section);
-        fastcar::cache::append_value<BLOCKS, PORTS>(mantissas, exponents, blocks, head_words, 0, position, port,
-                                                    value_section);
+        fastcar::cache::append_key<BLOCKS, PORTS, 1>(mantissas, exponents, blocks, 0, position, TURNED % PORTS, port, key_section);
+        fastcar::cache::append_value<BLOCKS, PORTS, 1>(mantissas, exponents, blocks, head_words, 0, position, port,
+                                                       value_section);
     }
 }
 
@@ -31,17 +32,24 @@ void append(const word_t* row, uint32_t first, uint32_t blocks, uint32_t positio
 
 extern "C" {
 
-void step_add(word_t* x, const word_t* y, uint32_t words) { fastcar::row::add_row<WORDS>(x, y, words); }
-
-void step_rotate(const word_t* from, const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words,
-                 uint32_t half_words, word_t* to) {
-    const fastcar::row::Rotation shape = {words, head_words, half_words};
-    fastcar::row::rotate_row<WORDS, WORDS>(from, cosine, sine, shape, to);
+// rows: those of the source, then those of the target.
+void step_add(word_t rows[2][1][WORDS], uint32_t words) {
+    const fastcar::row::Pair at = {0, 1, 0};
+    fastcar::row::add_row<2, 1, WORDS>(rows, at, words);
 }
 
-void step_normalize(const word_t* x, uint32_t first, uint32_t words, const word_t* weight, float inverse_size, float epsilon,
-                    word_t* y) {
-    fastcar::norm::normalize<WORDS, WORDS>(x, first, words, weight, inverse_size, epsilon, y);
+void step_rotate(word_t rows[2][1][WORDS], const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words,
+                 uint32_t half_words) {
+    const fastcar::row::Pair at = {0, 1, 0};
+    const fastcar::row::Rotation shape = {0, words, head_words, half_words};
+    fastcar::row::rotate_row<2, 1, WORDS, WORDS>(rows, at, cosine, sine, shape);
+}
+
+void step_normalize(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, const word_t* weight, float inverse_size,
+                    float epsilon) {
+    const fastcar::row::Pair at = {0, 1, 0};
+    word_t kept[WORDS];
+    fastcar::norm::normalize<2, 1, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
 }
 
 // A program of at most 64 instructions; returns the status.

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gates.networks import networks
 from hls.library import design, linear, random_layer, random_linear, reference
 
+from fastcar_compile.codegen.hls.control import network_stream
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.drs.builder import build_table
+from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.score import float32
-from fastcar_compile.drs.table import AttentionShape, DrsTable
+from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
 from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan, build_step
 from fastcar_compile.step.cache_layout import LANES, CacheLayout
-from fastcar_compile.step.instructions import Linear, Mlp
+from fastcar_compile.step.instructions import Attend, Linear, Mlp
 from fastcar_compile.step.program import StepProgram
 from fastcar_compile.step.simulator import Memory, Product
 from step.values import Array
@@ -54,24 +56,66 @@ class Decoder:
         return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes())
 
 
-def decoder(
-    attention: AttentionPlan, quant: str, gated: tuple[bool, ...], max_chain: int | None, seed: int = 0
-) -> Decoder:
-    """A decoder of two layers and two rows, those of `gated` with TAS. About half of the forwards replay."""
-    shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
-    scales = [0.25 if gate else None for gate in gated]
-    sizes = (LAYERS, ROWS, 1, FRAME, [0.0] * LAYERS)
-    table = build_table(*sizes, attention=shape, scales=scales, max_chain=max_chain)
+@dataclass(frozen=True)
+class Gates:
+    """Gates of a decoder, and the limits on replay.
+
+    Args:
+        threshold: that of the gate, which replays about half of the rows.
+        heads: chosen heads of the first layer. units: of the network in each layer.
+    """
+
+    kind: GateKind = GateKind.TAS
+    threshold: float = 0.0
+    gated: tuple[bool, ...] = (True,) * LAYERS
+    max_chain: int | None = None
+    couple_cfg: bool = False
+    refresh_every: int | None = None
+    heads: tuple[tuple[int, float], ...] | None = None
+    units: tuple[int, ...] = ()
+
+    @property
+    def score(self) -> GateScore:
+        """What the control table says of the score."""
+        reads = HIDDEN if self.kind.reads_input else 0
+        heads = None if self.heads is None else (self.heads, *[None] * (LAYERS - 1))
+        weight = 0.125 if self.kind is GateKind.BOUND else 0.0
+        return GateScore(self.kind, reads, max(self.units, default=0), heads, weight)
+
+    def table(self, attention: AttentionPlan) -> DrsTable:
+        """The control table."""
+        shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
+        sign = -1 if self.kind.at_most else 1
+        return build_table(
+            *(LAYERS, ROWS, 1, FRAME, [sign * self.threshold] * LAYERS),
+            attention=shape if self.kind.reads_query else None,
+            scales=[0.25 if gate else None for gate in self.gated],
+            gate=self.score,
+            max_chain=self.max_chain,
+            couple_cfg=self.couple_cfg,
+            refresh_every=self.refresh_every,
+        )
+
+    @property
+    def networks(self) -> Array:
+        """The networks' words, as constants."""
+        layers = networks(HIDDEN, *self.units).layers if self.units else {}
+        found = [network_stream(layers[layer]).view(np.float32) for layer in sorted(layers)]
+        return np.concatenate([np.zeros(0, np.float32), *found])
+
+
+def decoder(attention: AttentionPlan, quant: str, gates: Gates, axi_bits: int = 128) -> Decoder:
+    """A decoder of two layers and two rows. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     linears = [("qkv", HIDDEN, query + 2 * key, False), ("o", query, HIDDEN, True), ("head", HIDDEN, VOCAB, False)]
-    made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant)
+    made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant, axi_bits=axi_bits)
     plans = {name: _plan(made, name) for name, *_ in linears}
     plan = StepPlan(
         *(LAYERS, ROWS, made.ports, HIDDEN, float32(1e-5), attention, plans["qkv"], plans["o"]),
         mlp_words=made.section_words,
         head=plans["head"],
-        replay=ReplayPlan(FRAME, gated) if any(gated) else None,
+        replay=ReplayPlan(FRAME, gates.gated, gates.kind, gates.units),
     )
     program = build_step(plan)
     weights, sections = {}, []
@@ -88,7 +132,8 @@ def decoder(
         else:
             continue
         sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
-    return Decoder(made, program, table, weights, _constants(program, attention, rng), np.concatenate(sections, 1))
+    constants = _constants(program, attention, gates.networks, rng)
+    return Decoder(made, program, gates.table(attention), weights, constants, np.concatenate(sections, 1))
 
 
 def _plan(made: Design, name: str) -> LinearPlan:
@@ -107,12 +152,13 @@ def _scaled(weights: LinearWeights) -> LinearWeights:
     )
 
 
-def _constants(program: StepProgram, attention: AttentionPlan, rng: np.random.Generator) -> Array:
-    """Norm weights near one, then the table of cosines and sines."""
+def _constants(program: StepProgram, attention: AttentionPlan, networks: Array, rng: np.random.Generator) -> Array:
+    """Norm weights near one, then the table of cosines and sines, then the networks."""
     table = attention.table_rows * attention.rotary
-    weights = rng.uniform(0.5, 1.5, 4 * program.sizes.constant_words - table)
+    weights = rng.uniform(0.5, 1.5, 4 * program.sizes.constant_words - table - len(networks))
     angles = np.arange(attention.table_rows)[:, None] * 10.0 ** -np.linspace(0, 4, attention.rotary // 2)
-    return np.concatenate([weights, np.concatenate([np.cos(angles), np.sin(angles)], 1).reshape(-1)]).astype(np.float32)
+    turns = np.concatenate([np.cos(angles), np.sin(angles)], 1).reshape(-1)
+    return np.concatenate([np.concatenate([weights, turns]).astype(np.float32), networks])
 
 
 def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> tuple[Array, Array]:
@@ -120,10 +166,12 @@ def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> 
     layout = CacheLayout(program.sizes.ports, head_dim, program.sizes.positions)
     keys = memory.keys[:, number * layout.key_words : (number + 1) * layout.key_words]
     values = memory.values[:, number * layout.value_words : (number + 1) * layout.value_words]
-    return layout.unpack_keys(keys), layout.unpack_values(values)
+    (heads,) = {i.key_heads for i in program.instructions if isinstance(i, Attend)}
+    head = number % (program.sizes.rows * heads)
+    return layout.unpack_keys(keys, head), layout.unpack_values(values, head)
 
 
 ROTATED = AttentionPlan(
     4, 2, 64, rotary=64, table_rows=48, factor=float32(0.125 * 1.4426950408889634), cache=CachePlan(0, 50)
 )
-NORMED = AttentionPlan(4, 2, 32, 16, table_rows=20, factor=0.25, cache=CachePlan(2, 33, 9), head_norm=True)
+NORMED = AttentionPlan(6, 2, 32, 16, table_rows=20, factor=0.25, cache=CachePlan(2, 33, 9), head_norm=True)

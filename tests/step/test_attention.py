@@ -74,14 +74,20 @@ CASES = {
 }
 
 
+def padded_row(values: Array) -> Array:
+    """A row on chip, of 256 values."""
+    return np.concatenate([values.reshape(-1), np.zeros(256 - values.size, np.float32)])
+
+
 def agreed(attention_cores: Cores, case: Case, query: Array, keys: Array, values: Array, scale: float) -> Array:
     """Attention by the cores, held to the reference."""
     layout = case.layout
-    sections = layout.pack_keys(keys), layout.pack_values(values)
-    given = (layout.ports, case.heads, query, layout.blocks, sections[0], layout.key_words, sections[1])
-    *_, got, done = attention_cores(
-        "attend", *given, layout.value_words, *case.place, float(logit_factor(scale)), np.zeros_like(query)
+    sections = np.concatenate([layout.pack_keys(keys, 0), layout.pack_values(values, 0)], 1)
+    given = (layout.ports, case.heads, padded_row(query), layout.blocks, sections, layout.key_words)
+    *_, out, done = attention_cores(
+        "attend", *given, layout.value_words, *case.place, float(logit_factor(scale)), np.zeros(256, np.float32)
     )
+    got = out[: query.size].reshape(query.shape)
     assert done == 1
     visible = case.visible[: case.rows]
     with np.errstate(all="ignore"):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from decoders import SIZES, llama
+from gates.foreign import register
+from gates.networks import networks
 from hls.library import linear, reference
 from passes.tiny import backend_of
 from torch.fx import Node
@@ -22,10 +24,11 @@ from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.step.cache_layout import LANES
+from fastcar_compile.step.instructions import Decide
 from fastcar_compile.step.program import StepProgram
 from fastcar_compile.step.simulator import Memory, Product, StepSimulator
 from fastcar_compile.targets import load_target
@@ -63,55 +66,103 @@ class Captured:
         return lambda x: reference(x[:, : spec.hidden], own, spec).y
 
 
-def captured(model: torch.nn.Module, **options: Any) -> Captured:
-    """A model for a board, with exact numerics."""
-    sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}
-    program = run_pipeline(capture(model, prefill_chunk=16, **sizes), analysis_pipeline())
+SHAPE = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}
+
+
+def captured(model: torch.nn.Module) -> DecoderProgram:
+    """The decode step of a model."""
+    return run_pipeline(capture(model, prefill_chunk=16, **SHAPE), analysis_pipeline())
+
+
+def compiled(program: DecoderProgram, **options: Any) -> Captured:
+    """A decode step for a board, with exact numerics."""
     given = {"target": "zcu102", "kv": "int8", "numerics": "exact", "offload": "linears", "prefill_chunk": 16}
-    config = CompileConfig(**{**sizes, **given, **options})
+    config = CompileConfig(**{**SHAPE, **given, **options})
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     return Captured(program, plan_accelerator(program, config, load_target("zcu102")))
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Captured:
-    """Llama with replay."""
-    return captured(llama(initializer_range=0.2, head_dim=32), quant="w8a8", replay=ReplayConfig(threshold=0.0))
+def llama_step() -> DecoderProgram:
+    """Llama."""
+    return captured(llama(initializer_range=0.2, head_dim=32))
 
 
-@pytest.fixture(scope="module")
+REPLAYS: dict[str, dict[str, Any]] = {
+    "tas": {"gate": "tas", "threshold": 0.0, "heads": [{0: 1.0, 3: -0.5}, None]},
+    "input_delta": {"gate": "input_delta", "threshold": 1.2, "max_chain": 1},
+    "bound": {"gate": "bound", "threshold": 1.2, "couple_cfg": True, "max_chain": 2},
+    "learned": {
+        "gate": "learned",
+        "threshold": 1.5,
+        "gate_weights": networks(SIZES["hidden_size"], 3, 5),
+        "refresh_every": 3,
+    },
+    "always": {"gate": "always", "max_chain": 1},
+    "random": {"gate": "random", "threshold": [None, 0.6]},
+}
+"""Chosen heads, pairs, the end of a chain, a refresh, a layer without a gate."""
+
+
+@pytest.fixture
+def replaying(llama_step: DecoderProgram, name: str) -> Captured:
+    """Llama with a gate, half of them with int4 weights."""
+    quant = "w8a8" if list(REPLAYS).index(name) % 2 else "w4a8"
+    return compiled(copy.deepcopy(llama_step), quant=quant, replay=ReplayConfig(**REPLAYS[name]))
+
+
+@pytest.fixture
 def normed() -> Captured:
     """q and k with norms, a ring of keys and values, int4 weights."""
     torch.manual_seed(0)
     config = Qwen3Config(**{**SIZES, "head_dim": 32, "initializer_range": 0.2, "max_position_embeddings": LENGTH})
     sparse = SparseAttention(sinks=3, window=9)
-    return captured(Qwen3ForCausalLM(config).eval(), quant="w4a8", replay=None, sparse_attention=sparse)
+    return compiled(captured(Qwen3ForCausalLM(config).eval()), quant="w4a8", replay=None, sparse_attention=sparse)
 
 
-@pytest.mark.parametrize("name", ["grouped", "normed"])
-def test_the_simulator_equals_the_eager_graph(name: str, request: pytest.FixtureRequest) -> None:
-    """Logits, decisions and the last step's caches of MLP outputs; every token of a sequence."""
-    made: Captured = request.getfixturevalue(name)
+@pytest.mark.parametrize("name", REPLAYS)
+def test_the_simulator_decides_as_the_eager_graph(replaying: Captured, name: str) -> None:
+    """Logits and decisions of every token of a sequence."""
+    replayed = agreed(replaying)
+    assert 0.1 < np.mean(replayed) < 0.9
+    gated = [i.layer for i in found_decisions(replaying)]
+    assert gated == [site.layer for site in replaying.program.sites if site.threshold is not None]
+
+
+def test_the_simulator_equals_the_eager_graph(normed: Captured) -> None:
+    assert not agreed(normed)
+    assert not found_decisions(normed)
+
+
+def found_decisions(made: Captured) -> list[Decide]:
+    """The instructions that decide."""
+    return [i for i in step_sources(made.program, made.plan).program.instructions if isinstance(i, Decide)]
+
+
+def agreed(made: Captured) -> list[Array]:
+    """What replayed in every forward in which something decided; logits and decisions are held to the eager graph."""
     found = step_sources(made.program, made.plan)
     memory = made.memory(found.program, found.streams, found.constants)
     simulator, eager = StepSimulator(found.program, memory), backend_of(made.program)
     embedding = made.program.params["model.embed_tokens.weight"].float().numpy()
     ids = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (BATCH, LENGTH))
-    thresholds, replayed = np.zeros(len(made.program.sites), np.float32), list[Array]()
+    thresholds = np.array([site.threshold or 0.0 for site in made.program.sites], np.float32)
+    replayed = list[Array]()
     for t in range(LENGTH):
         want = eager.decode(ids[:, t : t + 1], t, t, thresholds)
         got = simulator.run(embedding[ids[:, t]], t, t)
         assert_same(got, np.ascontiguousarray(want.logits[:, 0]))
         if simulator.decided:
-            replayed.append(~np.stack([simulator.decided[layer] for layer in sorted(simulator.decided)]))
+            every = np.ones(BATCH, bool)
+            replayed.append(~np.stack([simulator.decided.get(site.layer, every) for site in made.program.sites]))
             np.testing.assert_array_equal(replayed[-1].reshape(-1), np.asarray(want.decisions).reshape(-1))
-    assert not replayed or 0.1 < np.mean(replayed) < 0.9
-    assert bool(replayed) == any(state.role is StateRole.MLP_CACHE for state in made.program.state)
+    return replayed
 
 
-def test_what_a_step_program_cannot_express_is_refused(grouped: Captured) -> None:
+@pytest.mark.parametrize("name", ["tas"])
+def test_what_a_step_program_cannot_express_is_refused(replaying: Captured) -> None:
     """A multiplier of the residual; a linear that is not where it belongs; one that the host keeps."""
-    program = copy.deepcopy(grouped.program)
+    program = copy.deepcopy(replaying.program)
     graph, site = program.graph_module.graph, program.sites[1]
     residual = node_named(graph, site.residual)
     added = residual.args[1]
@@ -122,4 +173,11 @@ def test_what_a_step_program_cannot_express_is_refused(grouped: Captured) -> Non
     with pytest.raises(
         CompileError, match=rf"a step program has the sum of .* and the decode step has {residual.name}"
     ):
-        step_sources(program, grouped.plan)
+        step_sources(program, replaying.plan)
+
+
+def test_a_gate_of_another_package_is_refused(llama_step: DecoderProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = ReplayConfig(gate=register(monkeypatch))
+    made = compiled(copy.deepcopy(llama_step), quant="w8a8", replay=replay)
+    with pytest.raises(CompileError, match="the host decides gate 'foreign' of another package"):
+        step_sources(made.program, made.plan)

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastcar_compile.drs.scores import network_words
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import UserError
 from fastcar_compile.step.builder import CachePlan, ReplayPlan, build_step
 from fastcar_compile.step.encoding import cpp_constants
-from fastcar_compile.step.instructions import KINDS, Add, Attend, End, Load, Norm, Opcode, Place
+from fastcar_compile.step.instructions import KINDS, Add, Attend, Decide, End, Load, Norm, Opcode, Place, Rotate
 from fastcar_compile.step.program import Status, StepProgram, check, read_program
 from step.conftest import Cores
 from step.programs import HEADS, plan, repaired
@@ -27,9 +29,23 @@ PROGRAM = build_step(plan())
 NORMED = build_step(plan(replace(HEADS, head_norm=True, rotary=16, cache=CachePlan(4, 30, 20)), layers=3, rows=1))
 PLAIN = build_step(plan(replace(HEADS, rotary=0)))
 GATED = build_step(plan(replay=ReplayPlan(7, (False, True))))
+BOUND = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.BOUND)))
+LEARNED = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.LEARNED, units=(0, 3))))
+RANDOM = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.RANDOM)))
 
 
-@pytest.mark.parametrize("program", [PROGRAM, NORMED, PLAIN, GATED], ids=["rotated", "normed", "plain", "gated"])
+PROGRAMS = {
+    "rotated": PROGRAM,
+    "normed": NORMED,
+    "plain": PLAIN,
+    "tas": GATED,
+    "bound": BOUND,
+    "learned": LEARNED,
+    "random": RANDOM,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_the_binary_form_keeps_everything(cores: Cores, program: StepProgram) -> None:
     data = program.to_bytes()
     assert read_program(data) == program
@@ -49,9 +65,33 @@ def test_a_layer() -> None:
     assert [i.opcode for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
     replays = [i.opcode for i in GATED.instructions if i.layer == 1][6:]
     assert replays == [Opcode.DECIDE, *common[1:-1], Opcode.REPLAY]
+    for program in (BOUND, LEARNED):
+        replays = [i.opcode for i in program.instructions if i.layer == 1][6:]
+        assert replays == [*common[1:-2], Opcode.DECIDE, Opcode.MLP, Opcode.REPLAY]
     assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
     first, *_, last = PROGRAM.instructions
     assert (first, last) == (Load(0, Place.X, 16), End(2))
+
+
+def test_a_gate_finds_what_it_reads() -> None:
+    """q is where attention reads it, and nothing overwrites it before DECIDE. What is not read has no field."""
+    for program in (GATED, BOUND, LEARNED, RANDOM):
+        listed = list(program.instructions)
+        (at,) = (i for i, instruction in enumerate(listed) if isinstance(instruction, Decide))
+        decide, first = listed[at], next(i for i in range(at) if listed[i].layer == 1)
+        assert isinstance(decide, Decide)
+        turned = [i for i in range(first, at) if isinstance(listed[i], Rotate)]
+        written = {getattr(i, "target", None) for i in listed[turned[-1] + 1 : at]}
+        if decide.gate.reads_query:
+            assert decide.source is Place.Q
+            assert Place.Q not in written
+        else:
+            assert (decide.source, decide.heads, decide.ring) == (0, 0, 0)
+        norm = listed[at - 1]
+        assert (isinstance(norm, Norm) and norm.target is decide.input is Place.A) == decide.gate.reads_input
+        assert bool(decide.count) == decide.gate.reads_input
+    assert LEARNED.sizes.constant_words - GATED.sizes.constant_words == network_words(3, 64)
+    assert LEARNED.sizes.replay_words - GATED.sizes.replay_words == 2 * 7 * 2 * 16
 
 
 def test_the_words_of_an_instruction() -> None:
@@ -99,18 +139,11 @@ def test_each_check(cores: Cores) -> None:
 def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; END in the middle, at no end."""
     sizes = GATED.sizes
-    for name in (
-        "replay_words",
-        "row_words",
-        "constant_words",
-        "key_words",
-        "value_words",
-        "input_words",
-        "output_words",
-        "positions",
-    ):
-        smaller = replace(GATED, sizes=replace(sizes, **{name: getattr(sizes, name) - 1}))
-        assert answer(cores, smaller.to_bytes()) is Status.BAD_INSTRUCTION, name
+    every = ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions")
+    for program in (GATED, BOUND, LEARNED, RANDOM):
+        for name in ("replay_words", *every):
+            smaller = replace(program, sizes=replace(program.sizes, **{name: getattr(program.sizes, name) - 1}))
+            assert answer(cores, smaller.to_bytes()) is Status.BAD_INSTRUCTION, name
     add, end = Add(0, Place.Y, Place.X, 16), End(0)
     for listed, status in (
         ((add, end), Status.OK),
@@ -122,12 +155,33 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
         assert answer(cores, StepProgram(sizes, listed).to_bytes()) is status, listed
 
 
+def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
+    """Each gate in the place of each: its fields are not those that it reads. Each field one too large."""
+    for program in (GATED, BOUND, LEARNED, RANDOM):
+        (decide,) = (i for i in program.instructions if isinstance(i, Decide))
+
+        def judged(changed: Decide, listed: StepProgram = program) -> Status:
+            return answer(cores, StepProgram(listed.sizes, (changed, End(0))).to_bytes())
+
+        reads = decide.gate.reads_query, decide.gate.reads_input, decide.gate is GateKind.LEARNED
+        for kind in GateKind:
+            alike = (kind.reads_query, kind.reads_input, kind is GateKind.LEARNED) == reads
+            assert judged(replace(decide, gate=kind)) is (Status.OK if alike else Status.BAD_INSTRUCTION)
+        for name in ("source", "heads", "key_heads", "blocks", "keys", "sinks", "ring", "input", "count", "inputs"):
+            if not getattr(decide, name):
+                read = reads[1] if name in ("input", "count", "inputs") else reads[0]
+                assert judged(replace(decide, **{name: 1})) is Status.BAD_INSTRUCTION or read
+        assert judged(replace(decide, units=4097)) is Status.BAD_INSTRUCTION
+        assert judged(replace(decide, stride=decide.stride << 16)) is Status.BAD_INSTRUCTION
+
+
 def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
-    """Words replaced by likely ones, in programs of all three kinds."""
+    """Words replaced by likely ones, in programs of all kinds."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
+    damaged = [program.to_bytes() for program in (NORMED, PLAIN, GATED, BOUND, LEARNED, RANDOM)]
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
-        data = (NORMED, PLAIN, GATED)[round_number % 3].to_bytes()
+        data = damaged[round_number % len(damaged)]
         words = list(struct.unpack(f"<{len(data) // 4}I", data))
         for _ in range(int(rng.integers(0, 3))):
             header = rng.random() < 0.1
@@ -144,6 +198,11 @@ def test_what_cannot_be_built_is_named() -> None:
         build_step(plan(wrong))
     with pytest.raises(UserError, match="gates of 1 layers for 2 layers"):
         build_step(plan(replay=ReplayPlan(7, (True,))))
+    learned = plan(replay=ReplayPlan(7, (True, True), GateKind.LEARNED))
+    with pytest.raises(UserError, match="networks of 0 layers for gate learned of 2 layers"):
+        build_step(learned)
+    with pytest.raises(UserError, match="gate bound of heads without RoPE and norms"):
+        build_step(plan(replace(HEADS, rotary=0), replay=ReplayPlan(7, (True, True), GateKind.BOUND)))
     with pytest.raises(UserError, match="ROTATE of layer 0"):
         build_step(plan(replace(HEADS, table_rows=0)))
 

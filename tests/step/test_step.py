@@ -2,72 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fastcar_compile.codegen.hls.controller_project import limits_of
-from fastcar_compile.codegen.hls.render import render
+from fastcar_compile.drs.table import GateKind
 from fastcar_compile.drs.table import Status as TableStatus
-from fastcar_compile.step.instructions import Attend, Instruction, Linear, Mlp
-from fastcar_compile.step.program import Status, StepProgram
+from fastcar_compile.step.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
+from fastcar_compile.step.program import Status, StepOp, StepProgram, StepStatus
 from fastcar_compile.step.simulator import NO_STEP, StepSimulator
-from step.conftest import Build, Cores
-from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, VOCAB, Decoder, cached, decoder
+from step.conftest import BuildKernel
+from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
+from step.kernel import Kernel
 from step.values import Array, assert_same
 
 DECODERS = {
-    "w8a8": decoder(ROTATED, "w8a8", (True, True), max_chain=None),
-    "w4a8": decoder(NORMED, "w4a8", (True, False), max_chain=2),
+    "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
+    "bound": decoder(NORMED, "w4a8", Gates(GateKind.BOUND, 1.5, couple_cfg=True, max_chain=2), axi_bits=256),
+    "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
+    "random": decoder(ROTATED, "w8a8", Gates(GateKind.RANDOM, 0.6, gated=(True, False), max_chain=2)),
 }
+"""Both quantisations. Gates that read q, q and x, x and a network, and nothing. The second has two weight ports on an
+AXI port, and three query heads per key head, in runs of two and one."""
+
 PROMPT = 4
 
 
 @pytest.fixture
-def engine(csim_tools: None, build_cores: Build, quant: str) -> Cores:
-    """The engine of a decoder's design."""
-    made = DECODERS[quant]
-    config = render("fastcar_config.hpp", design=made.made)
-    control = render("fastcar_drs_config.hpp", limits=limits_of(made.table))
-    return build_cores("engine", (("fastcar_config.hpp", config), ("fastcar_drs_config.hpp", control)))
+def kernel(csim_tools: None, build_kernel: BuildKernel, gate: str) -> Kernel:
+    """The kernel of a decoder's design, with its program and control table."""
+    made = DECODERS[gate]
+    found = build_kernel(made, group=2)
+    assert found.load(made.program.to_bytes()) == Status.OK
+    assert found.load(made.table.to_bytes(), StepOp.LOAD_TABLE) == TableStatus.OK
+    return found
 
 
-def loaded(engine: Cores, name: str, data: bytes) -> int:
-    """What the engine answers to a program or a control table."""
-    words = np.frombuffer(data + bytes(-len(data) % 16), np.uint8)
-    return int(engine(name, words, len(data))[-1])
-
-
-@pytest.mark.parametrize("quant", DECODERS)
-def test_a_decoder_decodes_alike(engine: Cores, quant: str) -> None:
+@pytest.mark.parametrize("gate", DECODERS)
+def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
     """Outputs, caches and decisions of a prompt and 42 forwards, past the end of the RoPE table and around the ring."""
-    made, rng = DECODERS[quant], np.random.default_rng(5)
-    program = made.program
-    simulator = StepSimulator(program, made.memory())
-    assert loaded(engine, "load", program.to_bytes()) == Status.OK
-    assert loaded(engine, "load_table", made.table.to_bytes()) == TableStatus.OK
-    memory, decisions = made.memory(), list[bool]()
-    keys, values, replay = memory.keys, memory.values, memory.replay
+    made, rng = DECODERS[gate], np.random.default_rng(5)
+    simulator = StepSimulator(made.program, made.memory())
+    decisions = list[bool]()
     for position in range(46):
         x = (rng.normal(size=(ROWS, HIDDEN)) * 10.0 ** rng.uniform(-1, 1)).astype(np.float32)
         decode_step = position - PROMPT if position >= PROMPT else NO_STEP
         want = simulator.run(x, position, decode_step)
-        output = np.zeros((ROWS, -(-VOCAB // 4) * 4), np.float32)
-        given = (made.constants, made.stream, keys, values, x, output, replay)
-        _, _, keys, values, _, got, replay, done = engine("run", *given, position, decode_step)
-        assert done == 1
-        assert_same(got[:, :VOCAB], want)
+        assert_same(kernel.run(x, position, decode_step), want)
+        keys, values = kernel.caches()
         np.testing.assert_array_equal(keys, simulator.memory.keys)
         np.testing.assert_array_equal(values, simulator.memory.values)
-        np.testing.assert_array_equal(replay, simulator.memory.replay)
-        decisions += [bool(row) for rows in simulator.decided.values() for row in rows]
+        np.testing.assert_array_equal(kernel.memory["replay"].view(np.uint32).reshape(-1, 4), simulator.memory.replay)
+        for layer, computed in simulator.decided.items():
+            assert kernel.decided(layer) == computed.tolist()
+            decisions += kernel.decided(layer)
     assert 0.2 < np.mean(decisions) < 0.9
 
 
 def test_the_simulator_follows_plain_floats() -> None:
     """Float64 with the same weights and no rounding of activations, keys and values."""
-    made, rng = DECODERS["w8a8"], np.random.default_rng(6)
+    made, rng = DECODERS["tas"], np.random.default_rng(6)
     simulator, plain = StepSimulator(made.program, made.memory()), PlainDecoder(made)
     for position in range(12):
         x = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32)
@@ -127,31 +123,44 @@ class PlainDecoder:
         return np.einsum("bhs,bhsd->bhd", weights / weights.sum(-1, keepdims=True), values).reshape(ROWS, -1)
 
 
-@pytest.mark.parametrize("quant", ["w8a8"])
-def test_what_the_engine_does_not_hold_is_refused(engine: Cores, quant: str) -> None:
-    """Sizes beyond its own; blocks of a head, and weights that end behind their section."""
-    made = DECODERS[quant]
-    program, memory = made.program, made.memory()
+def with_changed(program: StepProgram, kind: type[Instruction], **changes: Any) -> StepProgram:
+    """The program with other fields in every instruction of one kind."""
+    listed = (replace(i, **changes) if isinstance(i, kind) else i for i in program.instructions)
+    return replace(program, instructions=tuple(listed))
 
-    def load(changed: StepProgram) -> int:
-        return loaded(engine, "load", changed.to_bytes())
 
-    for sizes in ({"ports": 3}, {"row_words": 161}):
-        assert load(replace(program, sizes=replace(program.sizes, **sizes))) == Status.BAD_HEADER
-    x, output = np.zeros((ROWS, HIDDEN), np.float32), np.zeros((ROWS, 20), np.float32)
-    given = (made.constants, made.stream, memory.keys, memory.values, x, output, memory.replay)
-    assert engine("run", *given, 0, NO_STEP)[-1] == 0
-    kind: type[Instruction]
+@pytest.mark.parametrize("gate", ["tas"])
+def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> None:
+    """Sizes beyond its own, places that no unit joins, weights behind their section: nothing else is written."""
+    program = DECODERS[gate].program
     last = program.sizes.weight_words - 1
+
+    def refused(status: StepStatus, number: int) -> None:
+        kept = {name: array.copy() for name, array in kernel.memory.items() if name != "report"}
+        assert kernel.launch(StepOp.RUN, position=3, step=NO_STEP) == (status, number)
+        for name, array in kept.items():
+            np.testing.assert_array_equal(kernel.memory[name], array)
+
+    for sizes in ({"ports": 3}, {"row_words": program.sizes.row_words + 1}):
+        assert kernel.load(replace(program, sizes=replace(program.sizes, **sizes)).to_bytes()) == Status.BAD_HEADER
+    assert kernel.load(b"no program") == Status.TOO_SHORT
+    refused(StepStatus.NOT_LOADED, 0)
+    assert kernel.launch(op=7) == (StepStatus.NOT_LOADED, 0)
     for kind, changes in (
         (Linear, {"weights": last}),
+        (Linear, {"source": Place.X}),
         (Mlp, {"weights": last}),
-        (Attend, {"heads": 2, "key_heads": 2}),
+        (Mlp, {"target": Place.K}),
+        (Attend, {"source": Place.X}),
+        (Decide, {"layer": LAYERS}),
+        (Decide, {**dict.fromkeys((field.name for field in fields(Decide)[4:]), 0), "gate": GateKind.NEVER}),
     ):
-        listed = tuple(replace(i, **changes) if isinstance(i, kind) else i for i in program.instructions)
-        assert load(replace(program, instructions=listed)) == Status.OK
-        assert engine("run", *given, 0, NO_STEP)[-1] == 0
-    assert load(program) == Status.OK
-    assert engine("run", *given, 0, NO_STEP)[-1] == 1
-    assert loaded(engine, "load_table", b"no table") == TableStatus.TOO_SHORT
-    assert engine("run", *given, 1, 0)[-1] == 0
+        number = next(n for n, i in enumerate(program.instructions) if isinstance(i, kind))
+        assert kernel.load(with_changed(program, kind, **changes).to_bytes()) == Status.OK
+        refused(StepStatus.NOT_HELD, number)
+    assert kernel.load(program.to_bytes()) == Status.OK
+    assert kernel.launch(StepOp.RUN, step=NO_STEP) == (StepStatus.DONE, 0)
+    assert kernel.load(b"no table", StepOp.LOAD_TABLE) == TableStatus.TOO_SHORT
+    refused_step = kernel.launch(StepOp.RUN, position=1, step=0)
+    assert refused_step == (StepStatus.NOT_LOADED, 0)
+    assert kernel.launch(StepOp.RUN, position=1, step=NO_STEP) == (StepStatus.DONE, 0)

@@ -67,6 +67,7 @@ class DesignPart(Part):
         linears: name of every other call -> its product, in call order.
         ports: logical weight ports of 128 bits. axi_words: how many of them one AXI port carries, word by word.
         passes: over a tile when every row computes.
+        group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
         stream_bytes: of one layer's MLP. linear_stream_bytes: of each linear call.
         usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
     """
@@ -87,6 +88,7 @@ class DesignPart(Part):
     usage_estimate: UsagePart
     cycles_estimate: int
     linear_cycles_estimate: dict[str, int]
+    group: int = 0
 
 
 class ExplorationPart(Part):
@@ -127,6 +129,10 @@ class KernelPart(Part):
     def weights(self) -> list[str]:
         """Return the arguments that take a section of a weight stream each, in the order of the sections."""
         return [a.name for a in self.arguments if a.name.startswith("weights_")]
+
+    def caches(self) -> list[str]:
+        """Return the arguments that hold keys and values, in the order of the weight ports."""
+        return [a.name for a in self.arguments if a.name.startswith("cache_")]
 
 
 class LimitsPart(Part):
@@ -183,18 +189,33 @@ class HostLinearPart(Part):
     reason: str
 
 
+class StepPart(Part):
+    """A whole decode step on the accelerator.
+
+    Args:
+        program: file of the step program. instructions: how many it has.
+        states: name of a state -> its first memory word: of keys and of values in a port's section of the caches, and
+            of others in the replay buffer (docs/reference/artifact.md).
+    """
+
+    program: str
+    instructions: int
+    states: dict[str, int]
+
+
 class AcceleratorSection(Section):
     """Everything that a host needs to call the kernels.
 
     Args:
         weights: file of the weight streams. table: the DRS control table.
-        kernels: that a host calls: the engine.
-        linears, on_host: with offload="linears", the calls outside of the MLPs and the linears that the host keeps.
+        kernels: that a host calls: the engine, or with offload="all" the step kernel.
+        linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
+        step: with offload="all", the step.
     """
 
     VERSION: ClassVar[int] = 2
 
-    offload: Literal["mlp", "linears"]
+    offload: Literal["mlp", "linears", "all"]
     weights: str
     table: str
     controller: ControllerPart
@@ -203,3 +224,4 @@ class AcceleratorSection(Section):
     kernels: tuple[KernelPart, ...]
     linears: tuple[LinearCallPart, ...] = ()
     on_host: tuple[HostLinearPart, ...] = ()
+    step: StepPart | None = None

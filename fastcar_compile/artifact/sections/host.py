@@ -29,6 +29,8 @@ class ProgramsPart(Part):
         library: the file that they are in: a shared library, or an archive of its object files.
         prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
         context: makes the states that cross-attention reads; None: there is no cross-attention.
+        embed: the rows of tokens, which an accelerator that runs whole steps is given; None: there is none, or rows are
+            the decoder's input.
     """
 
     library: str
@@ -36,10 +38,17 @@ class ProgramsPart(Part):
     prefill: ProgramPart | None = None
     offload: ProgramPart | None = None
     context: ProgramPart | None = None
+    embed: ProgramPart | None = None
 
     def named(self) -> dict[str, ProgramPart]:
         """Return the programs that exist, by name."""
-        found = {"decode": self.decode, "prefill": self.prefill, "offload": self.offload, "context": self.context}
+        found = {
+            "decode": self.decode,
+            "prefill": self.prefill,
+            "offload": self.offload,
+            "context": self.context,
+            "embed": self.embed,
+        }
         return {name: program for name, program in found.items() if program is not None}
 
 

@@ -13,15 +13,26 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, DRS_TABLE, DRS_TABLE_JSON, HLS
 from fastcar_compile.artifact.offload import NETWORK
-from fastcar_compile.artifact.sections.accelerator import AcceleratorSection, HostLinearPart, LinearCallPart
+from fastcar_compile.artifact.sections.accelerator import (
+    AcceleratorSection,
+    HostLinearPart,
+    KernelPart,
+    LinearCallPart,
+    StepPart,
+)
 from fastcar_compile.artifact.tensor_files import LazyStreams
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control import controller_part, network_stream, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.interface import step_interface
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.plan import plan_accelerator, require_memory
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
 from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.step_emit import write_step
+from fastcar_compile.codegen.hls.step_plan import step_sources
+from fastcar_compile.codegen.hls.step_project import emit_step
 from fastcar_compile.drs.scores import network_words
 from fastcar_compile.formats import quant_format
 from fastcar_compile.ir.program import DecoderProgram
@@ -45,10 +56,10 @@ class HlsEmitter:
 
 
 def emit_accelerator(program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
-    """Write hls/, drs/ and weights/accelerator.safetensors; return the manifest's section.
+    """Write hls/, drs/, step/ for whole steps, and weights/accelerator.safetensors; return the manifest's section.
 
     Raises:
-        CompileError: kernel or decoder does not fit the board, or there is no kernel for a shape.
+        CompileError: kernel or decoder does not fit the board, there is no kernel for a shape, or no step program.
     """
     writer, config, board = context.writer, context.options, context.target
     if not quant_format(config.quant).accelerated:
@@ -57,31 +68,62 @@ def emit_accelerator(program: DecoderProgram, context: EmitContext) -> Accelerat
         return None
     require_memory(program, config, board)
     plan = plan_accelerator(program, config, board)
-    design, table = plan.design, plan.table
+    step, kernels = _emit_project(program, context, plan)
+    writer.write_bytes(DRS_TABLE, plan.table.to_bytes())
+    writer.write_text(DRS_TABLE_JSON, json.dumps(plan.table.to_json(), sort_keys=True, indent=1) + "\n")
+    return AcceleratorSection(
+        offload=config.offload,
+        weights=ACCELERATOR_WEIGHTS,
+        table=DRS_TABLE,
+        controller=controller_part(plan.table),
+        design=plan.design.part,
+        exploration=plan.found.part,
+        kernels=kernels,
+        linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
+        on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
+        step=step,
+    )
+
+
+def _emit_project(
+    program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan
+) -> tuple[StepPart | None, tuple[KernelPart, ...]]:
+    """Write the kernels and their weights; return the step, where they run whole ones, and the kernels."""
+    writer, board = context.writer, context.target
+    streams, folder = weight_streams(program, plan), writer.root / HLS
+    if context.options.offload != "all":
+        streams |= _network_streams(program, plan.design)
+        emit_hls(plan.design, folder, plan.table, board=board)
+        writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
+        return None, tuple(interface.part for interface in plan.kernels)
+    sources = step_sources(program, plan)
+    design = StepDesign.of(sources.program, plan.found.group)
+    kernel = step_interface(plan.design, design, plan.table).part
+    emit_step(plan.design, design, plan.table, folder, board=board)
+    return write_step(writer, sources, kernel, streams, program.state), (kernel,)
+
+
+def weight_streams(program: DecoderProgram, plan: AcceleratorPlan) -> dict[str, tuple[int, Stream]]:
+    """Return the weight streams of the array by name: their bytes, and what packs them."""
+    design = plan.design
     streams: dict[str, tuple[int, Stream]] = {
         f"layer_{s.layer}": (design.stream_bytes, partial(_mlp_stream, program, s, design)) for s in program.sites
     }
     for call in plan.calls:
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
-    for layer, weights in networks_of(program).items():
-        words = network_words(weights.units, design.mlp.hidden)
-        streams[f"{NETWORK}{layer}"] = (words * WORD_BYTES, partial(network_stream, weights))
-    emit_hls(design, writer.root / HLS, table, board=board)
-    writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
-    writer.write_bytes(DRS_TABLE, table.to_bytes())
-    writer.write_text(DRS_TABLE_JSON, json.dumps(table.to_json(), sort_keys=True, indent=1) + "\n")
-    return AcceleratorSection(
-        offload=config.offload,
-        weights=ACCELERATOR_WEIGHTS,
-        table=DRS_TABLE,
-        controller=controller_part(table),
-        design=design.part,
-        exploration=plan.found.part,
-        kernels=tuple(interface.part for interface in plan.kernels),
-        linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
-        on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
-    )
+    return streams
+
+
+def _network_streams(program: DecoderProgram, design: Design) -> dict[str, tuple[int, Stream]]:
+    """Return the networks of the gates in the same form."""
+    return {
+        f"{NETWORK}{layer}": (
+            network_words(weights.units, design.mlp.hidden) * WORD_BYTES,
+            partial(network_stream, weights),
+        )
+        for layer, weights in networks_of(program).items()
+    }
 
 
 def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDArray[np.uint8]:

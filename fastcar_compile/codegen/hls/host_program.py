@@ -9,7 +9,7 @@ import torch
 
 from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.offload import FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
+from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.design.design import Design
@@ -17,18 +17,18 @@ from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.codegen.hls.probe_project import probe_word_bytes
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.table import GateKind
+from fastcar_compile.drs.table import Status as TableStatus
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.step.program import Status as ProgramStatus
+from fastcar_compile.step.program import StepOp, StepStatus
+from fastcar_compile.step.simulator import NO_STEP
 from fastcar_compile.targets import Target
 
-ACCELERATOR_SOURCES = (
-    "fastcar_accelerator.hpp",
-    "fastcar_board.cpp",
-    "fastcar_memory.hpp",
-    "fastcar_offload.hpp",
-    "fastcar_probe.cpp",
-    "fastcar_xrt.hpp",
-)
+BOARD_SOURCES = ("fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
+ENGINE_SOURCES = ("fastcar_accelerator.hpp", "fastcar_offload.hpp")
+STEP_SOURCES = ("fastcar_step_accelerator.hpp", "fastcar_step_decoder.hpp")
+"""Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""
 
 _DTYPES = {
     torch.bool: "BOOL",
@@ -43,6 +43,9 @@ _DTYPES = {
     torch.float64: "F64",
 }
 """As safetensors names them, and fastcar_safetensors.hpp."""
+
+_FUNCTIONS = {"MLP_FUNCTION": MLP_FUNCTION, "GATE_FUNCTION": GATE_FUNCTION, "LINEAR_FUNCTION": LINEAR_FUNCTION}
+_STATUSES = {"PROGRAM_STATUSES": ProgramStatus, "TABLE_STATUSES": TableStatus, "RUN_STATUSES": StepStatus}
 
 
 class HostProgramEmitter:
@@ -71,10 +74,12 @@ def host_sources(
         Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
     """
     templates = files("hls_templates") / "host"
-    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp"))]
-    texts = {n: (templates / n).read_text() for n in names if accelerator is not None or n not in ACCELERATOR_SOURCES}
+    unused = _unused(accelerator)
+    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp")) and p.name not in unused]
+    texts = {name: (templates / name).read_text() for name in names}
     texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
+        texts["fastcar_board.cpp"] = render("host/fastcar_board.cpp", step=accelerator.step)
         texts["fastcar_kernels.hpp"] = _kernels(program, target, accelerator)
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
@@ -93,9 +98,17 @@ def host_sources(
     return dict(sorted(texts.items()))
 
 
+def _unused(accelerator: AcceleratorSection | None) -> tuple[str, ...]:
+    """Return the files that a program for this accelerator, or for none, has no part of."""
+    if accelerator is None:
+        return BOARD_SOURCES + ENGINE_SOURCES + STEP_SOURCES
+    return STEP_SOURCES if accelerator.step is None else ENGINE_SOURCES
+
+
 def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
-    """Return the kernel, the probe, and the names that the offload program calls the kernel by."""
+    """Return the kernel, the probe, and what the host calls the kernel with."""
     (kernel,) = accelerator.kernels
+    step = accelerator.step
     probe = probe_interface(Design.of(accelerator.design))
     return render(
         "host/fastcar_kernels.hpp",
@@ -110,10 +123,12 @@ def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSe
         network=accelerator.controller.gate == GateKind.LEARNED.name.lower(),
         shared_memory=target.shares_memory,
         linears=accelerator.design.linears,
-        mlp_function=MLP_FUNCTION,
-        gate_function=GATE_FUNCTION,
-        linear_function=LINEAR_FUNCTION,
-        operations={f"OP_{op.name}": op.value for op in Op},
+        step=step,
+        statuses=_STATUSES,
+        no_step=NO_STEP,
+        constants=CONSTANTS,
+        functions=_FUNCTIONS if step is None else {},
+        operations={f"OP_{op.name}": op.value for op in (Op if step is None else StepOp)},
     )
 
 

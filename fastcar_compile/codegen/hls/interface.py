@@ -7,9 +7,11 @@ from typing import Literal
 
 from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.simulator import CAPACITY
-from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS
+from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
 from fastcar_compile.errors import InternalError
 
 WORD = "fastcar::word_t"
@@ -39,9 +41,11 @@ class KernelPort:
         ctype: element type (memory) or type (scalar) in C++.
         mode: "m_axi" for memory, "s_axilite" for a scalar.
         bundle: the AXI port that a memory argument uses.
-        depth: elements that C/RTL co-simulation has to map.
+        depth: elements of the buffer.
         writable: whether the kernel writes this memory.
         streamed: read in one long run: bursts of 4 KiB, the most that AXI allows, with four of them in flight.
+            It may be written besides.
+        mapped: elements that C/RTL co-simulation maps, where the test bench has a smaller buffer; 0: all.
     """
 
     name: str
@@ -51,13 +55,15 @@ class KernelPort:
     depth: int = 0
     writable: bool = False
     streamed: bool = False
+    mapped: int = 0
 
     @property
     def burst(self) -> str:
         """Burst options of the interface pragma."""
         if self.streamed:
             beats, bursts = AXI_BOUNDARY // TYPE_BYTES[self.ctype], IN_FLIGHT // AXI_BOUNDARY
-            return f"max_read_burst_length={beats} num_read_outstanding={bursts}"
+            written = " max_write_burst_length=64" if self.writable else ""
+            return f"max_read_burst_length={beats} num_read_outstanding={bursts}{written}"
         return "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
 
     @property
@@ -87,7 +93,8 @@ class KernelPort:
         if self.mode == "s_axilite":
             return [control]
         memory = (
-            f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave depth={self.depth}"
+            f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave "
+            f"depth={self.mapped or self.depth}"
         )
         return [f"{memory} {self.burst}", control]
 
@@ -191,6 +198,49 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
             KernelPort("op", "uint32_t"),
             *sizes,
             *(KernelPort(name, "uint32_t") for name in CONTROLLER_SCALARS),
+        ),
+    )
+
+
+REPORT_LAYER_WORDS = RESULT_WORDS // FLOATS_PER_WORD
+"""Memory words of the controller's answer for one layer, in the report of a step."""
+
+
+def step_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelInterface:
+    """Return the interface of the kernel of whole decode steps (docs/reference/accelerator.md).
+
+    `weights_p` takes section p of all weight streams, one after another. `cache_p` takes that of all keys, then of all
+    values. `program` takes the step program or the control table, by `op`, a value of `StepOp`. Co-simulation maps the
+    memory of the test bench, which is one layer's.
+    """
+    beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.sizes
+    bench = sample_program(step.program, design).sizes
+    cached, mapped = (of.key_words + of.value_words for of in (sizes, bench))
+    program = max(step.program_words, -(-table.words // FLOATS_PER_WORD))
+    report = 1 + REPORT_LAYER_WORDS * step.layers
+
+    def read(name: str, words: int, mapped: int) -> KernelPort:
+        return KernelPort(name, WORD, "m_axi", "gmem_x", max(words, 1), streamed=True, mapped=max(mapped, 1))
+
+    def written(name: str, words: int, mapped: int) -> KernelPort:
+        return KernelPort(name, WORD, "m_axi", "gmem_y", max(words, 1), writable=True, mapped=max(mapped, 1))
+
+    def of_port(name: str, port: int, words: int, mapped: int, *, writable: bool) -> KernelPort:
+        bundle = f"gmem_w{port}"
+        return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, streamed=True, mapped=mapped)
+
+    return KernelInterface(
+        "fastcar_step",
+        (
+            *(of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports),
+            *(of_port("cache", p, cached, mapped, writable=True) for p in ports),
+            read("constants", sizes.constant_words, bench.constant_words),
+            read("program", program, program),
+            read("input", sizes.input_words, bench.input_words),
+            written("output", sizes.output_words, bench.output_words),
+            written("replay", sizes.replay_words, bench.replay_words),
+            written("report", report, report),
+            *(KernelPort(name, "uint32_t") for name in ("op", "bytes", "position", "step")),
         ),
     )
 

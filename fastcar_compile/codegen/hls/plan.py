@@ -9,7 +9,7 @@ from fastcar_compile.codegen.hls.control import control_table, controller_spec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
 from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, held, require_fit
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.codegen.hls.interface import KernelInterface
 from fastcar_compile.codegen.hls.project import kernel_interfaces
 from fastcar_compile.config import CompileConfig
@@ -17,6 +17,7 @@ from fastcar_compile.drs.table import DrsTable
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats import quant_format
 from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.query import node_named
 from fastcar_compile.ir.sites import LayerSite
 from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
 from fastcar_compile.targets import Target
@@ -55,10 +56,11 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     """
     _check_equal(program.sites)
     _check_quantised(program, config)
-    calls, kept = _linears(program) if config.offload == "linears" else ([], [])
+    calls, kept = _linears(program, config.offload)
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears)
-    found = explore(wanted, board, banks=footprint_of(program, board).total <= capacity(board))
+    step = _step_spec(program) if config.offload == "all" else None
+    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears, step)
+    found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores, found.design.prefetch_bytes)
     return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))
 
@@ -66,12 +68,18 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
     """Raise CompileError where the board's memory does not hold the decoder."""
     positions = max(s.shape[2] for s in program.state if s.role is StateRole.KEY_CACHE)
-    require_fit(footprint_of(program, board), board, quant=config.quant, positions=positions)
+    require_fit(footprint_of(program, config, board), board, quant=config.quant, positions=positions)
 
 
-def footprint_of(program: DecoderProgram, board: Target) -> Footprint:
+def footprint_of(program: DecoderProgram, config: CompileConfig, board: Target) -> Footprint:
     """Return what the weight memories of a board hold of a program."""
-    return held(Footprint.of(program.params.nbytes(), program.state), board)
+    return held(Footprint.of(program.params.nbytes(), program.state), board, attends=config.offload == "all")
+
+
+def _step_spec(program: DecoderProgram) -> StepSpec:
+    """Return what the kernel of whole steps has beside MLPs and linears: the attention of the first layer."""
+    own = program.sites[0].attention
+    return StepSpec(own.num_heads, own.num_kv_heads, own.head_dim, own.cache_rows)
 
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
@@ -92,16 +100,23 @@ def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
     )
 
 
-def _linears(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
+def step_linears(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
+    """Return the linear calls of a whole decode step, and linears that no engine computes; without the embedding's."""
+    return linear_calls(program, before=node_named(program.graph_module.graph, program.sites[0].entry))
+
+
+def _linears(program: DecoderProgram, offload: str) -> tuple[list[LinearCall], list[HostLinear]]:
     """Return the linear calls of a forward, and the linears that stay on the host.
 
     Raises:
         CompileError: there is none to offload.
     """
-    calls, kept = linear_calls(program)
+    if offload == "mlp":
+        return [], []
+    calls, kept = step_linears(program) if offload == "all" else linear_calls(program)
     if not calls:
         reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
-        raise CompileError(f"offload='linears' finds no linear to offload ({reasons})", hint="use offload='mlp'")
+        raise CompileError(f"offload={offload!r} finds no linear to offload ({reasons})", hint="use offload='mlp'")
     return calls, kept
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import fx
 
-from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.layers import parameter_of
+from fastcar_compile.errors import CompileError, attempt
+from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
 from fastcar_compile.ir.modules import with_branches
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import is_op, node_arg, node_named, output_nodes, shape_of
+from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of
 from fastcar_compile.ir.sites import QUANTISED_LINEARS, LayerSite, branch_operands
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+HEAD = "head"
+"""Name of the linear call behind the layers."""
+
 ATTENTIONS = (fastcar.exact_attention, fastcar.exact_window_attention)
 MOVES = (aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
 
@@ -62,7 +65,7 @@ def step_parts(program: DecoderProgram, calls: dict[str, LinearCall]) -> StepPar
         calls: the linears outside of the MLPs, by their names.
 
     Raises:
-        CompileError: the first operation that stands where a step program has another or none.
+        CompileError: operations that stand where a step program has others or none: behind the layers, and in a layer.
     """
     return _Reader(program, calls).parts()
 
@@ -76,18 +79,32 @@ class _Reader:
         self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *QUANTISED_LINEARS)}
 
     def parts(self) -> StepParts:
-        """Return all of it."""
-        sites = self.program.sites
-        head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear("head", 0), "the head")
-        last = self.norm(self.resolved(node_arg(head, 0)))
-        self.expect(self.resolved(last.x), self.node(sites[-1].exit), "the input of the last norm")
-        found = tuple(self.layer(site) for site in sites)
-        for before, site in pairwise(sites):
-            self.expect(self.node(site.entry), self.node(before.exit), f"the input of layer {site.layer}")
-        return StepParts(found, last.weight, last.epsilon, sites[0].entry)
+        """Return all of it. Layers are alike, and so is what is wrong with them: one of them is reported."""
+        sites, found, problems = self.program.sites, list[LayerParts](), list[CompileError]()
+        last = attempt(problems, self.last)
+        for site, before in zip(sites, [None, *sites], strict=False):
+            part = attempt(problems, partial(self.layer, site, before))
+            if part is None:
+                break
+            found.append(part)
+        if last is None or problems:
+            raise CompileError.collect(problems)
+        return StepParts(tuple(found), last.weight, last.epsilon, sites[0].entry)
 
-    def layer(self, site: LayerSite) -> LayerParts:
-        """Return the parts of one layer."""
+    def last(self) -> _Norm:
+        """Return the norm between the last layer and the head."""
+        if HEAD not in self.calls:
+            what = "a step program ends with a head, and this decoder has none that is quantised"
+            raise CompileError(what, hint='use offload="linears"')
+        head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear(HEAD, 0), "the head")
+        last = self.norm(self.resolved(node_arg(head, 0)))
+        self.expect(self.resolved(last.x), self.node(self.program.sites[-1].exit), "the input of the last norm")
+        return last
+
+    def layer(self, site: LayerSite, before: LayerSite | None) -> LayerParts:
+        """Return the parts of one layer, which reads what the one before it gives."""
+        if before is not None:
+            self.expect(self.node(site.entry), self.node(before.exit), f"the input of layer {site.layer}")
         entry, residual, leave = (self.node(n) for n in (site.entry, site.residual, site.exit))
         attention = self.node(site.attention.node)
         if not is_op(attention, *ATTENTIONS) or site.parallel:
@@ -114,12 +131,31 @@ class _Reader:
 
     def mlp_norm(self, site: LayerSite, residual: fx.Node) -> _Norm:
         """Return the norm between the residual and the MLP, inside of the branch that computes it or before."""
-        found = self.norm(self.resolved(node_arg(self.linears[site.mlp.linears[0]], 0)))
-        x = self.resolved(found.x)
-        if is_op(x, aten.where) and is_op(self.resolved(node_arg(x, 0)), fastcar.gate):
-            x = self.resolved(node_arg(x, 2))  # rows that replay are zeroed: the engine does not compute them
-        self.expect(x, residual, f"the input of the MLP of layer {site.layer}")
+        x = self.computed(node_arg(self.linears[site.mlp.linears[0]], 0))
+        found = self.norm(x)
+        self.expect(self.computed(found.x), residual, f"the input of the MLP of layer {site.layer}")
+        self.check_score(site, x)
         return found
+
+    def computed(self, node: fx.Node) -> fx.Node:
+        """Return what a node is where the row computes: rows that replay are zeroed, and the engine leaves them out."""
+        node = self.resolved(node)
+        if is_op(node, aten.where) and is_op(self.resolved(node_arg(node, 0)), fastcar.gate):
+            node = self.resolved(node_arg(node, 2))
+        return node
+
+    def check_score(self, site: LayerSite, x: fx.Node) -> None:
+        """Check that a gate reads the q and the key of attention, and the input of the MLP."""
+        score = role_nodes(self.program.graph_module)[site.layer].get(Role.SCORE)
+        if score is None:
+            return
+        attention = self.node(site.attention.node)
+        wanted = {"query": node_arg(attention, 0), "key_cache": node_arg(attention, 1), "x": x}
+        for name, value in zip(argument_names(score), score.args, strict=False):
+            if name in wanted and isinstance(value, fx.Node):
+                self.expect(
+                    self.resolved(value), self.resolved(wanted[name]), f"{name} of the gate of layer {site.layer}"
+                )
 
     def head(self, node: fx.Node) -> tuple[fx.Node, _Norm | None, str | None]:
         """Return what q or k is made of, its norm and its RoPE table."""

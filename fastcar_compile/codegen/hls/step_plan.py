@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan
-from fastcar_compile.codegen.hls.step_graph import LayerParts, StepParts, step_parts
-from fastcar_compile.drs.table import GateKind
-from fastcar_compile.errors import CompileError
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, step_linears
+from fastcar_compile.codegen.hls.step_graph import HEAD, LayerParts, StepParts, step_parts
+from fastcar_compile.errors import CompileError, UserError, attempt
 from fastcar_compile.exact import logit_factor
+from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall
 from fastcar_compile.step.builder import (
     NO_WINDOW,
     AttentionPlan,
@@ -26,13 +29,17 @@ from fastcar_compile.step.builder import (
 )
 from fastcar_compile.step.program import StepProgram
 
+T = TypeVar("T")
+
+_HINT = 'use offload="linears"'
+
 
 @dataclass(frozen=True)
 class StepSources:
     """A step program and what it reads besides weights and caches.
 
     Args:
-        constants: float32, in the order of `build_step`. streams: names of the weight streams, in the order of a section.
+        constants: words of float32, in the order of `build_step`. streams: names of the weight streams, in the order of a section.
         embedded: the node of the graph that gives the input.
     """
 
@@ -42,42 +49,103 @@ class StepSources:
     embedded: str
 
 
+@dataclass(frozen=True)
+class StepForm:
+    """What a decode step is made of, whatever engine runs it."""
+
+    parts: StepParts
+    attention: AttentionPlan
+    epsilon: float
+    replay: ReplayPlan | None
+
+
+def step_form(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequence[HostLinear]) -> StepForm:
+    """Return the form of a decode step with exact numerics.
+
+    Args:
+        calls: the linears outside of the MLPs. kept: those that no engine computes.
+
+    Raises:
+        CompileError: everything that a step program cannot express.
+    """
+    problems = [_refusal(f"the host keeps {linear.path}: {linear.reason}") for linear in kept]
+    replay = attempt(problems, lambda: _replay(program))
+    parts = attempt(problems, lambda: step_parts(program, {call.name: call for call in calls}))
+    attention = epsilon = None
+    if parts is not None:
+        attention = attempt(problems, lambda: _attention(program, parts))
+        epsilon = attempt(problems, lambda: _epsilon(parts))
+    if attention is not None:
+        wrong = [] if replay is None else replay.problems(len(program.sites), attention)
+        problems += [_refusal(text) for text in (*attention.problems(), *wrong)]
+    if problems or parts is None or attention is None or epsilon is None:
+        raise CompileError.collect(problems)
+    return StepForm(parts, attention, epsilon, replay)
+
+
+def require_step(program: DecoderProgram) -> None:
+    """Raise CompileError with everything of a rewritten decoder that a step program cannot express."""
+    step_form(program, *step_linears(program))
+
+
 def step_sources(program: DecoderProgram, plan: AcceleratorPlan) -> StepSources:
     """Return the step program of a decoder whose linears are all on the engine.
 
     Raises:
         CompileError: what a step program cannot express.
     """
-    if plan.kept:
-        reason = f"the host keeps {plan.kept[0].path}: {plan.kept[0].reason}"
-        raise CompileError(f"no step program: {reason}", hint='use offload="linears"')
-    parts = step_parts(program, {call.name: call for call in plan.calls})
-    design = plan.design
+    form = step_form(program, plan.calls, plan.kept)
+    numbers = range(len(form.parts.layers))
+    streams = (name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}"))
+    constants = _constants(program, form.parts)
+    return StepSources(_program(program, plan, form), constants, (*streams, HEAD), form.parts.embedded)
+
+
+def step_program(program: DecoderProgram, plan: AcceleratorPlan) -> StepProgram:
+    """Return the step program alone; values of parameters are not read.
+
+    Raises:
+        CompileError: what a step program cannot express.
+    """
+    return _program(program, plan, step_form(program, plan.calls, plan.kept))
+
+
+def _program(program: DecoderProgram, plan: AcceleratorPlan, form: StepForm) -> StepProgram:
+    design, parts = plan.design, form.parts
     step = StepPlan(
         layers=len(parts.layers),
         rows=design.mlp.batch,
         ports=design.ports,
         hidden=design.mlp.hidden,
-        epsilon=_only({*(e for layer in parts.layers for e in layer.epsilons), parts.epsilon}, "the norms' epsilons"),
-        attention=_attention(program, parts),
+        epsilon=form.epsilon,
+        attention=form.attention,
         qkv=_linear(design.linears["layer_0.qkv"]),
         o=_linear(design.linears["layer_0.o"]),
         mlp_words=design.section_words,
-        head=_linear(design.linears["head"]),
-        replay=_replay(program, plan),
+        head=_linear(design.linears[HEAD]),
+        replay=form.replay,
     )
     numbers = range(len(parts.layers))
-    for number in numbers:
-        same = {_linear(design.linears[f"layer_{number}.{place}"]) for place in ("qkv", "o")}
-        _only({step.qkv, step.o} | same | {step.qkv}, "the linears of the layers", count=len({step.qkv, step.o}))
-    streams = (name for number in numbers for name in (f"layer_{number}.qkv", f"layer_{number}.o", f"layer_{number}"))
-    return StepSources(build_step(step), _constants(program, parts), (*streams, "head"), parts.embedded)
+    for place, wanted in (("qkv", step.qkv), ("o", step.o)):
+        _only({wanted, *(_linear(design.linears[f"layer_{n}.{place}"]) for n in numbers)}, f"the linears {place}")
+    try:
+        return build_step(step)
+    except UserError as error:
+        raise CompileError(error.what, hint=_HINT) from error
 
 
-def _only(found: set[Any], what: str, count: int = 1) -> Any:
+def _refusal(reason: str) -> CompileError:
+    return CompileError(f"no step program: {reason}", hint=_HINT)
+
+
+def _epsilon(parts: StepParts) -> float:
+    return _only({*(e for layer in parts.layers for e in layer.epsilons), parts.epsilon}, "the norms' epsilons")
+
+
+def _only(found: set[T], what: str) -> T:
     """Return the one element; more than one cannot be expressed."""
-    if len(found) != count:
-        raise CompileError(f"no step program: {what} differ: {sorted(map(str, found))}", hint='use offload="linears"')
+    if len(found) != 1:
+        raise _refusal(f"{what} differ: {', '.join(sorted(map(str, found)))}")
     return next(iter(found))
 
 
@@ -101,12 +169,24 @@ def _attention(program: DecoderProgram, parts: StepParts) -> AttentionPlan:
     return _only(found, "the attentions of the layers")
 
 
-def _replay(program: DecoderProgram, plan: AcceleratorPlan) -> ReplayPlan | None:
-    gated = tuple(factor != 0 for factor in plan.table.factors)
-    wanted = tuple(site.replay is not None for site in program.sites)
-    if gated != wanted or (any(gated) and plan.table.gate is not GateKind.TAS):
-        raise CompileError("no step program: its gate is not TAS", hint='use offload="linears"')
-    return ReplayPlan(plan.table.tokens_per_frame, gated) if any(gated) else None
+def _replay(program: DecoderProgram) -> ReplayPlan | None:
+    """Return the replay of MLPs; None: every layer computes always."""
+    found = {site.replay.gate: site for site in program.sites if site.replay is not None}
+    foreign = [
+        CompileError(
+            f"no step program: the host decides gate {gate!r} of another package, and has no part in a step",
+            where=site.source,
+            hint=_HINT,
+        )
+        for gate, site in found.items()
+        if not decided_on_accelerator(gate)
+    ]
+    if foreign:
+        raise CompileError.collect(foreign)
+    networks, layers = networks_of(program), range(len(program.sites))
+    units = tuple(len(networks[layer].b1) if layer in networks else 0 for layer in layers if networks)
+    gated = tuple(site.replay is not None for site in program.sites)
+    return ReplayPlan(program.config.tokens_per_frame, gated, gate_kind(program), units) if any(gated) else None
 
 
 def _constants(program: DecoderProgram, parts: StepParts) -> NDArray[Any]:
@@ -121,4 +201,6 @@ def _constants(program: DecoderProgram, parts: StepParts) -> NDArray[Any]:
 
     table = parts.layers[0].table
     arrays = [a for layer in parts.layers for a in of_layer(layer)]
-    return np.concatenate([*arrays, tensor(parts.last_norm), *([] if table is None else [tensor(table)])])
+    tables = [] if table is None else [tensor(table)]
+    networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
+    return np.concatenate([*arrays, tensor(parts.last_norm), *tables, *networks])

@@ -10,7 +10,7 @@ from fastcar_compile.artifact.layout import (
 )
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.onnx.export import export_onnx
+from fastcar_compile.extras import needs
 from fastcar_compile.ir.program import DecoderProgram
 
 EXTERNAL_DATA_FROM = 1 << 26
@@ -25,6 +25,9 @@ class OnnxEmitter:
         if context.options.numerics == "exact":
             return None
         context.say("exporting to ONNX")
+        with needs("compile"):  # not imported before, because builds without a model need none of its packages
+            from fastcar_compile.codegen.onnx.export import export_onnx
+
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE
         places = context.places if external else None

@@ -114,6 +114,6 @@ def _matmul(module: tvm.IRModule, variable: relax.Var, call: relax.Expr) -> _Mat
     kind = str(kernel.attrs[KIND])
     m, n, k = json.loads(str(kernel.attrs[OPTIONS]))
     linear, arguments = LINEARS[kind], tuple(cast(relax.Tuple, call.args[1]).fields)
-    if linear.max_rows is not None and m > linear.max_rows:
+    if m > linear.max_rows:
         return None
     return _Matmul(variable, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])

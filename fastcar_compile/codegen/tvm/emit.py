@@ -56,21 +56,26 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
 class TvmEmitter:
     """Lowers to CPUs: the context's instruction sets, and for an FPGA board also the board's own CPU.
 
-    A library has the decode step, the prefill chunk, with an accelerator the decode step that calls it, and with
-    cross-attention what makes its states.
+    A library has the decode step, the prefill chunk, and with cross-attention what makes its states; with an
+    accelerator also the decode step that calls it, or the embedding where it runs whole steps.
     """
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> HostSection:
         """Write the libraries; see Emitter.emit."""
         context.say("lowering with TVM")
         from fastcar_compile.codegen.tvm.build import HostGraph, lower
+        from fastcar_compile.codegen.tvm.embedding import embedding_graph
 
         graphs = {"decode": HostGraph(program.graph_module, program.outputs)}
         if program.prefill is not None:
             graphs["prefill"] = HostGraph(program.prefill, program.prefill_outputs)
         if program.context is not None:
             graphs["context"] = HostGraph(program.context, program.context_outputs)
-        if context.section(AcceleratorSection) is not None:
+        accelerator = context.section(AcceleratorSection)
+        if accelerator is not None and accelerator.step is not None:
+            embedding = embedding_graph(program)
+            graphs |= {} if embedding is None else {"embed": embedding}
+        elif accelerator is not None:
             # Graphs are copied, weights are not.
             host = copy.deepcopy(
                 program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}

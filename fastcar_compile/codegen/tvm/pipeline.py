@@ -12,6 +12,7 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls
+from fastcar_compile.codegen.tvm.elementwise import schedule_elementwise
 from fastcar_compile.codegen.tvm.entry import add_entry
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.fusion.norms import fuse_norms
@@ -79,6 +80,7 @@ def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
     return [
         *cpu.library_dispatch_passes(target),
         *cpu.legalize_passes(target),
+        schedule_elementwise(),
         *cpu.dataflow_lower_passes(target),
         *cpu.finalize_passes(target),
     ]

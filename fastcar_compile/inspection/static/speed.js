@@ -9,7 +9,9 @@
     edge: "rows in and out",
     drs: "TAS unit and DRS controller",
     attention: "attention on the host",
-    host: "norms, RoPE and linears on the host",
+    attend: "attention in the fabric",
+    vector: "norms, RoPE, caches and residuals in the fabric",
+    host: "work on the host",
     launch: "start of a call",
   };
 

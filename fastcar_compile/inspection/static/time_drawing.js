@@ -8,7 +8,7 @@
   const COLOURS = ["--linear", "--attention", "--fifo-empty", "--fifo-full", "--blocks-empty", "--blocks-full"];
   const UNITS = {
     ...{ memory: "--linear", ports: "--ports", compute: "--gate", edge: "--plain", drs: "--removed" },
-    ...{ attention: "--attention", host: "--cache", launch: "--launch" },
+    ...{ attention: "--attention", attend: "--attention", vector: "--replaced", host: "--cache", launch: "--launch" },
   };
   const LANE = 22;
   const LEFT = 96;

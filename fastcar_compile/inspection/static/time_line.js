@@ -163,7 +163,8 @@
       { label: "one step", value: page.time(step.seconds) },
       { label: "clocks", value: Math.round(step.seconds * model.hz).toLocaleString("en") },
       { label: "replay", value: page.percent(step.replay) },
-      { label: "starts of the engine", value: String(step.calls.length) },
+      { label: "launches", value: String(step.spans.filter((span) => span.unit === "launch").length) },
+      { label: "calls and instructions", value: String(step.calls.length) },
     ];
     return page.figures(facts);
   }

@@ -50,7 +50,7 @@ def inexact(modules: Iterable[fx.GraphModule]) -> list[CompileError]:
 
 def _error(operator: str, reason: str, nodes: list[fx.Node]) -> CompileError:
     count = "" if len(nodes) == 1 else f" ({len(nodes)} times)"
-    hint = 'compile with numerics="native"'
+    hint = 'compile with numerics="native", which offload="mlp" and "linears" have'
     return CompileError(f"numerics='exact': {operator}{count}: {reason}", where=where(nodes[0]), hint=hint)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from fastcar_compile.ir.layers import Role, layer_of, parameter_of, role_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of
-from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of
+from fastcar_compile.ir.query import ancestors, is_op, node_arg, optional_arg, shape_of
 from fastcar_compile.ir.sites import LINEARS, QUANTISED_LINEARS
 
 
@@ -58,14 +58,18 @@ class HostLinear:
     reason: str
 
 
-def linear_calls(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
-    """Return the calls for all linears of the decode step outside of the MLPs, in graph order, and what stays."""
+def linear_calls(program: DecoderProgram, before: fx.Node | None = None) -> tuple[list[LinearCall], list[HostLinear]]:
+    """Return the calls for all linears of the decode step outside of the MLPs, in graph order, and what stays.
+
+    Args:
+        before: a node; linears that it depends on are left out.
+    """
     graph = program.graph_module.graph
-    places = _places(graph)
+    places, skipped = _places(graph), set[fx.Node]() if before is None else ancestors(before)
     groups: dict[tuple[fx.Node, str, bool], list[fx.Node]] = {}
     kept: list[HostLinear] = []
     for node in graph.nodes:
-        if not is_op(node, *LINEARS) or role_of(node) is not None:
+        if not is_op(node, *LINEARS) or role_of(node) is not None or node in skipped:
             continue
         if reason := _reason(node, program.config.batch_size):
             kept.append(HostLinear(module_path_of(node), layer_of(node), reason))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import layer_of, mark
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
 from fastcar_compile.ir.rewrite import call, set_origin
@@ -92,14 +93,21 @@ class SinkQueries:
 
     def _limited_copy(self, node: fx.Node) -> fx.Node:
         if self._is_positions(node):
-            with self.graph.inserting_after(node):
-                return call(self.graph, fastcar.limit.default, (node, self.limit), origin=node, made_by=self.made_by)
+            return self._limited_positions(node)
         if node is self.position:
             what = "positions='cache': the positions of a chunk cannot be told from the position of its first token"
             raise CompileError(what, where=where(node), hint=_HINT)
         inputs = {n: self._limit(n) for n in node.all_input_nodes}
         with self.graph.inserting_after(node):
             return self._copy(node, lambda n: inputs[n])
+
+    def _limited_positions(self, node: fx.Node) -> fx.Node:
+        """Positions, limited. Where they have no source of their own, it is that of what reads them first."""
+        origin = next((n for n in (node, *node.users) if "stack_trace" in n.meta), node)
+        with self.graph.inserting_after(node):
+            limited = call(self.graph, fastcar.limit.default, (node, self.limit), origin=origin, made_by=self.made_by)
+        mark(limited, layer_of(node))
+        return limited
 
     def _is_positions(self, node: fx.Node) -> bool:
         """Whether the node holds the sequence positions of this call's tokens."""

@@ -46,9 +46,11 @@ class Stepper(ABC):
 
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
+        single_tokens: up to so many tokens are read faster by `prefill` calls of one token each than by a padded chunk.
     """
 
     prefill_chunk: int = 0
+    single_tokens: int = 0
 
     @abstractmethod
     def reset(self) -> None:

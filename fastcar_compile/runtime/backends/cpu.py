@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fastcar_compile.artifact.offload import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import (
     CONTEXT_ROLES,
@@ -27,6 +28,9 @@ from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.threads import thread_count, use_threads
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
+
+SINGLE_TOKENS = 16
+"""A prefill chunk takes as long as decode steps for a 16th of its tokens: w8a8, chunks of 64 and 256."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,40 @@ def _context_inputs(config: DecoderConfig) -> dict[str, Array]:
     return found
 
 
+class Embedding:
+    """What a host computes for an accelerator that runs whole decode steps: the rows of one token per batch row.
+
+    Args:
+        params: weights by name. threads: TVM threads; None: every core that the process may use.
+
+    Raises:
+        BackendError: the library cannot be loaded, or needs a parameter that is not given.
+    """
+
+    def __init__(
+        self, library: Library, config: DecoderConfig, params: Mapping[str, Array], threads: int | None
+    ) -> None:
+        self._config, self._threads = config, thread_count(threads)
+        use_threads(self._threads)
+        self._feeds, self._program, spec = _Feeds(config, 1), None, library.programs.embed
+        if spec is not None:
+            known = {name: adopt(params[name]) for name in spec.params if name in params}
+            self._program = _Program(library.open(), spec, known | self._feeds.tensors)
+        elif not config.takes_embeddings:
+            hint = "compile the model again"
+            raise BackendError("the artifact has no program `embed`", where=library.programs.library, hint=hint)
+
+    def __call__(self, inputs: Array, position: int) -> Array:
+        """Return float32 [B, 1, H] of tokens int64 [B, 1], or of embeddings float32 [B, 1, H], at `position`."""
+        if self._program is None:
+            return inputs
+        use_threads(self._threads)
+        self._feeds.set(inputs, position)
+        (rows,) = self._program(EMBEDDED)
+        assert rows is not None
+        return rows
+
+
 class CpuStepper(Stepper):
     """Decode and prefill through the artifact's TVM library.
 
@@ -213,6 +251,7 @@ class CpuStepper(Stepper):
         if programs.prefill is not None:
             self._prefill = _Program(machine, programs.prefill, known | self._chunk.tensors)
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
+        self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
         self._context, self._given = None, dict[str, Array]()
         if programs.context is not None:
             self._given = _context_inputs(self._config)
@@ -238,9 +277,10 @@ class CpuStepper(Stepper):
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one prefill chunk; see Stepper.prefill.
 
-        Without a prefill graph this is decode forward number 0, after which the replay state of slot 0 is put back.
+        For a single token, and without a prefill graph, this is decode forward number 0, after which the replay state
+        of slot 0 is put back.
         """
-        if self._prefill is None:
+        if self._prefill is None or inputs.shape[1] == 1:
             with self._state.kept(REPLAY_ROLES, slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)

@@ -10,7 +10,7 @@ from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cy
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
 from fastcar_compile.codegen.hls.design.recurrences import scale_rows
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
-from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
+from fastcar_compile.codegen.hls.design.usage import STEP_FIFO_WORDS, Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError
 
 
@@ -26,6 +26,7 @@ class Design:
         tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
         prefetch_words: 128-bit words per port of the next layer's weights that fit on chip; 0: no buffer.
         axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
+        group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
     """
 
     mlp: MlpSpec
@@ -37,6 +38,7 @@ class Design:
     tiles_in_uram: bool = False
     prefetch_words: int = 0
     axi_words: int = 1
+    group: int = 0
 
     @property
     def passes(self) -> int:
@@ -86,6 +88,16 @@ class Design:
     def weight_bytes(self) -> int:
         """Bytes of all weight streams of the decoder."""
         return self.mlp.layers * self.stream_bytes + sum(p.stream_bytes for p in self.linears.values())
+
+    @property
+    def rows_in_uram(self) -> bool:
+        """Whether the rows of a kernel of whole steps are in UltraRAM: where the board has it."""
+        return self.budget.uram > 0
+
+    @property
+    def step_fifo_words(self) -> int:
+        """Words of every weight port's FIFO in a kernel of whole steps: they wait while the array quantises its rows."""
+        return STEP_FIFO_WORDS
 
     @property
     def prefetch_bytes(self) -> int:
@@ -236,6 +248,7 @@ class Design:
             usage_estimate=self.usage.part,
             cycles_estimate=self.mlp_cycles,
             linear_cycles_estimate={name: self.cycles(name) for name in self.linears},
+            group=self.group,
         )
 
     @classmethod
@@ -251,4 +264,5 @@ class Design:
             tiles_in_uram=part.tiles_in_uram,
             prefetch_words=part.prefetch_words,
             axi_words=part.axi_words,
+            group=part.group,
         )

@@ -14,9 +14,18 @@ from fastcar_compile.codegen.hls.design.dram import memory_rate
 from fastcar_compile.codegen.hls.design.footprint import bank_excess, require_banks
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, check_linears
+from fastcar_compile.codegen.hls.design.spec import (
+    BoardBudget,
+    LinearSpec,
+    MlpSpec,
+    StepBuffers,
+    StepSpec,
+    check_linears,
+)
+from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_usage, total
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
 from fastcar_compile.errors import CompileError, TargetError
+from fastcar_compile.step.sizes import MAX_PORTS
 from fastcar_compile.targets import Target
 
 MAX_CORES = 16
@@ -64,6 +73,11 @@ class Exploration:
     faster: tuple[str, ...]
 
     @property
+    def group(self) -> int:
+        """Query heads that a kernel of whole steps multiplies side by side; 0: it is none."""
+        return self.design.group
+
+    @property
     def part(self) -> ExplorationPart:
         """The reasons for the manifest and the report, without the design."""
         return ExplorationPart(**{name: getattr(self, name) for name in ExplorationPart.model_fields})
@@ -77,11 +91,13 @@ class KernelSpec:
         mlp: that all layers share; its `cores` are chosen by the exploration.
         controller: what the gate's unit and the controller are built for; the engine leaves room for them.
         linears: every other linear of a step that the engine computes, in call order.
+        step: the rest of a step; None: the host computes it.
     """
 
     mlp: MlpSpec
     controller: ControllerSpec
     linears: Sequence[LinearSpec] = ()
+    step: StepSpec | None = None
 
 
 def explore(
@@ -92,6 +108,9 @@ def explore(
     First come the weight ports that serve one row best; the array of a larger batch has no fewer, unless it would take
     more than twice as long when every row computes. Of the arrays that fit and serve one row nearly as fast as the
     fastest does, that is taken which is fastest when every row computes, and of equally fast ones the one with most cores.
+
+    A kernel of whole steps has room for one query head beside each of these arrays. Beside the one that is taken come as
+    many as fit.
 
     Args:
         cores: numbers of cores to compare; None: those of `core_choices`.
@@ -104,20 +123,22 @@ def explore(
     mlp, linears = wanted.mlp, wanted.linears
     budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)))
     numbers = cores or core_choices(mlp.batch)
-    held = _Banks(target) if banks else None
+    room = _Room(target, wanted.step, banks=banks)
     alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
-    ports = min(((s, _share(d), d.ports) for s, d in alone if not _excess(d, held)), default=(0.0, 0.0, 1))[2]
+    ports = min(((s, _share(d), d.ports) for s, d in alone if not room.excess(d)), default=(0.0, 0.0, 1))[2]
     every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
-    fitting = [(step_seconds(d, target), d) for d in every if not _excess(d, held)]
+    fitting = [(step_seconds(d, target), d) for d in every if not room.excess(d)]
     if not fitting:
-        require_banks(target, [held.excess(d) for d in every if not d.excess()] if held else [])
-        raise _too_large(min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words)))
+        require_banks(target, [room.of_banks(d) for d in every if not room.of_fabric(d)])
+        least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words))
+        raise _too_large(least, room.of_fabric(least), whole=wanted.step is not None)
     seconds, design = _best(fitting, ports, target)
     found = [(step_seconds(d, target), d) for d in every if d.ports >= design.ports]
-    refused = [(s, texts) for s, d in found if (texts := _excess(d, held))]
+    refused = [(s, texts) for s, d in found if (texts := room.excess(d))]
     faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(0.0, []))[1]
+    group = next((n for n in wanted.step.groups() if not room.of_fabric(design, n)), 0) if wanted.step else 0
     return Exploration(
-        design=with_prefetch(design),
+        design=with_prefetch(design) if wanted.step is None else replace(design, group=group),
         seconds_per_step=seconds,
         bound_by=faster[0].split()[0].rstrip(":") if faster else _bound(design, target),
         tried=len(found),
@@ -126,25 +147,38 @@ def explore(
     )
 
 
-class _Banks:
-    """What the banks of a board say to designs, which mostly have the same streams."""
+class _Room:
+    """What a board has for designs, which mostly have the same streams, and the same units beside the array."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, step: StepSpec | None, *, banks: bool) -> None:
+        self._target, self._step, self._banks = target, step, banks
         self._known: dict[tuple[int, int], str | None] = {}
+        self._units: dict[tuple[int, int, int], Usage] = {}
 
-    def excess(self, design: Design) -> str | None:
-        """Return how they fall short of a design's weights; None: they do not."""
-        key = design.axi_weight_ports, design.weight_bytes
+    def excess(self, design: Design) -> list[str]:
+        """Return what a design needs more of than the board has: of the fabric, and of the banks behind a port."""
+        text = self.of_banks(design)
+        return [*self.of_fabric(design), *([f"banks: {text}"] if text else [])]
+
+    def of_banks(self, design: Design) -> str | None:
+        """Return how the banks fall short of a design's weights and caches; None: they do not."""
+        if not self._banks:
+            return None
+        caches = self._step.cache_bytes(design.mlp, design.ports) if self._step else 0
+        key = design.axi_weight_ports, design.weight_bytes + caches
         if key not in self._known:
             self._known[key] = bank_excess(self._target, ports=key[0], stream_bytes=key[1])
         return self._known[key]
 
-
-def _excess(design: Design, banks: _Banks | None) -> list[str]:
-    """Return what a design needs more of than the board has: of the fabric, and of the banks behind a port."""
-    text = banks.excess(design) if banks else None
-    return [*design.excess(), *([f"banks: {text}"] if text else [])]
+    def of_fabric(self, design: Design, group: int = 1) -> list[str]:
+        """Return what it needs more of than the fabric has, with so many query heads side by side."""
+        if self._step is None:
+            return design.excess()
+        key = design.ports, design.mlp.batch, group
+        if key not in self._units:
+            self._units[key] = step_usage(StepParts.of(design, self._step.buffers(design.mlp, group)))
+        ports = [f"ports {design.ports} of {MAX_PORTS}"] if design.ports > MAX_PORTS else []
+        return ports + total([design.usage, self._units[key]]).over(design.budget)
 
 
 def core_choices(batch: int) -> list[int]:
@@ -208,15 +242,17 @@ def _cut(inputs: int, channels: int, ports: int, bits: int, biased: bool, words:
     return LinearSpec("", inputs, channels, biased).product(ports, bits).cut(words)
 
 
-def _too_large(least: Design) -> CompileError:
+def _too_large(least: Design, excess: Sequence[str], *, whole: bool) -> CompileError:
     mlp = least.mlp
     widest = max(least.linears, key=lambda name: least.linears[name].inputs, default=None)
     also = f" and linears of up to {least.linears[widest].inputs} inputs ({widest})" if widest else ""
+    kind = "a kernel of whole steps" if whole else "an engine"
     return CompileError(
-        f"an engine for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
-        f"does not fit {least.budget.part}: {', '.join(least.excess())} (estimates, least design: {least.ports} port, "
+        f"{kind} for an MLP of {mlp.hidden} / {mlp.intermediate}{also}, {mlp.batch} row(s) on {mlp.cores} core(s) "
+        f"does not fit {least.budget.part}: {', '.join(excess)} (estimates, least design: {least.ports} port, "
         f"{least.lanes} lanes)",
-        hint="use a larger board or a smaller batch" + (", or offload='mlp'" if least.linears else ""),
+        hint="use a larger board or a smaller batch"
+        + (", or offload='linears'" if whole else ", or offload='mlp'" if least.linears else ""),
     )
 
 
@@ -287,10 +323,16 @@ def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
     return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
 
 
-def resources_of(design: Design, controller: ControllerSpec, target: Target) -> dict[str, Any]:
-    """Return per resource the estimated use of engine and controller, the limit for a design, and the share of it."""
-    limits, beside = target.budget(), asdict(controller_usage(controller.limits(design.mlp)))
-    used = {name: count + beside[name] for name, count in asdict(design.usage).items()}
+def resources_of(
+    design: Design, controller: ControllerSpec, target: Target, step: StepBuffers | None = None
+) -> dict[str, Any]:
+    """Return per resource the estimated use of the kernel, the limit for a design, and the share of it.
+
+    Args:
+        step: of a kernel of whole steps.
+    """
+    limits, parts = target.budget(), [design.usage, controller_usage(controller.limits(design.mlp))]
+    used = asdict(total(parts + ([step_usage(StepParts.of(design, step))] if step else [])))
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in used.items()

@@ -1,4 +1,4 @@
-"""Recurrences of the engine's pipelined loops: what an iteration needs of an earlier one, and how many clocks that takes.
+"""Recurrences of the kernels' pipelined loops: what an iteration needs of an earlier one, and how many clocks that takes.
 
 A loop keeps an interval of one clock when every distance (iterations) is at least its latency (clocks). The sources declare
 the distances with FASTCAR_RECURRENCE; tests/hls compares those with this list.
@@ -75,3 +75,17 @@ def recurrences(design: Design) -> list[Recurrence]:
     )
     found += [Recurrence(loop, variable, 1, REGISTER_CLOCKS) for loop, variable in registers]
     return found
+
+
+def step_recurrences(design: Design) -> list[Recurrence]:
+    """Return those that a kernel of whole steps has besides the array's."""
+    total = total_latency(design.budget.clock_mhz)
+    return [
+        Recurrence("add_values.add_sums", "total", total, total),
+        Recurrence("multiply_blocks.multiply_words", "partial", 1, REGISTER_CLOCKS),
+        Recurrence("multiply_blocks.multiply_words", "input", 2, MEMORY_CLOCKS),
+        Recurrence("soften.keep_logits", "found", 1, REGISTER_CLOCKS),
+        Recurrence("soften.add_numerators", "sum", 1, REGISTER_CLOCKS),
+        Recurrence("weigh_values.scale_weights", "largest", 1, REGISTER_CLOCKS),
+        Recurrence("append_value.write_values", "now", 1, REGISTER_CLOCKS),
+    ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.errors import CompileError
 from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
+from fastcar_compile.step.cache_layout import BLOCK, CacheLayout
 
 MAX_ROWS = 32
 """Bits of the Index Register."""
@@ -110,6 +111,73 @@ class LinearSpec:
     def product(self, ports: int, bits: int) -> Product:
         """Return the product, not cut yet."""
         return Product(self.inputs, self.channels, ports, bits=bits, bias=self.biased)
+
+
+LAYER_INSTRUCTIONS, OTHER_INSTRUCTIONS = 14, 4
+"""Instructions of a layer with norms of its heads, RoPE and replay (`build_step`), and those before and behind the layers."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What a kernel of whole decode steps has beside the MLPs and linears.
+
+    Args:
+        heads, key_heads, head_dim: of attention. positions: rows of a key/value cache.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    positions: int
+
+    @property
+    def queries(self) -> int:
+        """Query heads of a key head."""
+        return max(1, self.heads // max(1, self.key_heads))
+
+    def groups(self) -> list[int]:
+        """Return the query heads that may run side by side, most first: a key head's heads in runs of equal length."""
+        return [n for n in range(self.queries, 0, -1) if self.queries % n == 0]
+
+    def cache_bytes(self, mlp: MlpSpec, ports: int) -> int:
+        """Return the bytes of all keys and values on so many weight ports."""
+        layout = CacheLayout(ports, -(-self.head_dim // BLOCK) * BLOCK, self.positions)
+        heads = mlp.layers * mlp.batch * self.key_heads
+        return heads * ports * (layout.key_words + layout.value_words) * WORD_BYTES
+
+    def buffers(self, mlp: MlpSpec, group: int) -> StepBuffers:
+        """Return what the kernel keeps on chip, with so many query heads side by side."""
+        row = max(mlp.hidden, (self.heads + 2 * self.key_heads) * self.head_dim)
+        return StepBuffers(
+            rows=mlp.batch,
+            row_words=float_words(row),
+            group=group,
+            blocks=-(-self.head_dim // BLOCK),
+            positions=-(-self.positions // BLOCK) * BLOCK,
+            instructions=LAYER_INSTRUCTIONS * mlp.layers + OTHER_INSTRUCTIONS,
+            query_words=float_words(self.heads * self.head_dim),
+            key_words=float_words(max(self.key_heads * self.head_dim, mlp.hidden)),
+        )
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What a kernel of whole steps keeps on chip.
+
+    Args:
+        rows: of the batch. row_words: 128-bit words of one at a place. group: query heads side by side.
+        blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
+        query_words, key_words: 128-bit words of q, and of the cached key or the MLP's input, of a row for the gate.
+    """
+
+    rows: int
+    row_words: int
+    group: int
+    blocks: int
+    positions: int
+    instructions: int
+    query_words: int
+    key_words: int
 
 
 def check_linears(linears: Sequence[LinearSpec]) -> None:

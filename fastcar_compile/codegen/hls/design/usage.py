@@ -22,6 +22,10 @@ FACTOR_ROM = (32, 513)
 FIFO_WORDS = 512
 """128-bit words that each weight port's FIFO holds."""
 
+STEP_FIFO_WORDS = 2048
+"""The same in a kernel of whole steps. With the requests under way it holds what a port streams while a row of 4,096 values is
+loaded and quantised, 3 x 1,024 clocks."""
+
 HALF_SHAPES = ((36, 512), (18, 1024), (9, 2048))
 LUT_RAM_DEPTH = 64
 """Memories this shallow go to LUTs: 64 bits each."""
@@ -132,16 +136,16 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
         product: any of the design's, for its ports and bits.
     """
     ports, axi = product.ports, product.ports // axi_words + ROW_PORTS
-    operators, (sums, packs) = _float_operators(mlp, product), _adders(mlp.cores, ports, product.lanes)
+    operators, (sums, packs) = _float_operators(mlp, product), adders(mlp.cores, ports, product.lanes)
     memories = _memories(mlp, product, axi_words, buffers)
     blend = 2 if mlp.activation in TABLED else 0  # the table's: two products in integers
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
     select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
-    adders = sums + packs + select
+    around = sums + packs + select
     prefetch = prefetch_blocks(ports, buffers.prefetch_words)
     tile_uram = 2 * ports * uram_blocks(WORD_BITS, buffers.tile_words) if buffers.uram else 0
     return Usage(
-        lut=adders
+        lut=around
         + operators.count * FLOAT_LUT
         + mlp.cores * CORE_LUT
         + ARRAY_LUT
@@ -150,7 +154,7 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
         + axi * PORT_LUT
         + ports * STREAM_LUT
         + sum(n * lut_ram(bits, depth) for n, bits, depth in memories),
-        ff=STAGES * adders
+        ff=STAGES * around
         + operators.count * FLOAT_FF
         + mlp.cores * CORE_FF
         + ARRAY_FF
@@ -180,7 +184,7 @@ def multipliers(rows: int, ports: int) -> int:
     return ceil(rows * ports / 2)
 
 
-def _adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
+def adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
     """Return the LUTs of the adders around the multipliers: behind them, and before them (packed operands)."""
     parts = lanes // PRODUCTS_PER_SUM
     pair = parts * SPLIT_BITS + 2 * (parts - 1) * PART_BITS + 2 * SUM_BITS

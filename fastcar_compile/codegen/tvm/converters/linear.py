@@ -10,8 +10,6 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.call import Call, Operand, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
-from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
-from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
 from fastcar_compile.ops.activations import factor_table
 
@@ -63,7 +61,7 @@ def _quantize_rows(call: Call) -> Value:
 def _gated_quantize(call: Call) -> Value:
     gate, up, activation = call.tensor("gate"), call.tensor("up"), call.text("activation")
     values = [*(call.reshape(x.value, x.rows) for x in (gate, up)), _table(call, activation)]
-    return quantized(call, activate_quantize(*gate.rows, activation), values, gate)
+    return quantized(call, call.dispatch("activate_quantize", *gate.rows, activation), values, gate)
 
 
 def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
@@ -78,7 +76,7 @@ def _activation_factor(call: Call) -> Value:
     x, activation = call.tensor("x"), call.text("activation")
     size = math.prod(x.shape)
     args = [call.reshape(x.value, (size,)), _table(call, activation)]
-    return call.reshape(call.kernel(activation_factor(size, activation), args, (size,)), x.shape)
+    return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
 
 
 def _table(call: Call, activation: str) -> relax.Expr:

@@ -24,11 +24,17 @@ from fastcar_compile.codegen.tvm.kernels.attention.window import window_attentio
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
 from fastcar_compile.codegen.tvm.kernels.gate.scores import output_bound
 from fastcar_compile.codegen.tvm.kernels.gate.tas import tas, tas_heads
+from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
+from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH, float_gemv
+from fastcar_compile.codegen.tvm.kernels.linear.gemm_w4a8 import gemm_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.gemm_w8a8 import gemm_w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.pairs_w4a8 import FEW, TILE, pairs_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import holds
 from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType
 
 Kernel = Callable[..., PrimFunc]
@@ -37,7 +43,20 @@ every instruction set."""
 
 
 def _float_linear(dtype: WeightType, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
-    return (float_gemv if m <= SMALL_BATCH else float_gemm)(m, n, k, dtype, isa)
+    # Measured: a vector of eight rows or more is worth its padding from six rows on.
+    few = 5 if isa.float_lanes >= SMALL_BATCH else SMALL_BATCH
+    return (float_gemv if m <= few else float_gemm)(m, n, k, dtype, isa)
+
+
+def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    # Measured: up to 8 rows, dot products along the reduction are as fast.
+    return (gemm_w8a8 if m > SMALL_BATCH and holds(n, k, isa) else linear_w8a8)(m, n, k, isa)
+
+
+def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    if m <= FEW or n < TILE or not holds(n, k, isa):
+        return linear_w4a8(m, n, k, isa)
+    return (pairs_w4a8 if m <= SMALL_BATCH else gemm_w4a8)(m, n, k, isa)
 
 
 @dataclass(frozen=True)
@@ -47,19 +66,19 @@ class LinearKernel:
     Args:
         kernel: `kernel(m, n, k, isa=...)`. Its first arguments are the activations, its last is the result [m, n].
         activations: how many arguments the activations are.
-        max_rows: the largest m whose kernel is one parallel loop, so that `combine` takes it. None: every m.
+        max_rows: the largest m whose kernel is one parallel loop, so that `combine` takes it.
     """
 
     kernel: Kernel
     activations: int
-    max_rows: int | None
+    max_rows: int
 
 
 LINEARS: dict[str, LinearKernel] = {
     "linear_bfloat16": LinearKernel(partial(_float_linear, "bfloat16"), activations=1, max_rows=SMALL_BATCH),
     "linear_float32": LinearKernel(partial(_float_linear, "float32"), activations=1, max_rows=SMALL_BATCH),
-    "linear_w4a8": LinearKernel(linear_w4a8, activations=2, max_rows=None),
-    "linear_w8a8": LinearKernel(linear_w8a8, activations=2, max_rows=None),
+    "linear_w4a8": LinearKernel(_int4_linear, activations=2, max_rows=SMALL_BATCH),
+    "linear_w8a8": LinearKernel(_int8_linear, activations=2, max_rows=SMALL_BATCH),
 }
 
 
@@ -76,6 +95,8 @@ def combined_linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: Instru
 
 
 KERNELS: dict[str, Kernel] = {
+    "activate_quantize": activate_quantize,
+    "activation_factor": activation_factor,
     "attention": decode_attention,
     "attention_chunk": chunk_attention,
     "cache_write": cache_write,

@@ -105,6 +105,37 @@ class GateDecision:
     chain: Array
 
 
+class LiveTable:
+    """A control table whose thresholds are those of a session. Where small scores replay it holds minus thresholds.
+
+    Args:
+        data: drs/table.bin.
+
+    Raises:
+        UserError: the table is not valid.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.table = read_table(data)
+        self.sign = np.float32(-1 if self.table.gate.at_most else 1)
+
+    def decides(self, layer: int) -> bool:
+        """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""
+        return self.table.factors[layer] != 0
+
+    def follow(self, thresholds: Array) -> bytes | None:
+        """Take thresholds float32 [L]; return the table with them, None where it had them before.
+
+        A threshold of a layer whose gate the host decides is not the controller's.
+        """
+        given = (self.sign * thresholds).tolist()
+        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(given)]
+        if tuple(own) == self.table.thresholds:
+            return None
+        self.table = self.table.with_thresholds(own)
+        return self.table.to_bytes()
+
+
 class GateController:
     """Decides and dispatches layer by layer through the controller.
 
@@ -116,8 +147,7 @@ class GateController:
     """
 
     def __init__(self, controller: Controller, table: bytes) -> None:
-        self._controller, self._table = controller, read_table(table)
-        self._sign = np.float32(-1 if self._table.gate.at_most else 1)
+        self._controller, self._live = controller, LiveTable(table)
         self._load(table)
         self.reset()
 
@@ -129,19 +159,17 @@ class GateController:
     def start(self, step: int, thresholds: Array) -> None:
         """Begin decode forward number `step`; thresholds float32 [L].
 
-        Others than before are a new table, which is loaded once. A threshold of a layer whose gate the host decides is
-        not the unit's. Where small scores replay, the unit compares minus score and minus threshold.
+        Others than before are a new table, which is loaded once. Where small scores replay, the unit compares minus
+        score and minus threshold.
 
         Raises:
             BackendError: the controller refuses the table.
         """
         self._step = step
         self._traces.clear()
-        given = (self._sign * thresholds).tolist()
-        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(given)]
-        if tuple(own) != self._table.thresholds:
-            self._table = self._table.with_thresholds(own)
-            self._load(self._table.to_bytes())
+        changed = self._live.follow(thresholds)
+        if changed is not None:
+            self._load(changed)
             self._held = None
 
     def decide(self, layer: int, inputs: GateInputs[Array], chain: Array) -> GateDecision:
@@ -154,13 +182,13 @@ class GateController:
             BackendError: the controller stopped with a status other than OK.
         """
         trace = self._run(layer, *pack_inputs(inputs), chain)
-        replay = [not trace.index_register >> row & 1 for row in range(self._table.rows)]
-        scores = self._sign * np.array(trace.scores, np.float32)
+        replay = [not trace.index_register >> row & 1 for row in range(self._live.table.rows)]
+        scores = self._live.sign * np.array(trace.scores, np.float32)
         return GateDecision(np.array(replay), scores, np.array(trace.chain, np.int32))
 
     def decides(self, layer: int) -> bool:
         """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""
-        return self._table.factors[layer] != 0
+        return self._live.decides(layer)
 
     def dispatched(self, layer: int) -> LayerTrace:
         """Return what was dispatched last for a layer in this forward."""
@@ -168,7 +196,7 @@ class GateController:
 
     def following(self, layer: int) -> int:
         """Return the layer whose weights a decision for this one may prefetch."""
-        return (layer + 1) % self._table.layers
+        return (layer + 1) % self._live.table.layers
 
     def execute(self, layer: int, mask: int, launch: Callable[[], Array]) -> Array:
         """Return what `launch` returns: it runs the engine, which executes what was dispatched for the layer.
@@ -183,7 +211,7 @@ class GateController:
             raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
         self._controller.prepare(LayerCall(layer, self._step, _EMPTY, _EMPTY, _NO_CHAIN, self._held))
         rows = launch()
-        trace = self._controller.answer(self._table.rows)
+        trace = self._controller.answer(self._live.table.rows)
         self._keep(layer, trace)
         return rows
 
@@ -192,7 +220,7 @@ class GateController:
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
         call = LayerCall(layer, self._step, query, key, chain, self._held)
-        trace = self._controller.run(call, self._table.rows)
+        trace = self._controller.run(call, self._live.table.rows)
         self._keep(layer, trace)
         return trace
 

@@ -13,8 +13,9 @@ from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.calls import stepping
 from fastcar_compile.runtime.backends.accelerator.controller import Controller, GateController
 from fastcar_compile.runtime.backends.accelerator.engine import Array, Engine
+from fastcar_compile.runtime.backends.accelerator.step import StepStepper
 from fastcar_compile.runtime.backends.accelerator.unit import ComputeUnit
-from fastcar_compile.runtime.backends.base import BackendOptions, StepResult
+from fastcar_compile.runtime.backends.base import BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, library_of
 
 
@@ -28,6 +29,16 @@ def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
         hint = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
         raise BackendError("this artifact has no accelerator kernels", hint=hint)
     return artifact.manifest.accelerator
+
+
+def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> Stepper:
+    """Return a stepper on the artifact's kernel: one of whole steps where the accelerator runs them.
+
+    Raises:
+        UserError: a file of the accelerator is not valid. BackendError: the kernel refuses one.
+    """
+    section = accelerator_of(artifact)
+    return (AcceleratorStepper if section.step is None else StepStepper)(artifact, options, unit)
 
 
 class AcceleratorStepper(CpuStepper):

@@ -81,6 +81,12 @@ class ComputeUnit(ABC):
         for name in names:
             self._own(name, 0)
 
+    def clear(self, *names: str) -> None:
+        """Give arguments their own buffers, all zero."""
+        for name in names:
+            size = self.argument(name).bytes
+            self._upload(self._own(name, size), np.zeros(size, np.uint8))
+
     def set(self, scalars: Mapping[str, int]) -> None:
         """Set scalars of 32 bits."""
         for name, value in scalars.items():

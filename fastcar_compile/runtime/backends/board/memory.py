@@ -20,10 +20,14 @@ MB = 1e6
 
 
 def buffer_bytes(section: AcceleratorSection) -> int:
-    """Return the bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments."""
-    design = section.design
-    streams = [design.stream_bytes] * design.spec.layers + list(design.linear_stream_bytes.values())
-    weights = {name for kernel in section.kernels for name in kernel.weights()}
+    """Return the bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments.
+
+    The weight arguments of a step kernel hold all streams.
+    """
+    design, streams, weights = section.design, list[int](), set[str]()
+    if section.step is None:
+        streams = [design.stream_bytes] * design.spec.layers + list(design.linear_stream_bytes.values())
+        weights = {name for kernel in section.kernels for name in kernel.weights()}
     arguments = [a.bytes for k in section.kernels for a in k.arguments if a.kind != "scalar" and a.name not in weights]
     return sum(-(-size // PAGE) * PAGE for size in streams + arguments)
 

@@ -29,8 +29,11 @@ FLAGS = [
     "-fno-gnu-unique",  # a library with such symbols is never unloaded
     "-shared",
 ]
-SOURCES = ("fastcar_csim.cpp", "fastcar_engine.cpp")
-"""What a library is built from: the kernel, and the exact sums."""
+KERNELS = ("fastcar_engine.cpp", "fastcar_step.cpp")
+"""The kernels; a project has one of them."""
+
+SOURCES = ("fastcar_csim.cpp", *KERNELS)
+"""What a library is built from: the exact sums, and the project's kernel."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
@@ -88,7 +91,8 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    path = build_library(files, build_dir, defines=defines)
+    kernel = next((name for name in KERNELS if name in files), KERNELS[0])
+    path = build_library(files, build_dir, (SOURCES[0], kernel), defines)
     with scratch_folder(path.parent) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
     weakref.finalize(library, _unload, library._handle).atexit = False
@@ -100,7 +104,7 @@ def _unload(handle: int) -> None:
 
 
 def build_library(
-    files: Mapping[str, bytes], build_dir: Path, sources: Sequence[str] = SOURCES, defines: Sequence[str] = ()
+    files: Mapping[str, bytes], build_dir: Path, sources: Sequence[str], defines: Sequence[str] = ()
 ) -> Path:
     """Return the library built from these sources; it is compiled unless `build_dir` holds it already.
 

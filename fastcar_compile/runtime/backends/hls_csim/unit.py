@@ -26,6 +26,12 @@ class CsimUnit(ComputeUnit):
         """Return the bytes themselves where they are aligned."""
         return aligned(np.ascontiguousarray(data))
 
+    def clear(self, *names: str) -> None:
+        """Give arguments new buffers: memory that the system has set to zero is taken page by page."""
+        for name in names:
+            self._buffers.pop(name, None)
+        self.fill(*names)
+
     def _allocate(self, name: str, size: int) -> Bytes:
         return aligned(np.zeros(size, np.uint8))
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
@@ -29,6 +30,9 @@ from fastcar_compile.ops.cached import row_size
 
 _INFINITY = 0xFF << 23
 """Bits of a float32."""
+
+PARALLEL_VALUES = 1 << 15
+"""Values from which a second thread pays for launching and awaiting a parallel region."""
 
 _LARGEST = (254 << 23) | (0x7E << 16)
 """Bits of `cached.INT8_MAX`."""
@@ -60,6 +64,7 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
     if dtype == "int8":
         return _append_blocks(cache, rows, row_of)
     b, h, s, d = cache
+    loop = _loop(cache, rows)
 
     @script.prim_func(private=True, s_tir=True)
     def append(
@@ -68,24 +73,33 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
         position: T.Buffer((1,), "int64"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
-        for i, j, r in T.grid(b, h, rows):
-            with T.sblock("row"):
-                T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
-                T.writes(keys[0:b, 0:h, 0:s, 0:d])
-                p: T.let = T.Cast("int32", position[0]) + r
-                at: T.let = row_of(p)
-                if at < s:
-                    for c in T.vectorized(d):
-                        keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
+        for head in loop(b * h):
+            for r in range(rows):
+                with T.sblock("row"):
+                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
+                    T.writes(keys[0:b, 0:h, 0:s, 0:d])
+                    i: T.let = head // h
+                    j: T.let = head % h
+                    p: T.let = T.Cast("int32", position[0]) + r
+                    at: T.let = row_of(p)
+                    if at < s:
+                        for c in T.vectorized(d):
+                            keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
 
     return append
+
+
+def _loop(cache: HeadShape, rows: int) -> Any:
+    """Return the loop over the heads of all rows of the batch: parallel where a second thread pays."""
+    b, h, _, d = cache
+    return T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
 
 
 def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) -> PrimFunc:
     """Return the kernel for int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
     b, h, s, d = cache
     width = row_size(d, "int8")
-    write_row = _write_row(d)
+    write_row, loop = _write_row(d), _loop(cache, rows)
 
     @script.prim_func(private=True, s_tir=True)
     def append_blocks(
@@ -94,14 +108,17 @@ def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) 
         position: T.Buffer((1,), "int64"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
-        for i, j, r in T.grid(b, h, rows):
-            with T.sblock("row"):
-                T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
-                T.writes(keys[0:b, 0:h, 0:s, 0:width])
-                p: T.let = T.Cast("int32", position[0]) + r
-                at: T.let = row_of(p)
-                if at < s:
-                    write_row(keys, (i, j, at), value, (i, j, r))
+        for head in loop(b * h):
+            for r in range(rows):
+                with T.sblock("row"):
+                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
+                    T.writes(keys[0:b, 0:h, 0:s, 0:width])
+                    i: T.let = head // h
+                    j: T.let = head % h
+                    p: T.let = T.Cast("int32", position[0]) + r
+                    at: T.let = row_of(p)
+                    if at < s:
+                        write_row(keys, (i, j, at), value, (i, j, r))
 
     return append_blocks
 

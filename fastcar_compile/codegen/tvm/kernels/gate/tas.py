@@ -20,6 +20,9 @@ from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, broadcast, prefetch, ramp
 from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
+PARALLEL_ROWS = 8
+"""Rows from which a second thread pays for launching and awaiting a parallel region: 2.7 µs."""
+
 
 def _fixed_point(x: Expr, lanes: int) -> Expr:
     """Return float64 in units of the score as int64, within the limits. A NaN or an infinity gives the lower limit."""
@@ -46,6 +49,11 @@ class _Heads:
     def lanes(self) -> int:
         """Products of one vector."""
         return next(v for v in (8, 4, 2, 1) if self.query[3] % v == 0)
+
+    @staticmethod
+    def row_loop(rows: int) -> Any:
+        """Return the loop over rows of the batch: parallel where a second thread pays. A row takes about 1 µs."""
+        return T.parallel if rows >= PARALLEL_ROWS else T.serial
 
     def prefetch_keys(self) -> Any:
         """Return the macro (keys, i, before). Keys of heads are in as many pages: the waits for them overlap."""
@@ -116,7 +124,8 @@ def tas(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     heads = _Heads(query, cache, dtype, isa)
-    width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, hq), heads.sum_heads()
+    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, hq)
+    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
 
     @script.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -126,7 +135,7 @@ def tas(
         y: T.Buffer((b,), "float32"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
-        for i in range(b):
+        for i in loop(b):
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
                 T.writes(y[0:b])
@@ -155,7 +164,8 @@ def tas_heads(
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
     heads = _Heads(query, cache, dtype, isa)
-    width, lanes, factor, sum_heads = heads.keys_of.size, heads.lanes, score_factor(scale, 1), heads.sum_heads()
+    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, 1)
+    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
 
     @script.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
@@ -166,7 +176,7 @@ def tas_heads(
         y: T.Buffer((b,), "float32"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
-        for i in range(b):
+        for i in loop(b):
             with T.sblock("row"):
                 T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], weight[0:hq])
                 T.writes(y[0:b])

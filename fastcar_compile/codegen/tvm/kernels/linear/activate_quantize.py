@@ -12,6 +12,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import (
     TABLE_LANES,
@@ -26,12 +27,12 @@ from fastcar_compile.ops.activations import KNOTS
 
 
 @kernel
-def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
+def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of gate * factor(gate) * up, gate and up float32 [m, k].
 
     The factor is read from table int32 [513].
     """
-    knots, steps, loop = KNOTS, k // TABLE_LANES, row_loop(m, k)
+    knots, steps, loop, read = KNOTS, k // TABLE_LANES, row_loop(m, k), read_knots(isa)
 
     @script.prim_func(private=True, s_tir=True)
     def activate_quantize_i8(
@@ -54,7 +55,7 @@ def activate_quantize(m: int, k: int, activation: str) -> PrimFunc:
                 for c in range(steps):
                     for v in T.vectorized(TABLE_LANES):
                         u[v] = fixed_input(g[i, c * TABLE_LANES + v], activation)
-                    read_knots(table, u, low, high)
+                    read(table, u, low, high)
                     for v in T.vectorized(TABLE_LANES):
                         a[0, c * TABLE_LANES + v] = (g[i, c * TABLE_LANES + v] * blend(low[v], high[v], u[v])) * up[
                             i, c * TABLE_LANES + v

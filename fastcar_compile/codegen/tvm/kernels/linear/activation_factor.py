@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, broadcast, intrinsic, ramp
 from fastcar_compile.ops.activations import FACTORS, INPUT_STEPS, KNOTS
 
 TABLE_LANES = 16
@@ -41,18 +44,52 @@ def table_factor(table: Any, u: Any) -> Any:
     return blend(table[_knot(u)], table[_knot(u) + 1], u)
 
 
+def _pairs(table: Any, u: Any, half: int) -> Expr:
+    """Return eight entries with the next one beside each: int32x16. AVX-512 gathers them as eight int64."""
+    lanes = TABLE_LANES // 2
+    at = T.shift_right(u[ramp(half * lanes, lanes)], broadcast(T.int32(6), lanes))
+    loaded = intrinsic(
+        f"int64x{lanes}",
+        "llvm.x86.avx512.mask.gather.dpq.512",
+        broadcast(T.int64(0), lanes),
+        T.address_of(table[0]),
+        T.min(at, broadcast(T.int32(KNOTS - 2), lanes)),
+        broadcast(T.bool(True), lanes),
+        T.int32(4),
+    )
+    return T.reinterpret(f"int32x{TABLE_LANES}", loaded)
+
+
+def _every_second(pairs: Any, first: int) -> Expr:
+    halves = [pairs[ramp(start, TABLE_LANES)] for start in (0, TABLE_LANES)]
+    return T.Shuffle(halves, list(range(first, 2 * TABLE_LANES, 2)))
+
+
 @inlined
-def read_knots(table, u, low, high):
-    """Read the table entries around u int32 [16] to low and high."""
+def _load_knots(table, u, low, high):
     for v in T.unroll(TABLE_LANES):
         low[v] = table[_knot(u[v])]
         high[v] = table[_knot(u[v]) + 1]
 
 
+@inlined
+def _gather_knots(table, u, low, high):
+    pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
+    pairs[ramp(0, TABLE_LANES)] = _pairs(table, u, 0)
+    pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(table, u, 1)
+    low[ramp(0, TABLE_LANES)] = _every_second(pairs, 0)
+    high[ramp(0, TABLE_LANES)] = _every_second(pairs, 1)
+
+
+def read_knots(isa: InstructionSet) -> Callable[..., None]:
+    """Return the macro (table, u, low, high): the table entries around u int32 [16]."""
+    return _gather_knots if isa.float_lanes == TABLE_LANES else _load_knots
+
+
 @kernel
-def activation_factor(size: int, activation: str) -> PrimFunc:
+def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return the factor float32 [size] of x float32 [size] by the activation's table int32 [513]."""
-    knots = KNOTS
+    knots, read = KNOTS, read_knots(isa)
 
     @script.prim_func(private=True, s_tir=True)
     def factor_table(
@@ -67,7 +104,7 @@ def activation_factor(size: int, activation: str) -> PrimFunc:
                 high = T.alloc_buffer((TABLE_LANES,), "int32")
                 for v in T.vectorized(TABLE_LANES):
                     u[v] = fixed_input(x[block * TABLE_LANES + v], activation)
-                read_knots(table, u, low, high)
+                read(table, u, low, high)
                 for v in T.vectorized(TABLE_LANES):
                     y[block * TABLE_LANES + v] = blend(low[v], high[v], u[v])
         for i in range(size % TABLE_LANES):

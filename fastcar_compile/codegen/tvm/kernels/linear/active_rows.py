@@ -68,6 +68,33 @@ def is_zero(bits: Expr) -> Expr:
 
 
 @dataclass(frozen=True)
+class ZeroRows:
+    """What a zero row gives: y float32 [m, n], s float32 [m], and for a scale per channel ws float32 [n]."""
+
+    y: Any
+    s: Any
+    ws: Any = None
+
+    def value(self, i: Expr, j: Expr) -> Expr:
+        """Return the rounding steps of the formula: a scale that is no number stays visible."""
+        return T.float32(0) * (self.s[i] if self.ws is None else self.s[i] * self.ws[j])
+
+
+@inlined
+def find_active(q, shape, active, zero):
+    """List the active rows of q int8 [m, k]; write the results of the others. `shape` is (m, n, k)."""
+    active.count[0] = 0
+    for i in range(shape[0]):
+        bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+        or_int8(q, i, shape[2], bits)
+        if is_zero(bits):
+            for j in range(shape[1]):
+                zero.y[i, j] = zero.value(i, j)
+        else:
+            append_active(active, i)
+
+
+@dataclass(frozen=True)
 class Tile:
     """The outputs of `rows` weight rows from j on by `columns` active rows from i on, row-major."""
 

@@ -1,11 +1,11 @@
-"""GEMM of a prefill chunk or a large batch with float32 or bfloat16 weights."""
+"""GEMM of a batch or a prefill chunk with float32 or bfloat16 weights."""
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -20,49 +20,35 @@ from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
     is_zero,
     or_float32,
 )
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
-from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType, widen_weight
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import (
+    FLOATS,
+    Operands,
+    Place,
+    TileShape,
+    multiply_tile,
+    pack_step,
+)
+from fastcar_compile.codegen.tvm.kernels.linear.transpose import transpose_rows
+from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr
-
-TRANSPOSED = 16
-"""Columns of x that are transposed together: a cache line of each row."""
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """xt float32 [tiles, k, columns] (x, transposed in tiles), w [n, k], y float32 [m, n], and the active rows."""
-
-    xt: Any
-    w: Any
-    y: Any
-    active: ActiveRows
-
-
-def tile_shape(m: int, isa: InstructionSet) -> tuple[int, int]:
-    """Return rows of x and rows of w of one register tile: as many sums as registers hold beside what is loaded.
-
-    Four registers of x by six weights with AVX-512 and NEON (32 registers), two by six otherwise (16). Fewer rows of x
-    leave room for twelve weights.
-    """
-    registers = 4 if isa.float_lanes == 16 or isa.machine == "aarch64" else 2
-    largest = registers * isa.float_lanes
-    columns = next((c for c in (16, 32) if m <= c < largest), largest)
-    return columns, 6 if columns == largest else 12
 
 
 @kernel
 def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
 
-    Inactive rows of x are not multiplied. The active rows are transposed once, so that a vector holds one column of
-    many rows: a weight is one broadcast, and no sum across lanes is needed. Rows beyond the last are computed as copies
-    of it. Parallel over columns of x while it is transposed, then over tiles of weight rows.
+    Inactive rows of x are not multiplied. The active rows are moved once, so that a vector holds one column of many
+    rows: a weight is one broadcast. Rows beyond the last are computed as copies of it. The order of a row's sum does
+    not depend on the other rows. Parallel over panels of weight rows; many rows of x are searched and moved in parallel
+    too.
     """
-    columns, rows = tile_shape(m, isa)
-    tiles, blocks = -(-m // columns), -(-n // rows)
+    shape = TileShape.of(m, n, k, dtype, isa)
+    rows, groups = shape.panel * shape.rows, -(-m // shape.columns)
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    transpose, multiply = _transpose(k, columns), _multiply(n, k, dtype, (columns, rows))
+    scan = T.parallel if m > SMALL_BATCH and m * k >= PARALLEL_WEIGHTS else T.serial
+    move, multiply_panel = _move(k, shape), _multiply_panel(m, n, k, shape)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
@@ -70,71 +56,106 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
         with T.sblock("product"):
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])
-            xt = T.alloc_buffer((tiles, k, columns), "float32")
+            xt = T.alloc_buffer((groups, shape.steps(k) * shape.width // shape.run, shape.lanes), "float32")
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
-            count[0] = 0
-            for i in range(m):
+            zero = T.alloc_buffer((m,), "int32")
+            for i in scan(m):
                 bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                 or_float32(x, i, k, bits)
-                if is_zero(bits):
+                zero[i] = T.Cast("int32", is_zero(bits))
+            count[0] = 0
+            for i in range(m):
+                if zero[i] != 0:
                     for j in range(n):
                         y[i, j] = T.float32(0)
                 else:
                     append_active(ActiveRows(active, count), i)
-            for piece in loop(-(-k // TRANSPOSED)):
-                transpose(x, xt, ActiveRows(active, count), piece)
-            for j in loop(blocks):
-                for o in range((count[0] + columns - 1) // columns):
-                    multiply(_Operands(xt, w, y, ActiveRows(active, count)), j, o)
+            for step in scan(shape.steps(k)):
+                move(x, xt, ActiveRows(active, count), step)
+            for panel in loop(-(-n // rows)):
+                packed = T.alloc_buffer((shape.packed_rows, shape.width), "float32")
+                sums = T.alloc_buffer((groups, shape.panel, shape.rows * shape.lanes), "float32")
+                multiply_panel(Operands(xt, w, packed, sums, y, ActiveRows(active, count)), panel)
 
     return linear_tiles
 
 
-def _transpose(k: int, columns: int) -> Any:
-    @inlined
-    def transpose(x, xt, active, piece):
-        # o: tiles of active rows. i: rows of a tile. c: columns of one cache line.
-        for o, i, c in T.grid((active.count[0] + columns - 1) // columns, columns, TRANSPOSED):
-            if piece * TRANSPOSED + c < k:
-                xt[o, piece * TRANSPOSED + c, i] = x[
-                    active.rows[T.min(o * columns + i, active.count[0] - 1)], piece * TRANSPOSED + c
-                ]
-
-    return transpose
-
-
-def _multiply(n: int, k: int, dtype: WeightType, shape: tuple[int, int]) -> Any:
-    """Return the macro (o, j, i): the register tile of weight block j and tile i of active rows."""
-    columns, rows = shape
-    half = columns // 2
-
-    def weight(o: _Operands, j: Expr, r: Expr, c: Expr) -> Expr:
-        return widen_weight(o.w[T.min(j * rows + r, n - 1), c], dtype)
+def _move(k: int, shape: TileShape) -> Any:
+    """Return the macro (x, xt, active, step): the columns of a step of the active rows of x, to vectors of them."""
+    columns, run, width, whole = shape.columns, shape.run, shape.width, k // shape.width
+    transposed = columns == FLOATS and shape.dtype == "float32"
 
     @inlined
-    def store(o, j, acc, first):
-        for i in range(half):
-            at: T.let = o.active.rows[T.min(first + i, o.active.count[0] - 1)]
-            for r in T.unroll(rows):
-                o.y[at, T.min(j * rows + r, n - 1)] = acc[r * half + i]
+    def move_vector(x, xt, active, step, o):
+        # i: rows of the vector. c: runs of inputs.
+        for i in range(columns):
+            row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
+            for c in range(width // run):
+                for e in T.unroll(run):
+                    xt[o, step * (width // run) + c, i * run + e] = x[row, step * width + shape.input(c * run + e)]
 
     @inlined
-    def multiply(o, j, i):
-        # Two buffers: one of all sums has 1024 bytes or more, and TVM would not keep it on the stack.
-        low = T.alloc_buffer((rows * half,), "float32")
-        high = T.alloc_buffer((rows * half,), "float32")
-        for r in T.unroll(rows):
-            for v in T.vectorized(half):
-                low[r * half + v] = T.float32(0)
-                high[r * half + v] = T.float32(0)
-        # c: the reduction. r: unrolled, weight rows; low and high are in registers. v: vectors of active rows.
-        for c in range(k):
-            for r in T.unroll(rows):
-                for v in T.vectorized(half):
-                    low[r * half + v] += o.xt[i, c, v] * weight(o, j, r, c)
-                    high[r * half + v] += o.xt[i, c, half + v] * weight(o, j, r, c)
-        store(o, j, low, i * columns)
-        store(o, j, high, i * columns + half)
+    def move_tail(x, xt, active, o):
+        for i in range(columns):
+            row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
+            for c in range(width):
+                xt[o, (whole * width + c) // run, i * run + c % run] = T.float32(0)
+            for c in range(k % width):
+                xt[o, (whole * width + c) // run, i * run + c % run] = x[row, whole * width + c]
 
-    return multiply
+    @inlined
+    def move(x, xt, active, step):
+        for o in range((active.count[0] + columns - 1) // columns):
+            if k % width > 0 and step == whole:
+                move_tail(x, xt, active, o)
+            if step < whole:
+                if transposed:
+                    transpose_rows(x, xt, active, o, step)
+                else:
+                    move_vector(x, xt, active, step, o)
+
+    return move
+
+
+def _multiply_panel(m: int, n: int, k: int, shape: TileShape) -> Any:
+    """Return the macro (o, panel): the products of a panel of weight rows with all active rows."""
+    most, blocks = shape.vectors, shape.blocks(k)
+    many, one = (multiply_tile(k, replace(shape, vectors=vectors)) for vectors in (most, 1))
+    pack, wide = pack_step(k, shape), shape.wide
+    widest, is_wide = multiply_tile(k, wide), m > most * shape.columns and shape.run > 1
+
+    def place(panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
+        j = T.min((panel * shape.panel + tile) * shape.rows, n - shape.rows)
+        return Place(j, tile, block, first)
+
+    @inlined
+    def pack_panel(o, panel, block):
+        for t in range(shape.panel):
+            if (panel * shape.panel + t) * shape.rows < n:
+                for step in range(T.min(shape.block, shape.steps(k) - block * shape.block)):
+                    pack(o, place(panel, t, block, 0), block * shape.block + step, t * shape.block + step)
+
+    @inlined
+    def for_tiles(o, panel, block, multiply, first):
+        for t in range(shape.panel):
+            if (panel * shape.panel + t) * shape.rows < n:
+                multiply(o, place(panel, t, block, first))
+
+    @inlined
+    def multiply_panel(o, panel):
+        vectors: T.let = (o.active.count[0] + shape.columns - 1) // shape.columns
+        for block in range(blocks):
+            if shape.source == "panel":
+                pack_panel(o, panel, block)
+            if is_wide and vectors == wide.vectors:
+                for half in range(2):
+                    widest(o, Place(T.min(panel * shape.rows, n - shape.rows) + half * wide.rows, 0, 0, 0))
+            else:
+                for i in range(vectors // most):
+                    for_tiles(o, panel, block, many, i * most)
+                if most > 1:
+                    for i in range(vectors % most):
+                        for_tiles(o, panel, block, one, vectors // most * most + i)
+
+    return multiply_panel

@@ -32,8 +32,8 @@ class Int4Dot:
     group: Callable[[Load, Load], Expr]
 
 
-def _unsigned(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
-    """Return low and high nibbles plus 8: of two's complement that is the sign bit inverted."""
+def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
+    """Return low and high nibbles of `width` bytes, plus 8: of two's complement that is the sign bit inverted."""
     flipped = T.bitwise_xor(w(offset, width), T.Broadcast(T.uint8(0x88), width))
     mask = T.Broadcast(T.uint8(15), width)
     low = T.bitwise_and(flipped, mask)
@@ -52,7 +52,7 @@ def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
     def group(w: Load, q: Load) -> Expr:
         acc = T.Broadcast(T.int32(0), width // 4)
         for offset in range(0, HALF, width):
-            low, high = _unsigned(w, offset, width)
+            low, high = nibbles(w, offset, width)
             acc = vpdpbusd(acc, low, q(offset, width), width)
             acc = vpdpbusd(acc, high, q(HALF + offset, width), width)
         return acc
@@ -64,7 +64,7 @@ def _vpmaddubsw(w: Load, q: Load) -> Expr:
     """Add four results in int16. vpmaddubsw saturates there, which 4 * 2 * 15 * 127 does not reach."""
     parts = []
     for offset in (0, 32):
-        low, high = _unsigned(w, offset, 32)
+        low, high = nibbles(w, offset, 32)
         parts += [(low, q(offset, 32)), (high, q(HALF + offset, 32))]
     products = [intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", *part) for part in parts]
     pairs = (products[0] + products[1]) + (products[2] + products[3])

@@ -52,6 +52,21 @@ class Int4Operands:
 
 
 @dataclass(frozen=True)
+class Int4Sizes:
+    """x holds `rows` active rows of m; n weight rows of k inputs."""
+
+    rows: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return -(-self.k // GROUP)
+
+
+@dataclass(frozen=True)
 class _Group:
     """One group of one output: weight row j, row i of x, group g."""
 
@@ -68,9 +83,10 @@ def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
     return min(8 // columns, n), columns
 
 
-def tile_macro(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+def tile_macro(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     """Return the macro (Int4Operands, tile) for tiles of at most `tile_shape`."""
-    return (_groups_in_lanes if _one_stream(m, k, INT4_DOTS[isa.int8]) else _rows_in_lanes)(m, n, k, isa)
+    one = _one_stream(sizes.rows, sizes.k, INT4_DOTS[isa.int8])
+    return (_groups_in_lanes if one else _rows_in_lanes)(sizes, isa)
 
 
 def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
@@ -118,9 +134,9 @@ def _four_products(dot: Int4Dot) -> Callable[..., None]:
     return four
 
 
-def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     """One output per tile: a vector holds four groups of one weight row, which is read as one stream."""
-    groups = -(-k // GROUP)
+    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
     padded, packed = groups * GROUP, groups * HALF
     _, bytes_ahead = prefetch_distance(1, packed)
     four = _four_products(INT4_DOTS[isa.int8])
@@ -132,8 +148,8 @@ def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
     def multiply(o, tile):
         with T.sblock("tile"):
             T.reads(
-                o.x[0:m, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
-                o.correction[0:m, 0:groups], o.active[0:m],
+                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:rows, 0:groups], o.active[0:m],
             )  # fmt: skip
             T.writes(o.y[0:m, 0:n])
             products = T.alloc_buffer((4,), "float32")
@@ -157,12 +173,12 @@ def _groups_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
     return multiply
 
 
-def _rows_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
+def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
-    groups = -(-k // GROUP)
+    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
     padded, packed = groups * GROUP, groups * HALF
-    rows_ahead, _ = prefetch_distance(tile_shape(m, n, k, INT4_DOTS[isa.int8])[0], packed)
-    streamed = m <= SMALL_BATCH
+    rows_ahead, _ = prefetch_distance(tile_shape(rows, n, sizes.k, INT4_DOTS[isa.int8])[0], packed)
+    streamed = rows <= SMALL_BATCH
     four = _four_products(INT4_DOTS[isa.int8])
 
     def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
@@ -186,8 +202,8 @@ def _rows_in_lanes(m: int, n: int, k: int, isa: InstructionSet) -> TileMacro:
     def multiply(o, tile):
         with T.sblock("tile"):
             T.reads(
-                o.x[0:m, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
-                o.correction[0:m, 0:groups], o.active[0:m],
+                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:rows, 0:groups], o.active[0:m],
             )  # fmt: skip
             T.writes(o.y[0:m, 0:n])
             products = T.alloc_buffer((4,), "float32")

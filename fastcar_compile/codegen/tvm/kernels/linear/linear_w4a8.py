@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
@@ -23,7 +24,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.active_rows import (
 )
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import HALF, INT4_DOTS, Int4Dot
-from fastcar_compile.codegen.tvm.kernels.linear.int4_tiles import Int4Operands, tile_macro, tile_shape
+from fastcar_compile.codegen.tvm.kernels.linear.int4_tiles import Int4Operands, Int4Sizes, tile_macro, tile_shape
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, load_from, reduce_add
 from fastcar_compile.ops.quant import GROUP
@@ -42,7 +43,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     padded, packed = groups * GROUP, groups * HALF
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, move_row = tile_macro(m, n, k, isa), _move_row(k, dot)
+    multiply, move_row = tile_macro(Int4Sizes(m, m, n, k), isa), _move_row(k, dot)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_i4(
@@ -76,6 +77,38 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             for_tiles(tiling, multiply, Int4Operands(x, s, w, ws, y, correction, active), count[0])
 
     return linear_i4
+
+
+@dataclass(frozen=True)
+class Few:
+    """How a few active rows of many are multiplied.
+
+    Args:
+        most: rows. multiply: the macro (q, operands, count); q int8 [m, k].
+    """
+
+    most: int
+    multiply: Any
+
+    @classmethod
+    def of(cls, rows: int, m: int, n: int, k: int, isa: InstructionSet) -> Few:
+        """Return it for up to `rows` rows of x int8 [m, k], and w of n rows."""
+        dot = INT4_DOTS[isa.int8]
+        tiling = Tiling(n, *tile_shape(rows, n, k, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
+        tile, move_row = tile_macro(Int4Sizes(rows, m, n, k), isa), _move_row(k, dot)
+
+        @inlined
+        def multiply(q, o, count):
+            for i in range(count):
+                move_row(q, o.active[i], o.x, i, o.correction)
+            for_tiles(tiling, tile, o, count)
+
+        return cls(rows, multiply)
+
+    @staticmethod
+    def operands(*buffers: Any) -> Int4Operands:
+        """Return the operands: x [most, 128 G], s, w, ws, y, correction [most, G] and active [m]."""
+        return Int4Operands(*buffers)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:

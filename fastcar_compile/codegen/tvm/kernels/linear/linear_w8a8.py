@@ -74,7 +74,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     dot = INT8_DOTS[isa.int8]
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, correct = _multiply(m, n, k, dot), _correct(k, dot)
+    multiply, correct = _multiply(m, n, k, dot, m), _correct(k, dot)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_i8(
@@ -110,6 +110,38 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     return linear_i8
 
 
+@dataclass(frozen=True)
+class Few:
+    """How a few active rows of many are multiplied.
+
+    Args:
+        most: rows. multiply: the macro (operands, count).
+    """
+
+    most: int
+    multiply: Any
+
+    @classmethod
+    def of(cls, m: int, n: int, k: int, isa: InstructionSet) -> Few:
+        """Return it for x int8 [m, k] and w int8 [n, k]."""
+        dot = INT8_DOTS[isa.int8]
+        tiling = Tiling(n, *tile_shape(SMALL_BATCH, n, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
+        tile, correct = _multiply(m, n, k, dot, SMALL_BATCH), _correct(k, dot)
+
+        @inlined
+        def multiply(o, count):
+            for i in range(count):
+                correct(o.q, o.active[i], o.correction)
+            for_tiles(tiling, tile, o, count)
+
+        return cls(SMALL_BATCH, multiply)
+
+    @staticmethod
+    def operands(*buffers: Any) -> _Operands:
+        """Return the operands: q, s, w, ws, y and the temporaries correction and active, int32 [m]."""
+        return _Operands(*buffers)
+
+
 def _zero_weights(_offset: int, size: int) -> Expr:
     return T.Broadcast(T.int8(0), size)
 
@@ -133,11 +165,11 @@ def _correct(k: int, dot: Int8Dot) -> Any:
     return correct
 
 
-def _multiply(m: int, n: int, k: int, dot: Int8Dot) -> TileMacro:
+def _multiply(m: int, n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
     lanes, width = dot.lanes, dot.width
     steps, tail = divmod(k, width)
-    rows_ahead, bytes_ahead = prefetch_distance(tile_shape(m, n, dot)[0], k)
-    streamed = m <= SMALL_BATCH
+    rows_ahead, bytes_ahead = prefetch_distance(tile_shape(rows, n, dot)[0], k)
+    streamed = rows <= SMALL_BATCH
 
     @inlined
     def add_products(o, tile, acc):

@@ -1,0 +1,295 @@
+"""Register tiles of the GEMM with float32 or bfloat16 weights: a weight is one broadcast for a vector of rows of x."""
+
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tvm.script import tirx as T
+
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import ActiveRows
+from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType, widen_weight
+from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, prefetch, ramp, vector
+
+FLOATS = 16
+"""float32 of a cache line."""
+
+BLOCK = 512
+"""Inputs of a block of the reduction."""
+
+WEIGHT_ROWS = 12
+"""Weight rows of a tile of one vector of rows of x, and with AVX-512 of two."""
+
+SHARED = 8
+"""Rows of x of a vector with two inputs of each."""
+
+Source = Literal["rows", "line", "panel"]
+"""Where a tile reads weights: in their rows; in a copy of one cache line of each row; in a copy of a panel's block."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A register tile, and the loops around it.
+
+    Args:
+        dtype: of the weights.
+        lanes: float32 lanes of a vector.
+        run: inputs of a row of x beside each other in a vector; lanes / run rows share it.
+        vectors: vectors of rows of x. rows: weight rows. ahead: weight rows of the prefetch distance.
+        panel: tiles of weight rows that meet a tile of x while both are in the second-level cache. One for few rows of
+            x: a weight is read from memory while the products of others are added.
+        block: steps of a block of the reduction. The sums of all tiles are put aside after each block but the last.
+        source: of the weights.
+    """
+
+    dtype: WeightType
+    lanes: int
+    run: int
+    vectors: int
+    rows: int
+    ahead: int
+    panel: int
+    block: int
+    source: Source
+
+    @classmethod
+    def of(cls, m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> TileShape:
+        """Return the shape for x [m, k] and w [n, k]: as many sums as registers hold beside what is loaded.
+
+        There are 32 registers with AVX-512 and NEON, otherwise 16. For up to 32 rows of x AVX-512 takes two inputs of
+        eight rows: two weights are one broadcast of eight bytes, and the time follows the active rows in eights.
+        """
+        lanes = isa.float_lanes
+        run = 2 if lanes == 16 and m <= 4 * SHARED and n >= WEIGHT_ROWS else 1
+        most, rows = (2, WEIGHT_ROWS) if lanes == 16 else (4, 6) if isa.machine == "aarch64" else (2, 6)
+        vectors = min(most, -(-m * run // lanes))
+        rows = min(n, WEIGHT_ROWS if vectors == 1 else rows)
+        tiles, width = -(-m * run // (lanes * vectors)), LINE // (4 if dtype == "float32" else 2)
+        if tiles > 2:
+            panel = min(8, max(1, n // (rows * 8)))
+            return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel")
+        source = "rows" if dtype == "float32" and k % width == 0 else "line"
+        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source)
+
+    @property
+    def wide(self) -> TileShape:
+        """The tile of twice as many vectors by half as many weight rows."""
+        return replace(self, vectors=2 * self.vectors, rows=self.rows // 2)
+
+    @property
+    def columns(self) -> int:
+        """Rows of x of a vector."""
+        return self.lanes // self.run
+
+    @property
+    def width(self) -> int:
+        """Inputs of a step: a cache line of a weight row."""
+        return FLOATS if self.dtype == "float32" else 2 * FLOATS
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows of the copy of weights. One of 1024 bytes or less would be on the stack, unaligned."""
+        return max(32, self.rows * self.panel * self.block) if self.source == "panel" else 32
+
+    def steps(self, k: int) -> int:
+        """Return the steps of k inputs."""
+        return -(-k // self.width)
+
+    def blocks(self, k: int) -> int:
+        """Return the blocks of k inputs."""
+        return -(-self.steps(k) // self.block)
+
+    def input(self, place: Expr) -> Expr:
+        """Return which input of a whole step stands at a place: of bfloat16 first the even, then the odd ones."""
+        return place if self.dtype == "float32" else place % FLOATS * 2 + place // FLOATS
+
+
+@dataclass(frozen=True)
+class Operands:
+    """w [n, k], y float32 [m, n], the active rows, and temporaries.
+
+    Args:
+        xt: float32 [vectors, inputs / run, lanes], the active rows of x, padded with zeros to whole steps.
+        packed: float32 [packed_rows, width], weights. sums: float32 [vectors, panel, rows * lanes].
+    """
+
+    xt: Any
+    w: Any
+    packed: Any
+    sums: Any
+    y: Any
+    active: ActiveRows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Tile `tile` of a panel, its weight rows from j on; a block of the reduction; vectors of x from `first` on."""
+
+    j: Any
+    tile: Any
+    block: Any
+    first: Any
+
+
+def pack_step(k: int, shape: TileShape) -> Any:
+    """Return the macro (o, place, step, to): a step of a tile's weights to o.packed[to * rows ..], as float32."""
+    rows, width, whole, tail = shape.rows, shape.width, k // shape.width, k % shape.width
+
+    def bits(o: Operands, j: Expr, step: Expr) -> Expr:
+        return T.reinterpret(f"uint32x{FLOATS}", o.w[j, ramp(step * width, width)])
+
+    @inlined
+    def pack_whole(o, j, step, to):
+        if shape.dtype == "float32":
+            o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * width, FLOATS)]
+        else:
+            o.packed[to, ramp(0, FLOATS)] = T.reinterpret(
+                f"float32x{FLOATS}", T.shift_left(bits(o, j, step), T.Broadcast(T.uint32(16), FLOATS))
+            )
+            o.packed[to, ramp(FLOATS, FLOATS)] = T.reinterpret(
+                f"float32x{FLOATS}", T.bitwise_and(bits(o, j, step), T.Broadcast(T.uint32(0xFFFF0000), FLOATS))
+            )
+
+    @inlined
+    def pack(o, place, step, to):
+        for r in T.unroll(rows):
+            if tail == 0 or step < whole:
+                pack_whole(o, place.j + r, step, to * rows + r)
+        if tail > 0 and step == whole:
+            for r in range(rows):
+                for c in range(width):
+                    o.packed[to * rows + r, c] = T.float32(0)
+                for c in range(tail):
+                    o.packed[to * rows + r, c] = widen_weight(o.w[place.j + r, whole * width + c], shape.dtype)
+
+    return pack
+
+
+Macro = Callable[..., None]
+
+
+def _for_vectors(macro: Macro, sums: Sequence[Any], *arguments: Any) -> None:
+    """Call the macro for the sums of every vector of rows of x: (arguments ..., sums, number of the vector)."""
+    for v, acc in enumerate(sums):
+        macro(*arguments, acc, v)
+
+
+def multiply_tile(k: int, shape: TileShape) -> Any:
+    """Return the macro (o, place): adds a block of the reduction to a register tile."""
+    rows, lanes, width, steps = shape.rows, shape.lanes, shape.width, shape.steps(k)
+    begin, finish = _begin(k, shape), _finish(k, shape)
+    add, prefetch_next, pack = _add(shape), _prefetch_next(shape), pack_step(k, shape)
+
+    @inlined
+    def multiply(o, place):
+        first = T.alloc_buffer((rows * lanes,), "float32")
+        second = T.alloc_buffer((rows * lanes,), "float32")
+        third = T.alloc_buffer((rows * lanes,), "float32")
+        fourth = T.alloc_buffer((rows * lanes,), "float32")
+        _for_vectors(begin, [first, second, third, fourth][: shape.vectors], o, place)
+        # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
+        for step in range(T.min(shape.block, steps - place.block * shape.block)):
+            prefetch_next(o, place, step)
+            if shape.source == "line":
+                pack(o, place, step, 0)
+            for c in range(width // shape.run):
+                for r in T.unroll(rows):
+                    _for_vectors(add, [first, second, third, fourth][: shape.vectors], o, place, step, c, r)
+        _for_vectors(finish, [first, second, third, fourth][: shape.vectors], o, place)
+
+    return multiply
+
+
+def _begin(k: int, shape: TileShape) -> Macro:
+    """Return the macro (o, place, acc, v): the sums of the blocks before, or zeros."""
+    rows, lanes, blocks = shape.rows, shape.lanes, shape.blocks(k)
+
+    @inlined
+    def begin(o, place, acc, v):
+        for r in T.unroll(rows):
+            acc[vector(r, lanes)] = T.Broadcast(T.float32(0), lanes)
+        if blocks > 1 and place.block > 0:
+            for r in T.unroll(rows):
+                acc[vector(r, lanes)] = o.sums[place.first + v, place.tile, vector(r, lanes)]
+
+    return begin
+
+
+def _finish(k: int, shape: TileShape) -> Macro:
+    """Return the macro (o, place, acc, v): puts the sums aside, or after the last block writes y."""
+    rows, lanes, blocks, store = shape.rows, shape.lanes, shape.blocks(k), _store(shape)
+
+    @inlined
+    def finish(o, place, acc, v):
+        if blocks == 1 or place.block == blocks - 1:
+            store(o, place, acc, v)
+        else:
+            for r in T.unroll(rows):
+                o.sums[place.first + v, place.tile, vector(r, lanes)] = acc[vector(r, lanes)]
+
+    return finish
+
+
+def _add(shape: TileShape) -> Macro:
+    """Return the macro (o, place, step, c, r, acc, v): adds the products of weight row r and a vector of x."""
+    lanes, run, rows, width = shape.lanes, shape.run, shape.rows, shape.width
+
+    def weights(o: Operands, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
+        if shape.source == "rows":
+            return o.w[place.j + r, ramp(step * width + c * run, run)]
+        row = r if shape.source == "line" else (place.tile * shape.block + step) * rows + r
+        return o.packed[row, ramp(c * run, run)]
+
+    def spread(values: Expr) -> Expr:
+        """Return `run` weights in turn in all lanes."""
+        if run == 1:
+            return T.Broadcast(values, lanes)
+        return T.reinterpret(f"float32x{lanes}", T.Broadcast(T.reinterpret("int64", values), shape.columns))
+
+    @inlined
+    def add(o, place, step, c, r, acc, v):
+        acc[vector(r, lanes)] = acc[vector(r, lanes)] + o.xt[
+            place.first + v, (place.block * shape.block + step) * (width // run) + c, ramp(0, lanes)
+        ] * spread(weights(o, place, step, r, c))
+
+    return add
+
+
+def _prefetch_next(shape: TileShape) -> Macro:
+    """Return the macro (o, place, step): prefetches weights of the next tile, or of the panel's next block."""
+    rows, width = shape.rows, shape.width
+
+    @inlined
+    def of_next_block(o, place, step):
+        if place.first == 0:
+            for r in T.unroll(rows):
+                T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * width]))
+
+    @inlined
+    def of_next_tile(o, place, step):
+        for r in T.unroll(rows):
+            T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * width]))
+
+    return of_next_block if shape.source == "panel" else of_next_tile
+
+
+def _store(shape: TileShape) -> Macro:
+    """Return the macro (o, place, acc, v): the sums of one vector of rows of x to y."""
+    lanes, run, rows, columns = shape.lanes, shape.run, shape.rows, shape.columns
+
+    @inlined
+    def store(o, place, acc, v):
+        for i in range(columns):
+            row: T.let = o.active.rows[T.min((place.first + v) * columns + i, o.active.count[0] - 1)]
+            for r in T.unroll(rows):
+                if run == 1:
+                    o.y[row, place.j + r] = acc[r * lanes + i]
+                else:
+                    o.y[row, place.j + r] = acc[r * lanes + i * 2] + acc[r * lanes + i * 2 + 1]
+
+    return store

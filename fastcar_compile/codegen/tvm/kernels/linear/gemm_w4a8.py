@@ -1,0 +1,245 @@
+"""int4 GEMM of a prefill chunk or a large batch with AVX-512 VNNI, bit for bit as `linear_w4a8`."""
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import ActiveRows, ZeroRows, find_active
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
+from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import HALF, nibbles
+from fastcar_compile.codegen.tvm.kernels.linear.pairs_w4a8 import ROWS, TILE, PairOperands, move_few_rows, pair_tile
+from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import (
+    FOUR,
+    LANES,
+    PANEL,
+    PANEL_ROWS,
+    SUMS,
+    VECTORS,
+    WEIGHT_ROWS,
+    Rows,
+    Sums,
+    TileMacros,
+    first_row,
+    for_panel,
+    move_rows,
+    spread,
+    store_blocks,
+    widen_scales,
+)
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import fence, load_from, prefetch, ramp, vector, vpdpbusd
+from fastcar_compile.ops.quant import GROUP
+
+WIDTH = 64
+STEPS = GROUP // FOUR
+"""Steps of a group."""
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """packed uint8 [n, 64 G], y float32 [m, n], and the panel's temporaries.
+
+    Args:
+        extra: int32 [blocks, G, 16], with which the sums of a group begin. w: int8 [64, 128 G], weights plus 8.
+        ws: float32 [64, G]. sums: float32 [3 * 8 * 16].
+    """
+
+    rows: Rows
+    extra: Any
+    packed: Any
+    w: Any
+    ws: Any
+    y: Any
+    sums: Any
+
+
+@kernel
+def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
+    """Return what `linear_w4a8` returns, for more than eight rows of x, 4 | k and n >= 24.
+
+    Weights plus 8 are the unsigned factor; a group's sums begin with -8 times the sum of x. A panel's weights become
+    bytes once. Up to eight active rows are multiplied in pairs of weight rows. Parallel over blocks of rows while they
+    are moved, then over panels of weight rows.
+    """
+    blocks, groups = -(-m // LANES), -(-k // GROUP)
+    padded, packed = groups * GROUP, groups * HALF
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    move_few, multiply_few, row_sums, unpack = move_few_rows(k), pair_tile(n, groups), _row_sums(k), _unpack(groups)
+    tiles = TileMacros.of(m, partial(_multiply, groups))
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_i4_rows(
+        q: T.Buffer((m, k), "int8"),
+        s: T.Buffer((m,), "float32"),
+        w: T.Buffer((n, packed), "uint8"),
+        ws: T.Buffer((n, groups), "float16"),
+        y: T.Buffer((m, n), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        with T.sblock("product"):
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
+            T.writes(y[0:m, 0:n])
+            xt = T.alloc_buffer((blocks, padded // FOUR, FOUR * LANES), "int8")
+            at = T.alloc_buffer((blocks * LANES,), "int32")
+            scales = T.alloc_buffer((blocks * LANES,), "float32")
+            extra = T.alloc_buffer((blocks, groups, LANES), "int32")
+            few = T.alloc_buffer((groups * STEPS, WIDTH), "int8")
+            sums = T.alloc_buffer((groups, LANES), "int32")
+            active = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+            find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s))
+            if count[0] <= ROWS:
+                move_few(q, s, ActiveRows(active, count), PairOperands(few, sums, scales, at, w, ws, y))
+                for j in loop(-(-n // TILE)):
+                    multiply_few(PairOperands(few, sums, scales, at, w, ws, y), T.min(j * TILE, n - TILE))
+            else:
+                for block in loop(blocks):
+                    if block * LANES < count[0]:
+                        move_rows(q, s, ActiveRows(active, count), Rows(xt, at, scales), block, k, False)
+                        row_sums(xt, extra, block)
+                for panel in loop(-(-n // PANEL_ROWS)):
+                    bytes = T.alloc_buffer((PANEL_ROWS, padded), "int8")
+                    factors = T.alloc_buffer((PANEL_ROWS, groups), "float32")
+                    totals = T.alloc_buffer((VECTORS * SUMS,), "float32")
+                    for t in range(PANEL):
+                        if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
+                            unpack(w, ws, first_row(panel, t, n), bytes, factors, t * WEIGHT_ROWS)
+                    for_panel(
+                        panel,
+                        n,
+                        (count[0] + LANES - 1) // LANES,
+                        tiles,
+                        _Operands(Rows(xt, at, scales), extra, w, bytes, factors, y, totals),
+                    )
+
+    return linear_i4_rows
+
+
+def _row_sums(k: int) -> Any:
+    """Return the macro (xt, extra, block): pads the rows with zeros; -8 times the sums of their groups."""
+    groups = -(-k // GROUP)
+
+    @inlined
+    def row_sums(xt, extra, block):
+        for c in range(groups * STEPS - k // FOUR):
+            xt[block, k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+        for g in range(groups):
+            extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES)
+            for c in range(STEPS):
+                extra[block, g, ramp(0, LANES)] = vpdpbusd(
+                    extra[block, g, ramp(0, LANES)],
+                    T.Broadcast(T.int8(8), WIDTH),
+                    xt[block, g * STEPS + c, ramp(0, WIDTH)],
+                    WIDTH,
+                )
+            extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
+
+    return row_sums
+
+
+def _unpack(groups: int) -> Any:
+    """Return the macro (w, ws, j, bytes, factors, at): eight weight rows from j on, to rows from `at` on."""
+
+    @inlined
+    def unpack(w, ws, j, bytes, factors, at):
+        for r in range(WEIGHT_ROWS):
+            widen_scales(ws, j + r, factors, at + r, groups)
+            for g in range(groups):
+                bytes[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[0]
+                bytes[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[1]
+
+    return unpack
+
+
+def _multiply(groups: int, vectors: int) -> Any:
+    """Return the macro (o, place): the tile of eight weight rows by `vectors` blocks of x."""
+
+    @inlined
+    def begin(o, place, acc, g, v):
+        for r in T.unroll(WEIGHT_ROWS):
+            acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
+
+    @inlined
+    def add(o, place, acc, c, r, v):
+        acc[vector(r, LANES)] = vpdpbusd(
+            acc[vector(r, LANES)],
+            spread(o.w, place.at + r, c * FOUR),
+            o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
+            WIDTH,
+        )
+
+    @inlined
+    def add_group(o, place, acc, total, g):
+        for r in T.unroll(WEIGHT_ROWS):
+            total[vector(r, LANES)] = total[vector(r, LANES)] + fence(
+                "float32x16",
+                T.Cast("float32x16", acc[vector(r, LANES)]) * T.Broadcast(o.ws[place.at + r, g], LANES),
+            )
+
+    @inlined
+    def prefetch_next(o, place, g):
+        if place.block == 0:
+            for r in T.unroll(WEIGHT_ROWS):
+                T.evaluate(prefetch(o.packed[place.j + PANEL_ROWS + r, g * HALF]))
+
+    @inlined
+    def group(o, place, g, totals):
+        # c: four inputs. r: unrolled, weight rows; all sums are in registers.
+        first = T.alloc_buffer((SUMS,), "int32")
+        second = T.alloc_buffer((SUMS,), "int32")
+        third = T.alloc_buffer((SUMS,), "int32")
+        begin(o, place, first, g, 0)
+        if vectors > 1:
+            begin(o, place, second, g, 1)
+        if vectors > 2:
+            begin(o, place, third, g, 2)
+        for c in range(STEPS):
+            for r in T.unroll(WEIGHT_ROWS):
+                add(o, place, first, g * STEPS + c, r, 0)
+                if vectors > 1:
+                    add(o, place, second, g * STEPS + c, r, 1)
+                if vectors > 2:
+                    add(o, place, third, g * STEPS + c, r, 2)
+        add_group(o, place, first, totals.first, g)
+        if vectors > 1:
+            add_group(o, place, second, totals.second, g)
+        if vectors > 2:
+            add_group(o, place, third, totals.third, g)
+
+    @inlined
+    def finish(o, place, total, v):
+        for r in T.unroll(WEIGHT_ROWS):
+            o.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
+                total[vector(r, LANES)] * o.rows.scales[vector(place.block + v, LANES)]
+            )
+
+    @inlined
+    def multiply(o, place):
+        first = T.alloc_buffer((SUMS,), "float32")
+        second = T.alloc_buffer((SUMS,), "float32")
+        third = T.alloc_buffer((SUMS,), "float32")
+        for r in T.unroll(WEIGHT_ROWS):
+            first[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+            second[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+            third[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+        for g in range(groups):
+            prefetch_next(o, place, g)
+            group(o, place, g, Sums(first, second, third))
+        finish(o, place, first, 0)
+        if vectors > 1:
+            finish(o, place, second, 1)
+        if vectors > 2:
+            finish(o, place, third, 2)
+        store_blocks(o.y, o.rows, o.sums, vectors, place)
+
+    return multiply

@@ -1,0 +1,201 @@
+"""int8 GEMM of a prefill chunk or a large batch with AVX-512 VNNI, bit for bit as `linear_w8a8`."""
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels.linear.active_rows import ActiveRows, ZeroRows, find_active
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
+from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import Few
+from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import (
+    FOUR,
+    LANES,
+    PANEL,
+    PANEL_ROWS,
+    SUMS,
+    VECTORS,
+    WEIGHT_ROWS,
+    Rows,
+    Sums,
+    TileMacros,
+    first_row,
+    for_panel,
+    move_rows,
+    spread,
+    store_blocks,
+)
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import prefetch, ramp, reduce_add, vector, vpdpbusd
+
+WIDTH = 64
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """w int8 [n, k], ws float32 [n], y float32 [m, n].
+
+    Args:
+        extra: int32 [64], what is added to the panel's sums. sums: float32 [3 * 8 * 16].
+    """
+
+    rows: Rows
+    w: Any
+    ws: Any
+    y: Any
+    extra: Any
+    sums: Any
+
+
+@kernel
+def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
+    """Return what `linear_w8a8` returns, for more rows of x than a few, 4 | k and n >= 8.
+
+    x + 128 is the unsigned factor, so that a weight is a signed broadcast; -128 times the sum of a weight row is added.
+    Where only a few rows are active, they are multiplied as `linear_w8a8` does. Parallel over blocks of rows while they
+    are moved, then over panels of weight rows.
+    """
+    blocks = -(-m // LANES)
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    few, weight_sums = Few.of(m, n, k, isa), _weight_sums(k)
+    tiles = TileMacros.of(m, partial(_multiply, n, k))
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_i8_rows(
+        q: T.Buffer((m, k), "int8"),
+        s: T.Buffer((m,), "float32"),
+        w: T.Buffer((n, k), "int8"),
+        ws: T.Buffer((n,), "float32"),
+        y: T.Buffer((m, n), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        with T.sblock("product"):
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
+            T.writes(y[0:m, 0:n])
+            xt = T.alloc_buffer((blocks, k // FOUR, FOUR * LANES), "int8")
+            at = T.alloc_buffer((blocks * LANES,), "int32")
+            scales = T.alloc_buffer((blocks * LANES,), "float32")
+            correction = T.alloc_buffer((m,), "int32")
+            active = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+            find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s, ws))
+            if count[0] <= few.most:
+                few.multiply(few.operands(q, s, w, ws, y, correction, active), count[0])
+            else:
+                for block in loop(blocks):
+                    if block * LANES < count[0]:
+                        move_rows(q, s, ActiveRows(active, count), Rows(xt, at, scales), block, k, True)
+                for panel in loop(-(-n // PANEL_ROWS)):
+                    extra = T.alloc_buffer((PANEL_ROWS,), "int32")
+                    sums = T.alloc_buffer((VECTORS * SUMS,), "float32")
+                    for t in range(PANEL):
+                        if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
+                            weight_sums(w, first_row(panel, t, n), extra, t * WEIGHT_ROWS)
+                    for_panel(
+                        panel,
+                        n,
+                        (count[0] + LANES - 1) // LANES,
+                        tiles,
+                        _Operands(Rows(xt, at, scales), w, ws, y, extra, sums),
+                    )
+
+    return linear_i8_rows
+
+
+def _weight_sums(k: int) -> Any:
+    """Return the macro (w, j, extra, at): -128 times the sums of eight weight rows from j on, to extra[at ..]."""
+    steps = k // WIDTH
+
+    @inlined
+    def weight_sums(w, j, extra, at):
+        sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
+        for r in T.unroll(WEIGHT_ROWS):
+            sums[vector(r, LANES)] = T.Broadcast(0, LANES)
+        for c in range(steps):
+            for r in T.unroll(WEIGHT_ROWS):
+                sums[vector(r, LANES)] = vpdpbusd(
+                    sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
+                )
+        for r in T.unroll(WEIGHT_ROWS):
+            extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
+            for t in range(k % WIDTH):
+                extra[at + r] += T.Cast("int32", w[j + r, steps * WIDTH + t])
+            extra[at + r] = extra[at + r] * -128
+
+    return weight_sums
+
+
+def _multiply(n: int, k: int, vectors: int) -> Any:
+    """Return the macro (o, place): the tile of eight weight rows by `vectors` blocks of x."""
+
+    @inlined
+    def begin(o, place, acc):
+        for r in T.unroll(WEIGHT_ROWS):
+            acc[vector(r, LANES)] = T.Broadcast(o.extra[place.at + r], LANES)
+
+    @inlined
+    def add(o, place, acc, c, r, v):
+        acc[vector(r, LANES)] = vpdpbusd(
+            acc[vector(r, LANES)],
+            o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
+            spread(o.w, place.j + r, c * FOUR),
+            WIDTH,
+        )
+
+    @inlined
+    def add_all(o, place, sums, c):
+        for r in T.unroll(WEIGHT_ROWS):
+            add(o, place, sums.first, c, r, 0)
+            if vectors > 1:
+                add(o, place, sums.second, c, r, 1)
+            if vectors > 2:
+                add(o, place, sums.third, c, r, 2)
+
+    @inlined
+    def prefetch_next(o, place, line):
+        if place.block == 0:
+            for r in T.unroll(WEIGHT_ROWS):
+                T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, line * WIDTH]))
+
+    @inlined
+    def finish(o, place, acc, v):
+        for r in T.unroll(WEIGHT_ROWS):
+            o.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
+                o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
+            )
+
+    @inlined
+    def multiply(o, place):
+        # Buffers as in `Sums`.
+        first = T.alloc_buffer((SUMS,), "int32")
+        second = T.alloc_buffer((SUMS,), "int32")
+        third = T.alloc_buffer((SUMS,), "int32")
+        begin(o, place, first)
+        if vectors > 1:
+            begin(o, place, second)
+        if vectors > 2:
+            begin(o, place, third)
+        # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled; all sums are in registers.
+        for line in range(k // WIDTH):
+            prefetch_next(o, place, line)
+            for c in range(LANES):
+                add_all(o, place, Sums(first, second, third), line * LANES + c)
+        for c in range(k % WIDTH // FOUR):
+            add_all(o, place, Sums(first, second, third), k // WIDTH * LANES + c)
+        finish(o, place, first, 0)
+        if vectors > 1:
+            finish(o, place, second, 1)
+        if vectors > 2:
+            finish(o, place, third, 2)
+        store_blocks(o.y, o.rows, o.sums, vectors, place)
+
+    return multiply

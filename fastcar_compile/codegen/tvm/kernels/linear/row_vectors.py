@@ -1,0 +1,184 @@
+"""What GEMMs with int8 rows share, where a vector holds one sum of 16 rows: rows of x in fours, and results as rows.
+
+The active rows of x are moved once, in blocks of 16: four inputs of each row beside each other. So four inputs of a
+weight row are one broadcast, which vpdpbusd multiplies with 16 rows, and no sum across lanes is needed.
+"""
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, ramp, vector
+
+LANES = 16
+FOUR = 4
+WEIGHT_ROWS = 8
+"""Weight rows of a tile."""
+
+VECTORS = 3
+"""Most blocks of x of a tile: 24 sums, which leave registers for three vectors of x and one of a weight."""
+
+SUMS = WEIGHT_ROWS * LANES
+"""Sums of a block of a tile."""
+
+PANEL = 8
+"""Tiles of weight rows that meet a tile of x while both are in the second-level cache."""
+
+PANEL_ROWS = PANEL * WEIGHT_ROWS
+
+
+def holds(n: int, k: int, isa: InstructionSet) -> bool:
+    """Return whether a GEMM with vectors of rows takes n weight rows of k inputs."""
+    return isa.int8 == "vnni512" and n >= WEIGHT_ROWS and k % FOUR == 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Active rows in blocks of 16; those beyond the last are copies of it.
+
+    Args:
+        xt: int8 [blocks, k / 4, 16 * 4]. at: int32 [blocks * 16], their numbers in x and y.
+        scales: float32 [blocks * 16].
+    """
+
+    xt: Any
+    at: Any
+    scales: Any
+
+
+def spread(buffer: Any, row: Expr, start: Expr) -> Expr:
+    """Return four bytes of a row in all lanes."""
+    return T.reinterpret("int8x64", T.Broadcast(T.reinterpret("int32", buffer[row, ramp(start, FOUR)]), LANES))
+
+
+@inlined
+def move_rows(q, s, active, rows, block, k, flipped):
+    """Move a block of active rows of q int8 [m, k] to `rows`. `flipped`: plus 128."""
+    for i in range(LANES):
+        rows.at[block * LANES + i] = active.rows[T.min(block * LANES + i, active.count[0] - 1)]
+        rows.scales[block * LANES + i] = s[rows.at[block * LANES + i]]
+    # piece: a cache line of every row, so that what is written stays in the first-level cache.
+    for piece in range(-(-k // LINE)):
+        for i in range(LANES):
+            row: T.let = rows.at[block * LANES + i]
+            for c in range(LINE // FOUR):
+                if piece * LINE + c * FOUR < k:
+                    rows.xt[block, piece * (LINE // FOUR) + c, ramp(i * FOUR, FOUR)] = T.bitwise_xor(
+                        q[row, ramp(piece * LINE + c * FOUR, FOUR)], T.Broadcast(T.int8(-128 if flipped else 0), FOUR)
+                    )
+
+
+@inlined
+def widen_scales(ws, row, factors, at, groups):
+    """Write the float16 scales of a weight row as float32 to row `at` of `factors`."""
+    for v in range(groups // LANES):
+        factors[at, vector(v, LANES)] = T.Cast("float32x16", ws[row, vector(v, LANES)])
+    if groups % LANES >= FOUR:
+        for v in range(groups % LANES // FOUR):
+            factors[at, ramp(groups // LANES * LANES + v * FOUR, FOUR)] = T.Cast(
+                "float32x4", ws[row, ramp(groups // LANES * LANES + v * FOUR, FOUR)]
+            )
+    for g in range(groups % FOUR):
+        factors[at, groups // FOUR * FOUR + g] = T.Cast("float32", ws[row, groups // FOUR * FOUR + g])
+
+
+def in_turn(a: Expr, b: Expr, run: int, half: int) -> Expr:
+    """Return runs of `run` lanes of one half of two vectors of 16 in turn."""
+    first = half * LANES // 2
+    lanes = range(first, first + LANES // 2, run)
+    return T.Shuffle([a, b], [which * LANES + lane + i for lane in lanes for which in (0, 1) for i in range(run)])
+
+
+def _interleaved(buffer: Any, a: Expr, b: Expr, run: int, half: int) -> Expr:
+    return in_turn(buffer[vector(a, LANES)], buffer[vector(b, LANES)], run, half)
+
+
+@inlined
+def store_blocks(y, rows, sums, vectors, place):
+    """Write sums float32 [vectors, 8, 16], eight weight rows by blocks of x to y.
+
+    Three rounds of interleaving give runs of two, four and eight weight rows of one row of x.
+    """
+    for v in range(vectors):
+        one = T.alloc_buffer((SUMS,), "float32")
+        two = T.alloc_buffer((SUMS,), "float32")
+        for p in T.unroll(WEIGHT_ROWS):
+            two[vector(p, LANES)] = sums[vector(v * WEIGHT_ROWS + p, LANES)]
+        for p in T.unroll(4):
+            one[vector(p * 2, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 0)
+            one[vector(p * 2 + 1, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 1)
+        for p in T.unroll(2):
+            for h in T.unroll(2):
+                two[vector(p * 4 + h * 2, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 0)
+                two[vector(p * 4 + h * 2 + 1, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 1)
+        for h in T.unroll(4):
+            one[vector(h * 2, LANES)] = _interleaved(two, h, 4 + h, 4, 0)
+            one[vector(h * 2 + 1, LANES)] = _interleaved(two, h, 4 + h, 4, 1)
+        for i in T.unroll(LANES):
+            y[rows.at[(place.block + v) * LANES + i], ramp(place.j, WEIGHT_ROWS)] = one[
+                ramp(i * WEIGHT_ROWS, WEIGHT_ROWS)
+            ]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums [8 * 16] of the blocks of a tile. One buffer of all would have 1024 bytes, which TVM keeps off the stack."""
+
+    first: Any
+    second: Any
+    third: Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tile: weight rows from j on, row `at` of the panel's temporaries, by blocks of x from `block` on."""
+
+    j: Any
+    at: Any
+    block: Any
+
+
+def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
+    """Return the first weight row of a tile: its eight rows exist."""
+    return T.min(panel * PANEL_ROWS + tile * WEIGHT_ROWS, n - WEIGHT_ROWS)
+
+
+@dataclass(frozen=True)
+class TileMacros:
+    """Macros (operands, place): `many` of a tile of `most` blocks of x, `one` of a tile of one."""
+
+    most: int
+    many: Any
+    one: Any
+
+    @classmethod
+    def of(cls, m: int, make: Callable[[int], Any]) -> TileMacros:
+        """Return those for m rows; `make(blocks)` returns one."""
+        most = min(-(-m // LANES), VECTORS)
+        return cls(most, make(most), make(1))
+
+
+@inlined
+def for_panel(panel, n, blocks, tiles, o):
+    """Call the macros for the tiles of a panel of weight rows and `blocks` blocks of x.
+
+    The last weight rows of an odd n are computed twice, with the same result.
+    """
+    for b in range(blocks // tiles.most):
+        for t in range(PANEL):
+            if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
+                tiles.many(o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * tiles.most))
+    if tiles.most > 1:
+        for b in range(blocks % tiles.most):
+            for t in range(PANEL):
+                if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
+                    tiles.one(o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // tiles.most * tiles.most + b))

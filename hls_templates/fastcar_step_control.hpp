@@ -1,0 +1,211 @@
+// What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/accelerator.md).
+#ifndef FASTCAR_STEP_CONTROL_HPP
+#define FASTCAR_STEP_CONTROL_HPP
+
+#include "fastcar_drs.hpp"
+#include "fastcar_engine_core.hpp"
+#include "fastcar_softmax_core.hpp"
+#include "fastcar_step_program.hpp"
+
+namespace fastcar {
+namespace step {
+
+// Values of the argument `op`.
+static const uint32_t LOAD_PROGRAM = 0;
+static const uint32_t LOAD_TABLE = 1;
+static const uint32_t RUN = 2;
+
+static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided, replayed or kept
+
+// How a step ended.
+enum StepStatus { DONE, NOT_LOADED, NOT_HELD };
+
+static const uint32_t ANSWER_BEATS = drs::R_RECORDS / FLOAT_LANES;  // of a layer in the report
+
+// One launch, as the host gives it.
+struct Launch {
+    uint32_t op;
+    uint32_t bytes;
+    uint32_t position;
+    uint32_t step;
+};
+
+// ---- what the kernel holds
+
+inline uint32_t all_of(uint32_t rows) {
+    FASTCAR_INLINE
+    return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
+}
+
+inline bool in_section(uint64_t first, const Product& product, const Sizes& sizes) {
+    FASTCAR_INLINE
+    return first + static_cast<uint64_t>(product_words(product)) <= sizes.weight_words;
+}
+
+template <class C>
+bool linear_held(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const bool bias = f.word[LINEAR_BIAS] != 0;
+    const int inputs = static_cast<int>(f.word[LINEAR_INPUTS]), channels = static_cast<int>(f.word[LINEAR_CHANNELS]);
+    const int tile = static_cast<int>(f.word[LINEAR_TILE]), tiles = static_cast<int>(f.word[LINEAR_TILES]);
+    const bool fits = fastcar::linear_fits<C>(inputs, channels, tile, tiles, bias);
+    const Product product =
+        make_product<typename Shapes<C>::Format>(inputs, channels, fits ? tile : 1, fits ? tiles : 1, false, bias);
+    const bool places = f.word[LINEAR_SOURCE] == A_ROWS &&
+                        (f.word[LINEAR_TARGET] == Y_ROWS || f.word[LINEAR_TARGET] == OUTPUT_ROWS);
+    return places && fits && in_section(f.word[LINEAR_WEIGHTS], product, sizes);
+}
+
+template <class C>
+bool mlp_held(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
+    return f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS &&
+           static_cast<uint32_t>(words_for(C::HIDDEN, FLOAT_LANES)) <= sizes.row_words &&
+           in_section(second, last_product<C>(OP_MLP, 0, 0, 0, 0), sizes);
+}
+
+template <class D>
+bool attend_held(const Fields& f) {
+    FASTCAR_INLINE
+    const bool query = f.word[ATTEND_SOURCE] == Q_ROWS || f.word[ATTEND_SOURCE] == Y_ROWS;
+    return query && f.word[ATTEND_TARGET] == A_ROWS && f.word[ATTEND_BLOCKS] <= D::BLOCKS;
+}
+
+// The controller is built for one gate.
+template <class D, class T>
+bool decide_held(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t head = static_cast<uint64_t>(f.word[DECIDE_BLOCKS]) * cache::BLOCK_FLOAT_WORDS;
+    return f.word[DECIDE_GATE] == T::GATE && sizes.rows <= T::ROWS && f.word[DECIDE_BLOCKS] <= D::BLOCKS &&
+           inside(0, f.word[DECIDE_HEADS], head, T::QUERY_WORDS) && inside(0, f.word[DECIDE_KEY_HEADS], head, T::KEY_WORDS) &&
+           f.word[DECIDE_COUNT] <= T::KEY_WORDS;
+}
+
+// Whether the buffers hold what an instruction needs. C: the array; D: the rest (fastcar_step_config.hpp); T: the controller.
+template <class C, class D, class T>
+bool is_held(const Fields& f, const Sizes& sizes) {
+    FASTCAR_NO_INLINE
+    switch (f.opcode) {
+        case OP_LINEAR:
+            return linear_held<C>(f, sizes);
+        case OP_MLP:
+            return mlp_held<C>(f, sizes);
+        case OP_ROTATE:
+            return 2 * f.word[ROTATE_HALF_WORDS] <= static_cast<uint32_t>(D::BLOCKS * cache::BLOCK_FLOAT_WORDS);
+        case OP_APPEND_KEYS:
+        case OP_APPEND_VALUES:
+            return f.word[APPEND_KEYS_BLOCKS] <= D::BLOCKS;
+        case OP_ATTEND:
+            return attend_held<D>(f);
+        case OP_DECIDE:
+            return f.layer < D::LAYERS && decide_held<D, T>(f, sizes);
+        default:
+            return true;
+    }
+}
+
+// What stays on chip from launch to launch.
+template <int INSTRUCTIONS>
+struct Loaded {
+    Program<INSTRUCTIONS> program;
+    uint32_t refused;  // the first instruction that the kernel cannot execute, or the number of them
+    bool decides;
+    bool has_table;
+    uint32_t crc;  // of the control table
+};
+
+// Loads a program; returns its status.
+template <class C, class D, class T>
+uint32_t load_program(const word_t* memory, uint32_t bytes, Loaded<D::INSTRUCTIONS>& loaded) {
+    FASTCAR_NO_INLINE
+    const uint32_t status = load<D::INSTRUCTIONS>(memory, bytes, loaded.program);
+    const Sizes& sizes = loaded.program.sizes;
+    const bool held = sizes.rows <= D::ROWS && sizes.row_words <= D::ROW_WORDS && sizes.ports == C::PORTS &&
+                      sizes.positions <= D::POSITIONS;
+    const uint32_t count = status == OK && held ? loaded.program.count : 0;
+    loaded.program.count = count;
+    loaded.refused = count;
+    loaded.decides = false;
+check_instructions:
+    for (uint32_t i = 0; i < count; ++i) {
+        FASTCAR_TRIPS(1, D::INSTRUCTIONS)
+        const Fields f = instruction_of<D::INSTRUCTIONS>(loaded.program, i);
+        const bool fits = is_held<C, D, T>(f, sizes);
+        loaded.refused = !fits && i < loaded.refused ? i : loaded.refused;
+        loaded.decides = loaded.decides || f.opcode == OP_DECIDE;
+    }
+    return status == OK && !held ? static_cast<uint32_t>(BAD_HEADER) : status;
+}
+
+// What a launch executes and how it ends: `number` is that of the instruction that did not.
+struct Outcome {
+    uint32_t count;
+    uint32_t status;
+    uint32_t number;
+};
+
+// Nothing is executed of a program that the kernel does not hold whole.
+template <class C, class D, class T>
+Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTIONS>& loaded) {
+    FASTCAR_NO_INLINE
+    Outcome outcome = {0, DONE, 0};
+    if (launch.op == LOAD_PROGRAM) {
+        outcome.status = load_program<C, D, T>(program, launch.bytes, loaded);
+    } else if (launch.op == LOAD_TABLE) {
+        outcome.count = 1;  // the controller is that of DECIDE
+    } else {
+        const bool ready = launch.op == RUN && loaded.program.count > 0 &&
+                           (loaded.has_table || !loaded.decides || launch.step == NO_STEP);
+        const bool held = loaded.refused == loaded.program.count;
+        outcome.status = !ready ? NOT_LOADED : held ? DONE : NOT_HELD;
+        outcome.number = held ? 0 : loaded.refused;
+        outcome.count = outcome.status == DONE ? loaded.program.count : 0;
+    }
+    return outcome;
+}
+
+// The instruction of a program, or the one that loads a control table.
+template <int INSTRUCTIONS>
+Fields next_instruction(const Launch& launch, const Loaded<INSTRUCTIONS>& loaded, uint32_t number) {
+    FASTCAR_NO_INLINE
+    Fields table = {};
+    table.opcode = OP_DECIDE;
+    return launch.op == LOAD_TABLE ? table : instruction_of<INSTRUCTIONS>(loaded.program, number);
+}
+
+inline bool decides_now(const Launch& launch) {
+    FASTCAR_INLINE
+    return launch.op == LOAD_TABLE || launch.step != NO_STEP;
+}
+
+// The outcome after instruction `number`, which the controller may have refused: then the step ends.
+inline Outcome ended(const Launch& launch, const Outcome& before, uint32_t refused, uint32_t number) {
+    FASTCAR_INLINE
+    const Outcome stopped = {0, launch.op == LOAD_TABLE ? refused : static_cast<uint32_t>(NOT_HELD), number};
+    return refused == drs::OK ? before : stopped;
+}
+
+// ---- rows of a cache
+
+inline uint32_t row_of(uint32_t position, uint32_t sinks, uint32_t ring) {
+    FASTCAR_INLINE
+    return position < sinks ? position : sinks + (position - sinks) % ring;
+}
+
+// The rows of a cache that are filled and seen when `position` is the newest one.
+inline attention::Window window_of(uint32_t position, uint32_t sinks, uint32_t ring, uint32_t window) {
+    FASTCAR_INLINE
+    const uint32_t known = position + 1;
+    const uint32_t behind = known > sinks ? known - sinks : 0;
+    const uint32_t kept = behind < ring ? behind : ring;
+    const uint32_t count = kept < window ? kept : window;
+    const uint32_t shown = known < sinks ? known : sinks;
+    const attention::Window found = {shown, sinks + (behind - count) % ring, count, sinks, shown + kept};
+    return found;
+}
+
+}  // namespace step
+}  // namespace fastcar
+
+#endif

@@ -1,0 +1,151 @@
+// Instructions on rows that stay on chip. Plain functions, no streams: they run one after another, because all of them
+// together take one percent of a step. `rows` has one memory per place; source and target are different places.
+#ifndef FASTCAR_STEP_ROWS_HPP
+#define FASTCAR_STEP_ROWS_HPP
+
+#include "fastcar_norm_core.hpp"
+#include "fastcar_row_core.hpp"
+#include "fastcar_step_control.hpp"
+
+namespace fastcar {
+namespace step {
+
+template <class D>
+void load_input(const Fields& f, uint32_t count, const word_t* input, word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t target = f.word[LOAD_TARGET];
+    const uint32_t words = f.word[LOAD_COUNT];
+load_each_row:
+    for (uint32_t b = 0; b < count; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+    load_words:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(1, D::ROW_WORDS)
+            rows[target][b][i] = input[b * words + i];
+        }
+    }
+}
+
+// The weight is read once for all rows and pieces, in the first pass over the first of them. Behind a decision, only the MLP reads
+// what a norm gives, and of rows that compute: others keep what they are.
+template <class D>
+void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t* constants,
+               word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+    FASTCAR_NO_INLINE
+    word_t weight[D::ROW_WORDS];
+    FASTCAR_ROW_MEMORY(weight)
+    const uint32_t words = f.word[NORM_COUNT];
+    uint32_t given = words;
+norm_each_row:
+    for (uint32_t b = 0; b < count; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const row::Pair at = {f.word[NORM_SOURCE], f.word[NORM_TARGET], b};
+        const uint32_t pieces = ((computing >> b) & 1u) != 0 ? f.word[NORM_PIECES] : 0;
+        uint32_t first = f.word[NORM_FIRST];
+    norm_pieces:
+        for (uint32_t piece = 0; piece < pieces; ++piece) {
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, constants, f.word[NORM_WEIGHT], given,
+                                                                 weight, float_of_bits(f.word[NORM_INVERSE_SIZE]),
+                                                                 float_of_bits(f.word[NORM_EPSILON]));
+            given = 0;
+            first += words;
+        }
+    }
+}
+
+// The position's row of the table is read once for all rows.
+template <class D>
+void rotate_rows(const Fields& f, uint32_t count, uint32_t position, const word_t* constants,
+                 word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+    FASTCAR_NO_INLINE
+    static const int HALF = D::BLOCKS * cache::BLOCK_FLOAT_WORDS / 2;
+    word_t cosine[HALF];
+    word_t sine[HALF];
+    const uint32_t half = f.word[ROTATE_HALF_WORDS];
+    const uint32_t last = f.word[ROTATE_TABLE_ROWS] - 1;
+    const uint32_t table = f.word[ROTATE_TABLE] + 2 * half * (position < last ? position : last);
+read_cosines:
+    for (uint32_t i = 0; i < half; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, HALF)
+        cosine[i] = constants[table + i];
+    }
+read_sines:
+    for (uint32_t i = 0; i < half; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, HALF)
+        sine[i] = constants[table + half + i];
+    }
+    const row::Rotation shape = {f.word[ROTATE_FIRST], f.word[ROTATE_HEADS] * f.word[ROTATE_HEAD_WORDS],
+                                 f.word[ROTATE_HEAD_WORDS], half};
+rotate_each_row:
+    for (uint32_t b = 0; b < count; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const row::Pair at = {f.word[ROTATE_SOURCE], f.word[ROTATE_TARGET], b};
+        row::rotate_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, HALF>(rows, at, cosine, sine, shape);
+    }
+}
+
+// The source is added to the target. Of an MLP that may replay (`kept`: its slots are in `replay`), a row that computed is also
+// kept in the slot of the forward, and of any other, what the slot holds is added.
+template <class D>
+void add_rows(const Fields& f, uint32_t count, uint32_t computing, uint32_t step, word_t* replay,
+              word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+    FASTCAR_NO_INLINE
+    static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT && static_cast<int>(ADD_SOURCE) == REPLAY_SOURCE &&
+                      static_cast<int>(ADD_TARGET) == REPLAY_TARGET,
+                  "ADD is REPLAY without slots");
+    const bool kept = f.opcode == OP_REPLAY && step != NO_STEP;
+    const uint32_t source = f.word[REPLAY_SOURCE];
+    const uint32_t words = f.word[REPLAY_COUNT];
+    const uint32_t slot = kept ? step % f.word[REPLAY_SLOTS] : 0;
+    uint32_t first = f.word[REPLAY_CACHE] + slot * count * words;
+add_each_row:
+    for (uint32_t b = 0; b < count; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const bool computes = ((computing >> b) & 1u) != 0;
+        const uint32_t stored = kept && computes ? words : 0;
+        const uint32_t read = kept && !computes ? words : 0;
+        const uint32_t target = f.word[REPLAY_TARGET];
+    keep_words:
+        for (uint32_t i = 0; i < stored; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            replay[first + i] = rows[source][b][i];
+        }
+    replay_words:
+        for (uint32_t i = 0; i < read; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            FASTCAR_INDEPENDENT(rows)
+            rows[target][b][i] = row::add_step(rows[target][b][i], replay[first + i]);
+        }
+        const row::Pair at = {source, target, b};
+        row::add_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, words - read);
+        first += words;
+    }
+}
+
+// The head from word `first` of a row on, as mantissas and exponents of the cache.
+template <class D>
+void quantize_row(const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], uint32_t place, uint32_t b, uint32_t first,
+                  uint32_t blocks, int8_t mantissas[D::BLOCKS * cache::BLOCK], int8_t exponents[D::BLOCKS]) {
+    FASTCAR_NO_INLINE
+    static const int WORDS = D::BLOCKS * cache::BLOCK_FLOAT_WORDS;
+    word_t head[WORDS];
+    const uint32_t words = blocks * cache::BLOCK_FLOAT_WORDS;
+copy_head:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(8, WORDS)
+        head[i] = rows[place][b][first + i];
+    }
+    cache::quantize_head<WORDS, D::BLOCKS>(head, 0, words, mantissas, exponents);
+}
+
+}  // namespace step
+}  // namespace fastcar
+
+#endif

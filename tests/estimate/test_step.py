@@ -1,0 +1,112 @@
+"""The kernel of whole steps in closed form: its resources, its program, and the laws of its time line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_units
+from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
+from fastcar_compile.estimate.gate import GateModel
+from fastcar_compile.estimate.step_program import step_program, without_replay
+from fastcar_compile.step import instructions as step
+from fastcar_compile.targets import load_target
+
+TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
+ZCU102 = load_target("zcu102")
+LEFT = 0.15
+"""Share of every resource of the device that a kernel leaves."""
+
+
+def predict(shape: Any, quant: str, board: str, context: int = 512, **options: Any) -> Estimate:
+    known = load_shape(shape) if isinstance(shape, str) else shape
+    return estimate(Workload(known, quant, context, offload="all", **options), load_target(board), what_if=True)
+
+
+@pytest.mark.parametrize("board", ["zcu102", "kv260"])
+@pytest.mark.parametrize("shape", ["vila-u-7b", "llama2-7b", "llama3-8b"])
+def test_the_kernel_fits_with_fifteen_per_cent_left(board: str, shape: str) -> None:
+    result, fabric = predict(shape, "w4a8", board, 2048), load_target(board).fabric
+    assert fabric is not None
+    for name, part in result.resources.items():
+        assert part["used"] <= part["limit"]
+        assert part["used"] <= (1 - LEFT) * getattr(fabric, name)
+    assert result.design["ports"] == 4
+
+
+@pytest.mark.parametrize(
+    ("board", "context", "speedup"),
+    [("zcu102", 512, 2.0), ("zcu102", 2048, 1.8), ("kv260", 512, 2.0), ("kv260", 2048, 1.8)],
+)
+def test_replay_of_vila_u(board: str, context: int, speedup: float) -> None:
+    result = predict("vila-u-7b", "w4a8", board, context, replay=0.8)
+    assert result.speedup_over_dense >= speedup
+    assert predict("vila-u-7b", "w4a8", board, context).measured_utilisation >= 0.95
+
+
+def test_keys_and_values_have_multipliers_of_their_own() -> None:
+    work = Workload(load_shape("llama3-8b"), "w4a8", 512, offload="all")
+    wanted = work.kernel_spec()
+    found = explore(wanted, ZCU102)
+    assert wanted.step is not None
+    assert found.design.group == wanted.step.queries == 4
+    units = {u.name: u for u in step_units(StepParts.of(found.design, wanted.step.buffers(found.design.mlp, 4)))}
+    assert units["key multipliers"].dsp == units["value multipliers"].dsp == 64 * 4
+    narrow = explore(wanted, load_target("kv260"))
+    assert narrow.design.group == 1, "the query heads of a key head go one after the other"
+
+
+def test_what_does_not_fit_is_refused_by_resource() -> None:
+    work = Workload(load_shape("vila-u-7b"), "w4a8", 512, 32, "all")
+    with pytest.raises(CompileError, match=r"a kernel of whole steps .* 32 row\(s\) .* URAM \d+ of 51") as caught:
+        explore(work.kernel_spec(), load_target("kv260"))
+    assert "offload='linears'" in str(caught.value)
+
+
+def test_the_program_is_what_the_compiler_builds() -> None:
+    work = Workload(TINY, "w4a8", 64, 2, "all", gate=GateModel.named("learned"))
+    program = step_program(work, explore(work.kernel_spec(), ZCU102).design)
+    kinds = [type(i) for i in program.instructions]
+    assert kinds.count(step.Decide) == kinds.count(step.Replay) == TINY.layers
+    dense = without_replay(program)
+    found = [type(i) for i in dense.instructions]
+    assert step.Decide not in found
+    assert step.Replay not in found
+    assert found.count(step.Add) == 2 * TINY.layers
+    headless = replace(work, shape=TINY.model_copy(update={"vocab": 0}))
+    bare = step_program(headless, explore(headless.kernel_spec(), ZCU102).design)
+    assert len(bare.instructions) == len(program.instructions) - 1
+
+
+def test_a_step_is_one_launch() -> None:
+    result = predict(TINY, "w8a8", "zcu102", replay=0.5)
+    units = [s["unit"] for s in result.time_line]
+    assert units.count("launch") == 1
+    assert {s["name"] for s in result.time_line if s["unit"] == "host"} == {"embed", "sample"}
+    assert {"attend", "vector", "memory", "launch", "host"} <= set(result.shares)
+    assert result.prefill_positions_per_second == pytest.approx(1 / (1 / result.comparison["dense"]))
+    assert predict(TINY.model_copy(update={"vocab": 0}), "w8a8", "zcu102").shares.keys() & {"host"} == {"host"}
+    linears = estimate(Workload(TINY, "w8a8", 512), ZCU102)
+    assert linears.prefill_positions_per_second is None
+
+
+def test_bytes_are_weights_keys_values_and_rows() -> None:
+    short, long = (predict(TINY, "w8a8", "zcu102", context) for context in (512, 1024))
+    assert long.bytes_per_step - short.bytes_per_step == pytest.approx(TINY.kv_bytes(512, 1, 8, 32), rel=0.01)
+    assert short.measured_utilisation < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv": "float16"}, 'kv = "float16" with offload = "all"'),
+        ({"replay": 0.5, "gate": GateModel("mine", on_host=True)}, "gate mine with offload"),
+    ],
+)
+def test_refused_workloads(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        predict(TINY, "w8a8", "zcu102", **options)

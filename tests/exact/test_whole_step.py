@@ -1,0 +1,213 @@
+"""offload="all": the whole decode step on the accelerator, in C simulation and on the stand-in for a board."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agreement import decode
+from board.fake_pyxrt import FakeXrt
+from conftest import check_module
+from decoders import PlainDecoder, headless_llama, llama
+
+import fastcar_compile as fc
+from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
+from fastcar_compile.artifact.digest import cache_folder
+from fastcar_compile.artifact.tensor_files import load_tensors
+from fastcar_compile.errors import ArtifactError, CompileError
+from fastcar_compile.runtime.backends.accelerator.step import StepStepper
+from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
+from fastcar_compile.runtime.backends.board.memory import MEMINFO, buffer_bytes
+from fastcar_compile.runtime.backends.cpu import CpuStepper
+from fastcar_compile.runtime.backends.hls_csim import sources_of
+from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.session import Session
+from fastcar_compile.step.program import read_program
+
+STEPS = 24
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
+
+
+@pytest.fixture
+def simulated(artifact: fc.Artifact) -> Iterator[Session]:
+    """A session on hls-csim."""
+    check_module("hls4ml")
+    with artifact.session("hls-csim", record=True) as session:
+        yield session
+
+
+def stepper_of(session: Session) -> StepStepper:
+    """The session's own."""
+    assert isinstance(session._stepper, StepStepper)
+    return session._stepper
+
+
+def test_logits_scores_and_states_are_those_of_the_cpu(artifact: fc.Artifact, simulated: Session) -> None:
+    """Step by step, after a prompt; then another threshold, and another video."""
+    ids, thresholds = token_ids().numpy(), np.zeros(2, np.float32)
+    other = artifact.session("cpu")._stepper
+    assert isinstance(other, CpuStepper)
+    own = stepper_of(simulated)
+    for video in range(2):
+        for stepper in (own, other):
+            stepper.reset()
+        for t in range(STEPS):
+            given = ids[:, t : t + 1], t, t, thresholds + (2.0 if t > 3 * FRAME // 2 else 0.0) - video
+            got, want = own.decode(*given), other.decode(*given)
+            for name in ("logits", "decisions", "scores"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+        states = own.states()
+        assert states.keys() == other._state.arrays.keys()
+        for name, state in other._state.arrays.items():
+            assert state.any()
+            np.testing.assert_array_equal(states[name], state, err_msg=name)
+
+
+def test_prefill_gives_the_logits_of_every_position(simulated: Session, artifact: fc.Artifact) -> None:
+    ids = token_ids().numpy()[:, :16]
+    own, eager = stepper_of(simulated), artifact.session("eager")._stepper
+    np.testing.assert_array_equal(own.prefill(ids, 0), eager.prefill(ids, 0))
+    replay = [name for name in own.states() if not name.startswith(("key", "value"))]
+    assert replay
+    assert not any(own.states()[name].any() for name in replay)
+
+
+def test_a_reset_forgets_everything(simulated: Session) -> None:
+    first = decode(simulated, token_ids()[:, :STEPS], PROMPT)
+    simulated.step(torch.zeros(BATCH, dtype=torch.int64))
+    assert torch.equal(decode(simulated, token_ids()[:, :STEPS], PROMPT), first)
+    stepper_of(simulated).reset()
+    assert not any(state.any() for state in stepper_of(simulated).states().values())
+
+
+def test_the_board_launches_once_per_token(
+    artifact: fc.Artifact, simulated: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel,) = accelerator_of(artifact).kernels
+    library = open_library(sources_of(artifact), cache_folder() / "csim")
+    kinds = ["scalar" if a.kind == "scalar" else "memory" for a in kernel.arguments]
+    fake = FakeXrt({kernel.name: (kinds, getattr(library, kernel.name))})
+    monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
+    monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
+    monkeypatch.setenv(MEMINFO, "none")
+    board, ids = artifact.session("board", record=True), token_ids()[:, : PROMPT + STEPS]
+    loaded = len([call for call in fake.calls if call[0] == "start"])
+    assert loaded == 2  # program and table
+    assert torch.equal(decode(board, ids, PROMPT), decode(simulated, ids, PROMPT))
+    assert np.array_equal(board.stats.decisions, simulated.stats.decisions)
+    assert len([call for call in fake.calls if call[0] == "start"]) == loaded + PROMPT + STEPS
+    made = [call for call in fake.calls if call[0] == "bo"]
+    assert len(made) == len([a for a in kernel.arguments if a.kind != "scalar"]), "buffers are made once"
+    assert sum(-(-call[1] // 4096) * 4096 for call in made) == buffer_bytes(accelerator_of(artifact))
+
+
+def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
+    options, section = artifact.manifest.options, accelerator_of(artifact)
+    assert (options.offload, options.kv, options.numerics) == ("all", "int8", "exact")
+    step, (kernel,) = section.step, section.kernels
+    assert step is not None
+    program = read_program((artifact.path / step.program).read_bytes())
+    assert step.instructions == len(program.instructions)
+    listed = json.loads((artifact.path / "step" / "program.json").read_text())
+    assert listed == json.loads(json.dumps(program.to_json()))
+    tensors = load_tensors(artifact.path / section.weights)
+    sizes = {a.name: a.bytes for a in kernel.arguments}
+    assert {name: tensor.nbytes for name, tensor in tensors.items()} == {name: sizes[name] for name in tensors}
+    assert set(tensors) == {*kernel.weights(), "constants"}
+    text = artifact.explain()
+    assert f"the whole decode step, one launch per token: {step.instructions} instructions of step/program.bin" in text
+    assert "offload  layer_1.o: model.layers.1.self_attn.o_proj; 128 -> 64, one instruction, all rows" in text
+    names = {part.name for part in (artifact.path / "hls").iterdir()}
+    assert f"{kernel.name}.cpp" in names
+    assert "fastcar_engine.cpp" not in names
+    host = {part.name for part in (artifact.path / "host" / "src").iterdir()}
+    assert {"fastcar_board.cpp", "fastcar_step_accelerator.hpp"} <= host
+    assert "fastcar_accelerator.hpp" not in host
+
+
+def test_a_damaged_program_is_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_module("hls4ml")
+    data = (artifact.path / "step" / "program.bin").read_bytes()
+    original = artifact.files.data
+
+    def damaged(name: str, *limits: int) -> bytes:
+        return data[:-1] + b"\1" if name == "step/program.bin" else original(name, *limits)
+
+    monkeypatch.setattr(artifact.files, "data", damaged)
+    with pytest.raises(fc.UserError, match="the step program is not valid: BAD_CRC"):
+        artifact.session("hls-csim")
+
+
+def test_what_cannot_be_is_refused_all_at_once() -> None:
+    """Options; then what the graph of a decoder has."""
+    sizes: dict[str, Any] = {"target": "zcu102", "tokens_per_frame": FRAME, "max_seq_len": LENGTH}
+    with pytest.raises(CompileError) as found:
+        fc.CompileConfig(**sizes, offload="all", quant="bf16", kv="float16", numerics="native")
+    assert [p.what for p in found.value.problems] == [
+        "offload='all' needs kv='int8', not 'float16'",
+        "offload='all' needs numerics='exact', not 'native'",
+        "offload='all' needs integer weights, not quant 'bf16'",
+    ]
+    with pytest.raises(CompileError, match="offload='all' needs an accelerator, and target cpu has none"):
+        fc.compile(llama(), "cpu", tokens_per_frame=FRAME, offload="all", dry_run=True)
+    assert fc.CompileConfig(**sizes, offload="all", quant="w8a8").kv == "int8"
+    narrow = fc.compile(llama(), tokens_per_frame=FRAME, max_seq_len=LENGTH, offload="all", dry_run=True)
+    assert any("heads of 16 elements (a multiple of 32)" in problem.what for problem in narrow.problems)
+    with pytest.raises(CompileError, match="numerics='exact'"):
+        fc.compile(PlainDecoder(), tokens_per_frame=FRAME, offload="all", dry_run=True)
+
+
+def test_a_decoder_without_a_head_is_refused() -> None:
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "offload": "all", "dry_run": True}
+    report = fc.compile(headless_llama(), **options)
+    assert report.problems[0].what.startswith("a step program ends with a head")
+
+
+def test_a_dry_run_says_what_runs_where() -> None:
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "offload": "all", "dry_run": True}
+    report = fc.compile(llama(head_dim=32), **options)
+    assert report.ok
+    assert {p.what.partition(":")[0]: (p.unit, p.calls) for p in report.placements} == {
+        "decode step": ("accelerator", 1),
+        "prefill": ("accelerator", 0),
+        "embedding": ("host", 0),
+    }
+
+
+def test_the_accelerator_runs_whole_steps_where_it_can() -> None:
+    """Where nobody says what it computes, and kv and numerics do not say otherwise."""
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "dry_run": True}
+    whole = fc.compile(llama(head_dim=32), **options)
+    assert (whole.options.offload, whole.options.kv, whole.options.numerics) == ("all", "int8", "exact")
+    assert whole.ok
+    assert "exact-arithmetic" in whole.pipeline
+    others: list[dict[str, Any]] = [{"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}, {"target": "cpu"}]
+    for excluded in others:
+        assert fc.compile(llama(head_dim=32), **{**options, **excluded}).options.offload == "mlp"
+    reason = r"heads of 16 elements \(a multiple of 32\)"
+    with pytest.warns(UserWarning, match=f"offload is 'mlp', because the accelerator cannot run.*{reason}"):
+        narrow = fc.compile(llama(), **options)
+    assert (narrow.options.offload, narrow.options.kv, narrow.options.numerics) == ("mlp", "float32", "native")
+    assert "exact-arithmetic" not in narrow.pipeline
+    (fallback,) = [f for f in narrow.fallbacks if f.kind == "offload"]
+    assert "heads of 16 elements" in fallback.reason
+    with pytest.warns(UserWarning, match=reason), pytest.raises(CompileError, match="decode step: the accelerator"):
+        fc.compile(llama(), **options, strict=True)
+
+
+def test_weights_of_another_kernel_are_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_module("hls4ml")
+    weights, original = accelerator_of(artifact).weights, artifact.tensors
+
+    def short(name: str) -> dict[str, np.ndarray]:
+        cut = 16 if name == weights else 0
+        return {key: tensor[: len(tensor) - cut] for key, tensor in original(name).items()}
+
+    monkeypatch.setattr(artifact, "tensors", short)
+    with pytest.raises(ArtifactError, match=r"`weights_0` has \d+ bytes; the step kernel reads \d+"):
+        artifact.session("hls-csim")

@@ -1,0 +1,96 @@
+"""Instructions of a step program by the cycle model, and the closed form beside it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork
+from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
+from fastcar_compile.estimate import Workload, estimate, load_shape
+from fastcar_compile.estimate.attend import attend_clocks
+from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.estimate.question import ask
+from fastcar_compile.simulation import attend
+from fastcar_compile.simulation.attend import attend_network
+from fastcar_compile.simulation.kernel import simulate_network
+from fastcar_compile.simulation.network import Fifo, Network, Run
+from fastcar_compile.simulation.simulate import simulate_question
+from fastcar_compile.targets import load_target
+
+TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
+LARGE = load_shape("vila-u-7b").model_copy(update={"layers": 1})
+MEMORY = Memory(rate=3.2, latency=75, window=1024, refresh_interval=1950, refresh=87)
+FAST = Memory(rate=3.72, latency=90, window=1024, refresh_interval=2340, refresh=105)
+ATTENTIONS = (
+    AttendWork(1, 4, 1, 1, 4, 4, 512),
+    AttendWork(2, 2, 4, 2, 2, 4, 96),
+    AttendWork(1, 4, 8, 8, 1, 4, 32),
+    AttendWork(1, 8, 1, 1, 4, 16, 512),
+)
+
+
+@pytest.mark.parametrize(
+    ("board", "shape", "quant", "batch", "replay", "context"),
+    [
+        ("zcu102", LARGE, "w4a8", 1, 0.0, 512),
+        ("kv260", LARGE, "w4a8", 1, 0.5, 256),
+        ("zcu102", TINY, "w8a8", 2, 0.5, 128),
+        ("u280", TINY, "w4a8", 1, 0.0, 64),
+    ],
+)
+def test_the_closed_form_is_within_five_per_cent(
+    board: str, shape: object, quant: str, batch: int, replay: float, context: int
+) -> None:
+    work = Workload(shape, quant, context, batch, "all", replay=replay)  # pyright: ignore[reportArgumentType]
+    target = load_target(board)
+    simulated = simulate_question(ask(work, target, what_if=True))
+    assert estimate(work, target, what_if=True).seconds_per_step == pytest.approx(simulated.seconds_per_step, rel=0.05)
+    assert simulated.seconds["attend"] > 0
+    assert simulated.seconds["vector"] > 0
+    assert {"read_cache", "multiply_keys", "vector", "mac_tile"} <= set(simulated.processes)
+
+
+@pytest.mark.parametrize("work", ATTENTIONS)
+def test_attention_reads_every_word_once(work: AttendWork) -> None:
+    result = simulate_network(attend_network(work, MEMORY), watch="multiply_keys")
+    assert result.words["memory"] == pytest.approx(work.words * work.ports)
+    assert attend_clocks(work, MEMORY) == pytest.approx(result.clocks, rel=0.1)
+    ends = {name: process.end for name, process in result.processes.items()}
+    assert max(ends, key=lambda name: ends[name]) == "add_values"
+
+
+def test_the_model_has_the_fifos_of_the_kernel() -> None:
+    """Entries of a FIFO in the source of the top: a number, or one that follows from the design."""
+    text = (files("hls_templates") / "fastcar_step.cpp.j2").read_text()
+    region = text[text.index("static void fastcar_attend(") : text.index("fastcar::attention::read_cache")]
+    entries = dict(re.findall(r"FASTCAR_FIFO\((\w+), (.+)\)", region))
+    assert {entries[name] for name in ("ports", "keys", "value_exponents")} == {str(attend.SMALL_FIFO)}
+    assert entries["values"] == str(VALUE_FIFO_WORDS)
+    assert (entries["key_sums"], entries["value_sums"]) == (str(attend.KEY_SUMS), str(attend.VALUE_SUMS))
+    assert (entries["logits"], entries["scaled"]) == (str(attend.LOGITS), str(attend.WEIGHTS))
+    assert entries["limbs"] == str(attend.LIMBS)
+    assert entries["numerators"] == f"{{{{ step.positions // 4 + {attend.SMALL_FIFO} }}}}"
+
+
+def test_a_longer_value_fifo_hides_the_weights() -> None:
+    """A tile's weights are known after its exponents have passed: until then its words wait."""
+    clocks = []
+    for depth in (4, 64, 256):
+        network = attend_network(ATTENTIONS[0], FAST)
+        fifos = dict(network.fifos) | {"values": Fifo(depth, "route_cache", "multiply_values")}
+        clocks.append(simulate_network(replace(network, fifos=fifos)).clocks)
+    assert clocks[0] > 1.1 * clocks[1]
+    assert clocks[1] == pytest.approx(clocks[2])
+
+
+def test_a_flat_loop_goes_on_without_a_drain() -> None:
+    def chain(flat: bool) -> float:
+        runs = [Run("work", 10, 1, 20, flat=flat)] * 3
+        return simulate_network(Network({"one": runs})).clocks
+
+    assert chain(flat=False) == 3 * (9 + 20)
+    assert chain(flat=True) == 3 * 10

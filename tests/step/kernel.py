@@ -1,0 +1,91 @@
+"""The kernel of whole steps in C simulation, launched as a host does."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, step_interface
+from fastcar_compile.runtime.backends.hls_csim.unit import aligned
+from fastcar_compile.step.program import StepOp
+from fastcar_compile.step.simulator import NO_STEP
+from step.decoder import VOCAB, Decoder
+from step.values import Array
+
+
+@dataclass
+class Kernel:
+    """A loaded kernel and its memory: one buffer per memory argument, of the size that the interface says."""
+
+    library: ctypes.CDLL
+    made: Decoder
+    step: StepDesign
+    memory: dict[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Fill weights, constants and empty caches."""
+        self._function = self.library["fastcar_step"]
+        self._function.restype = None
+        for port in self.interface.part.arguments:
+            if port.kind != "scalar":
+                self.memory[port.name] = aligned(np.zeros(port.bytes, np.uint8))
+        self.put("constants", self.made.constants)
+        for number, section in enumerate(self.made.stream):
+            self.put(f"weights_{number}", section)
+        empty = self.made.memory()
+        self.set_caches(empty.keys, empty.values)
+
+    @property
+    def interface(self) -> KernelInterface:
+        """Its arguments."""
+        return step_interface(self.made.made, self.step, self.made.table)
+
+    def put(self, name: str, array: Array) -> None:
+        """Copy an array to the beginning of a buffer."""
+        data = np.frombuffer(array.tobytes(), np.uint8)
+        self.memory[name][: data.size] = data
+
+    def decided(self, layer: int) -> list[bool]:
+        """Which rows computed, by the answer of the layer's controller in the report."""
+        words = self.memory["report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
+        return [bool(words[2] >> b & 1) for b in range(self.step.sizes.rows)]
+
+    def launch(self, op: int, size: int = 0, position: int = 0, step: int = 0) -> tuple[int, int]:
+        """Launch once; return the status, and the number of the instruction that was refused."""
+        memories = (ctypes.c_void_p(array.ctypes.data) for array in self.memory.values())
+        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, position, step)))
+        status, number = self.memory["report"][:8].view(np.uint32)
+        return int(status), int(number)
+
+    def load(self, data: bytes, op: StepOp = StepOp.LOAD_PROGRAM) -> int:
+        """Load a program or a control table; return the status."""
+        room = self.memory["program"].size
+        kept, self.memory["program"] = self.memory["program"], aligned(np.zeros(max(room, len(data) + 16), np.uint8))
+        self.put("program", np.frombuffer(data, np.uint8))
+        status, _ = self.launch(op, len(data))
+        self.memory["program"] = kept
+        return status
+
+    def run(self, x: Array, position: int, step: int = NO_STEP) -> Array:
+        """Run one step; return its output, float32 [rows, channels]."""
+        self.put("input", x)
+        assert self.launch(StepOp.RUN, position=position, step=step) == (0, 0)
+        return self.memory["output"].view(np.float32).reshape(len(x), -1)[:, :VOCAB]
+
+    def caches(self) -> tuple[Array, Array]:
+        """Keys and values, int8 [ports, words, 16]."""
+        made, words = self.made.made, self.step.cache_words
+        ports = [self.memory[f"cache_{p}"].view(np.int8) for p in range(made.axi_weight_ports)]
+        beats = np.stack(ports).reshape(made.axi_weight_ports, words, made.axi_words, 16)
+        sections = beats.transpose(0, 2, 1, 3).reshape(made.ports, words, 16)
+        return sections[:, : self.step.sizes.key_words], sections[:, self.step.sizes.key_words :]
+
+    def set_caches(self, keys: Array, values: Array) -> None:
+        """Put the sections of all weight ports into the buffers of the AXI ports."""
+        made = self.made.made
+        sections = np.concatenate([keys, values], 1).reshape(made.axi_weight_ports, made.axi_words, -1, 16)
+        for number, beats in enumerate(sections.transpose(0, 2, 1, 3)):
+            self.put(f"cache_{number}", beats)

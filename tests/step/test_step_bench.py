@@ -1,0 +1,81 @@
+"""The test bench of a kernel of whole steps, as a user runs it with make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Precompiled
+from hls.test_project import SANITIZED, fast_build, run
+
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.interface import step_interface
+from fastcar_compile.codegen.hls.step_project import emit_step
+from fastcar_compile.codegen.hls.step_sample import sample_program
+from fastcar_compile.step.instructions import Add, Attend, Decide
+from fastcar_compile.step.program import read_program
+from fastcar_compile.targets import load_target
+from step.test_step import DECODERS
+
+MADE = DECODERS["bound"]
+STEP = StepDesign.of(MADE.program, 2)
+
+
+def test_the_sample_is_one_layer_on_a_small_memory() -> None:
+    """Every reach lies within its sizes; what replays is computed."""
+    sample = sample_program(MADE.program, MADE.made)
+    assert all(instruction.fits(sample.sizes) for instruction in sample.instructions)
+    assert read_program(sample.to_bytes()) == sample
+    assert sum(isinstance(i, Attend) for i in sample.instructions) == 1
+    assert sum(isinstance(i, Add) for i in sample.instructions) == 2
+    assert not any(isinstance(i, Decide) for i in sample.instructions)
+    assert 2 * sample.sizes.key_words == MADE.program.sizes.key_words
+    assert MADE.program.sizes.weight_words // 2 < sample.sizes.weight_words < MADE.program.sizes.weight_words
+
+
+def test_the_project_is_whole(tmp_path: Path) -> None:
+    """Configurations name the kernel, and co-simulation maps what the bench has."""
+    emit_step(MADE.made, STEP, MADE.table, tmp_path, load_target("zcu102"))
+    config = (tmp_path / "fastcar_step_hls_config.cfg").read_text()
+    assert "syn.top=fastcar_step\n" in config
+    assert "tb.file=step_testbench.cpp\n" in config
+    link = (tmp_path / "link.cfg").read_text()
+    assert "nk=fastcar_step:1:fastcar_step_1\n" in link
+    assert re.search(r"sp=fastcar_step_1\.weights_0:(\w+)\nsp=[^\n]*\nsp=fastcar_step_1\.cache_0:\1\n", link)
+    sample = sample_program(MADE.program, MADE.made).sizes
+    top, weights = (tmp_path / "fastcar_step.cpp").read_text(), step_interface(MADE.made, STEP, MADE.table).ports[0]
+    assert weights.depth == MADE.program.sizes.weight_words
+    assert re.search(rf"port=weights_0 bundle=gmem_w0 offset=slave depth={sample.weight_words} ", top)
+
+
+@pytest.mark.parametrize(
+    ("cxx", "right", "wrong"),
+    [
+        (f"g++ {SANITIZED}", "", ""),
+        ("g++", "first_half ? straight - crossed", "first_half ? straight + crossed"),
+    ],
+    ids=["sanitized", "wrong kernel"],
+)
+def test_the_bench_tells_a_right_kernel_from_a_wrong_one(
+    csim_tools: None,
+    require_tool: Callable[[str], str],
+    precompiled: Precompiled,
+    cxx: str,
+    right: str,
+    wrong: str,
+    tmp_path: Path,
+) -> None:
+    """Under AddressSanitizer and UBSan; and with another rotation."""
+    require_tool("make")
+    emit_step(MADE.made, STEP, MADE.table, tmp_path)
+    core = tmp_path / "fastcar_row_core.hpp"
+    assert right in core.read_text()
+    core.write_text(core.read_text().replace(right, wrong))
+    built = run("make", "build/step_testbench", *fast_build(tmp_path, cxx, precompiled), cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    done = run("build/step_testbench", cwd=tmp_path)
+    assert (
+        ("PASS: step, 2 row(s), 3 position(s), 0 problem(s)" in done.stdout) == (done.returncode == 0) == (not right)
+    ), done.stdout + done.stderr

@@ -1,0 +1,117 @@
+"""Rules for the HLS sources of a kernel of whole steps (CONTRIBUTING.md), as tests/hls has them for the engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hls import lint
+from hls.test_lint import AXI_PORTS, CORES, NOT_SYNTHESISED
+
+from fastcar_compile.codegen.hls.design.recurrences import step_recurrences
+from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.step_project import emit_step
+from step.test_step import DECODERS
+
+STREAM_FILES = (
+    "fastcar_engine_processes.hpp",
+    "fastcar_step_processes.hpp",
+    "fastcar_attention_processes.hpp",
+    "fastcar_value_processes.hpp",
+)
+STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_norm_core.hpp", "fastcar_step_rows.hpp")
+
+
+@pytest.fixture(scope="module", params=["tas", "bound"])
+def gate(request: pytest.FixtureRequest) -> str:
+    """Decoders in both quantisations; the second has two weight ports on an AXI port."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def sources(gate: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name -> text of what is synthesised."""
+    made, folder = DECODERS[gate], tmp_path_factory.mktemp("sources")
+    found = emit_step(made.made, StepDesign.of(made.program, 2), made.table, folder)
+    return {p.name: p.read_text() for p in found if p.suffix in (".hpp", ".cpp") and p.name not in NOT_SYNTHESISED}
+
+
+def test_the_top_is_clean(sources: dict[str, str]) -> None:
+    for name, text in sources.items():
+        findings = [*lint.find_forbidden(text), *lint.find_unbounded_loops(text), *lint.find_pragmas(name, text)]
+        findings += [
+            *lint.find_unlabelled_loops(text),
+            *lint.find_initialised_uram(text),
+            *lint.find_run_specific(text),
+        ]
+        assert findings == [], name
+    assert lint.find_recursion(list(sources.values())) == []
+    for top in ("fastcar_step.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp"):
+        assert lint.find_ports_without_pragma(sources[top]) == []
+
+
+def test_its_regions_are_canonical(sources: dict[str, str], gate: str) -> None:
+    """DATAFLOW as Vitis HLS wants it; every FIFO has one producer and one consumer."""
+    top, made = sources["fastcar_step.cpp"], DECODERS[gate].made
+    processes = "".join(sources[name] for name in STREAM_FILES)
+    assert lint.find_bad_dataflow([top, processes, *(sources[name] for name in CORES)]) == []
+    sizes = {"EngineConfig::PORTS": made.ports, AXI_PORTS: made.axi_weight_ports}
+    assert lint.find_shared_streams(top, processes, sizes) == []
+    wrong = top.replace("key_exponents, key_sums, query_scales,", "value_exponents, key_sums, query_scales,")
+    assert lint.find_shared_streams(wrong, processes, sizes)
+
+
+def test_one_unit_serves_every_instruction_of_its_kind(sources: dict[str, str]) -> None:
+    """One call site each, but multipliers of keys and of values."""
+    others = {"fastcar_engine_control.hpp", "fastcar_drs.cpp"}
+    code = "".join(lint.code_of(text) for name, text in sources.items() if name not in others)
+    for function, calls in (("compute", 1), ("control", 1), ("normalize", 1), ("add_row", 1), ("multiply_blocks", 2)):
+        assert len(re.findall(rf"(?<!void )\b{function}<[^;(){{}}]*>\(", code)) == calls, function
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "problem"),
+    [
+        ("fastcar_step.hpp", "", "", ""),
+        (
+            "fastcar_step_config.hpp",
+            "TOTAL_TURNS = 8",
+            "TOTAL_TURNS = 7",
+            "add_values.add_sums: 7 iterations, 8 clocks",
+        ),
+        (
+            "fastcar_attention_processes.hpp",
+            "(input, 2)",
+            "(input, 1)",
+            "input of multiply_blocks.multiply_words: 1 iter",
+        ),
+        (
+            "fastcar_attention_processes.hpp",
+            "FASTCAR_RECURRENCE(found, 1)",
+            "",
+            "found of soften.keep_logits is not declared",
+        ),
+    ],
+)
+def test_every_loop_keeps_its_interval(
+    sources: dict[str, str], gate: str, name: str, right: str, wrong: str, problem: str
+) -> None:
+    """The sources declare the distances of the list (tests/hls has the array's), and a planted fault is found."""
+    made, changed = DECODERS[gate].made, sources | {name: sources[name].replace(right, wrong)}
+    assert right in sources[name]
+    listed = step_recurrences(made)
+    found = lint.find_slow_recurrences(
+        [changed[n] for n in (*STREAM_FILES[1:], *STEP_CORES)],
+        changed["fastcar_config.hpp"] + changed["fastcar_step_config.hpp"],
+        [(r.loop, r.variable, r.distance, r.latency) for r in listed],
+    )
+    assert all(r.keeps_pace for r in listed)
+    assert (found == []) == (problem == "")
+    assert any(problem in text for text in [*found, ""])
+
+
+def test_same_design_same_bytes(sources: dict[str, str], gate: str, tmp_path: Path) -> None:
+    made = DECODERS[gate]
+    again = emit_step(made.made, StepDesign.of(made.program, 2), made.table, tmp_path)
+    assert {p.name: p.read_text() for p in again if p.name in sources} == sources
