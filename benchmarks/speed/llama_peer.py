@@ -24,10 +24,11 @@ class LlamaCpp(Engine):
     @staticmethod
     def prepare(job: Job) -> None:
         """Write the GGUF file."""
-        from speed.gguf_file import Kind, write_gguf
+        from speed.gguf_file import write_gguf
         from speed.weights import Weights
 
-        write_gguf(Path(job.folder) / "model.gguf", Weights(job.checkpoint), job.sizes, Kind[job.precision])
+        kind = gguf.GGMLQuantizationType[job.precision]
+        write_gguf(Path(job.folder) / "model.gguf", Weights(job.checkpoint), job.sizes, kind)
 
     def __init__(self, job: Job) -> None:
         self._job, self._path = job, Path(job.folder) / "model.gguf"
