@@ -26,8 +26,10 @@ Function = Callable[[Tensor], Tensor]
 
 
 def _computed(function: Callable[[Any], Any], x: Tensor) -> Tensor:
-    given = te.placeholder(tuple(x.shape), name="x")
-    kernel: Any = te.create_prim_func([given, te.compute(given.shape, lambda *at: function(given(*at)))])
+    shape = tuple(x.shape)
+    given: Any = te.placeholder(shape, name="x")
+    result: Any = te.compute(shape, lambda *at: function(given(*at)))
+    kernel: Any = te.create_prim_func([given, result])
     return run(kernel, x, torch.zeros_like(x))[-1]
 
 
@@ -86,7 +88,7 @@ def test_activations_of_a_graph_call_no_libm(function: Function, rows: int) -> N
     module = tvm.transform.Sequential(tvm_passes(target)[:-1])(builder.finalize())
     assert not re.search(r"T\.(exp|sigmoid|tanh|erf)\(", module.script())
     built = tvm.compile(builder.finalize(), target=target, relax_pipeline=tvm.transform.Sequential(tvm_passes(target)))
-    machine: Any = relax.VirtualMachine(built, tvm.cpu())
+    machine: Any = relax.VirtualMachine(built, cast("Any", tvm.cpu()))
     y = torch.from_dlpack(machine["main"](*(tvm.runtime.tensor(v.numpy()) for v in (x, up))))
     # x / 2 times the error of erf, at most 4e-7, times up.
     torch.testing.assert_close(y, function(x) * up, atol=1e-5 if function is F.gelu else 1e-6, rtol=2e-6)
