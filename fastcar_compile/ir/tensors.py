@@ -80,10 +80,15 @@ class WrittenTensors:
     specs: Mapping[str, TensorSpec]
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Return the tensor as it was written, or its rows [begin, end) along the first axis."""
+        """Return the tensor as it was written, or its rows [begin, end) along the first axis: a private map of the file.
+
+        A page is read when it is first touched. Writing to the tensor changes the tensor only.
+        """
         place, spec = self.places[name], self.specs[name]
-        data = np.fromfile(self.root / place.file, np.uint8, place.length, offset=place.offset)
-        whole = to_torch(data.view(spec.dtype.numpy).reshape(spec.shape))
+        if not place.length:
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype.name))
+        data = np.memmap(self.root / place.file, np.uint8, "c", offset=place.offset, shape=place.length)
+        whole = to_torch(np.asarray(data).view(spec.dtype.numpy).reshape(spec.shape))
         return whole if rows is None else whole[slice(*rows)]
 
     def shape(self, name: str) -> tuple[int, ...]:
