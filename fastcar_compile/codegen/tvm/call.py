@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tvm
 from torch import Tensor, fx
-from tvm import relax
+from tvm import relax, te
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
@@ -177,6 +177,10 @@ class Call:
         outs = [tensor_type(shape, dtype) for shape, dtype in types]
         both = self.emit(call_kernel(add_kernel(self._builder, function), args, outs))
         return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
+
+    def compute(self, name: str, compute: Callable[[te.Tensor], te.Tensor], argument: str) -> relax.Var:
+        """Emit a kernel that TVM makes of a tensor expression of one tensor argument, and may fuse with others."""
+        return self._builder.emit_te(compute, self.tensor(argument).value, primfunc_name_hint=name)
 
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
     DECAY,
     KEY_BLOCK,

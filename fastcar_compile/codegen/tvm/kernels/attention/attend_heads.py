@@ -14,7 +14,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
     KEY_BLOCK,
     AttendRows,
@@ -24,6 +24,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
 )
 from fastcar_compile.codegen.tvm.kernels.cache.elements import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.functions import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.simd.sixteen_sums import LANES, SixteenSums, add_lanes_of_all
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, PREFETCH_BYTES, Expr, fence, prefetch, vector
 from fastcar_compile.formats import kv_type

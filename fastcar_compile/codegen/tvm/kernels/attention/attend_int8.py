@@ -5,8 +5,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.limbs import LIMBS, SUMS, VECTOR_BYTES
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import LogitSums, SplitQuery, multiply_keys, split_query
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import (
     DECAY,

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.chunk_tiles import (
     finish_tile,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat
 from fastcar_compile.codegen.tvm.kernels.script import kernel

@@ -15,10 +15,11 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.cache.elements import RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.functions import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr, ramp, vector_lanes
 
 CHUNK_KEYS = 32

@@ -9,8 +9,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.script import kernel
+from fastcar_compile.codegen.tvm.kernels.simd.functions import exp_not_positive
 
 LANES = 16
 """Partial sums of a product of query and key."""

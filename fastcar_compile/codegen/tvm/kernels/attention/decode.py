@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.attend_heads import heads_together
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts, head_splits, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK, Group, Operands, Rows, State
 from fastcar_compile.codegen.tvm.kernels.script import kernel

@@ -13,9 +13,10 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention import attend_float, attend_heads, attend_int8
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import LogitRule, exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention.logit_rule import LogitRule
 from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import LOWEST
 from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.functions import exp_not_positive
 
 PARALLEL_CACHE_ELEMENTS = 1 << 18
 """Cache elements from which a second thread pays for launching and awaiting a parallel region."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from fastcar_compile.codegen.tvm.kernels.attention.exponential import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.simd.functions import exp_not_positive
 from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr
 
 KEY_BLOCK = 32

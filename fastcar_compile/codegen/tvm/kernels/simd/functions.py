@@ -1,8 +1,8 @@
-"""exp in float32 as plain arithmetic, which LLVM vectorises. libm would take one call per element."""
+"""Functions in float32 as plain arithmetic, which LLVM vectorises. libm would take one call per element."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
@@ -24,6 +24,16 @@ _SERIES_UP_TO = 0.625
 _SMALLEST = -87.0
 """exp(-87) = 1.6e-38 is the least normal result. Smaller arguments give it too."""
 
+_ERF_ABOVE = (
+    *(-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05),
+    *(-7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02),
+)
+_ERF_BELOW = (
+    *(-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03),
+    *(-7.37332916720468e-03, -1.42647390514189e-02),
+)
+"""Eigen's `erf`: numerator and denominator of erf(x) / x for |x| <= 4, highest power of x^2 first."""
+
 
 def exp_not_positive(x: Any, lanes: int = 1) -> Any:
     """Return exp(x) of float32 x <= 0, within 2 units in the last place. Below -87 it stays at exp(-87).
@@ -33,10 +43,7 @@ def exp_not_positive(x: Any, lanes: int = 1) -> Any:
     bounded = T.max(broadcast(T.float32(_SMALLEST), lanes), x)
     power = T.nearbyint(bounded * T.float32(_LOG2_E))
     r = bounded - power * T.float32(_LN2_HIGH) - power * T.float32(_LN2_LOW)
-    series = T.float32(_COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
-        series = series * r + T.float32(coefficient)
-    fraction = series * r * r + r + T.float32(1)
+    fraction = _series(_COEFFICIENTS, r) * r * r + r + T.float32(1)
     exponent = T.shift_left(cast("int32", power, lanes) + 127, broadcast(T.int32(23), lanes))
     return fraction * T.reinterpret(vector_type("float32", lanes), exponent)
 
@@ -44,28 +51,29 @@ def exp_not_positive(x: Any, lanes: int = 1) -> Any:
 def tanh(x: Any) -> Any:
     """Return tanh(x) of float32 x, within 2 units in the last place; a NaN stays a NaN."""
     squared = x * x
-    series = T.float32(_TANH[0])
-    for coefficient in _TANH[1:]:
-        series = series * squared + T.float32(coefficient)
     size = T.max(x, -x)
     decay = exp_not_positive(T.float32(-2) * size)
     large = (T.float32(1) - decay) / (T.float32(1) + decay)
-    return T.Select(size < T.float32(_SERIES_UP_TO), series * squared * x + x, T.Select(x < 0, -large, large))
+    small = _series(_TANH, squared) * squared * x + x
+    return T.Select(size < T.float32(_SERIES_UP_TO), small, T.Select(x < 0, -large, large))
 
 
-@dataclass(frozen=True)
-class LogitRule:
-    """What a product of query and key becomes: times `scale`, and limited softly to `softcap` where there is one."""
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + exp(-x)) of float32 x, within 4 units in the last place; at least exp(-87). A NaN stays a NaN."""
+    decay = exp_not_positive(T.min(x, -x))
+    return T.Select(x < 0, decay, T.float32(1)) / (T.float32(1) + decay)
 
-    scale: float
-    softcap: float | None = None
 
-    def logit(self, product: Any) -> Any:
-        """Return the logit of a product."""
-        return self.capped(product * T.float32(self.scale))
+def erf(x: Any) -> Any:
+    """Return erf(x) of float32 x, within 4e-7; a NaN stays a NaN."""
+    bounded = T.max(T.float32(-4), T.min(T.float32(4), x))
+    squared = bounded * bounded
+    return bounded * _series(_ERF_ABOVE, squared) / _series(_ERF_BELOW, squared)
 
-    def capped(self, scaled: Any) -> Any:
-        """Return softcap * tanh(scaled / softcap); without a soft-cap what is scaled."""
-        if self.softcap is None:
-            return scaled
-        return T.float32(self.softcap) * tanh(scaled * T.float32(1 / self.softcap))
+
+def _series(coefficients: Sequence[float], x: Any) -> Any:
+    """Return the polynomial by Horner's rule, highest power first."""
+    total = T.float32(coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = total * x + T.float32(coefficient)
+    return total
