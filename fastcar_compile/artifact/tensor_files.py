@@ -1,4 +1,4 @@
-"""safetensors files: read as memory maps, written one tensor at a time. Tensors are numpy arrays here."""
+"""safetensors files: read as memory maps, written in pieces. Tensors are numpy arrays here."""
 
 from __future__ import annotations
 
