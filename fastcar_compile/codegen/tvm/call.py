@@ -178,9 +178,13 @@ class Call:
         both = self.emit(call_kernel(add_kernel(self._builder, function), args, outs))
         return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
 
-    def compute(self, name: str, compute: Callable[[te.Tensor], te.Tensor], argument: str) -> relax.Var:
-        """Emit a kernel that TVM makes of a tensor expression of one tensor argument, and may fuse with others."""
-        return self._builder.emit_te(compute, self.tensor(argument).value, primfunc_name_hint=name)
+    def elementwise(self, name: str, function: Callable[[Any], Any], argument: str) -> relax.Var:
+        """Emit a kernel that applies a function to every element of a tensor; TVM may fuse it with others."""
+
+        def kernel(x: Any) -> Any:
+            return te.compute(self.shape, lambda *at: function(x(*at)), name=name)
+
+        return self._builder.emit_te(kernel, self.tensor(argument).value, primfunc_name_hint=name)
 
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""

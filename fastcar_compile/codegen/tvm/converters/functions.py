@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tvm import relax, te
+from tvm import relax
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.call import Call, Value
@@ -49,4 +49,4 @@ def _elementwise(call: Call, name: str, function: Callable[[Any], Any]) -> relax
     """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
     if call.dtype != "float32":
         return call.stock()
-    return call.compute(name, lambda x: te.compute(call.shape, lambda *at: function(x(*at)), name=name), "self")
+    return call.elementwise(name, function, "self")
