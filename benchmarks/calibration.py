@@ -17,19 +17,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from replay_quality.decoders import BY_NAME, CALIBRATION_SEED, HELD_OUT, HELD_OUT_SEED, ROOT, Decoder
+from replay_quality.decoders import BY_NAME, CALIBRATION_SEED, ROOT, Decoder
 
 import fastcar_compile as fc
 from fastcar_compile.calibration.calibrate import program_of, rules_of, search_of
 from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.calibration.search import Values
 
-NAMES = ("bouncing_digits", "moving_shapes")
+if TYPE_CHECKING:
+    from replay_doom.played import Played
+
+    Measured = Decoder | Played
+
+GAME = "doom"
+NAMES = ("bouncing_digits", "moving_shapes", GAME)
 TARGETS = {"input_delta": 0.8, "learned": 0.8, "tas": 0.5}
+GAME_TARGETS = {"input_delta": 0.4, "learned": 0.4, "tas": 0.15}
+"""What the game decoder can replay within 1.10x of its dense NLL; doom.md measures it."""
+
 POOL_SEED, POOL, REPEAT_SEED = 5000, 96, 6000
 SHIFTS = (-0.12, -0.06, 0.0, 0.06, 0.12)
 """Shares by which all layers' thresholds are shifted when the replay of the pool's videos is measured."""
@@ -37,20 +46,30 @@ SHIFTS = (-0.12, -0.06, 0.0, 0.06, 0.12)
 COUNTS, DRAWS = (4, 8, 16, 32, 48), 2000
 
 
-def one(decoder: Decoder, gate: str, count: int, artifact: Path | None) -> dict[str, Any]:
+def target_of(decoder: Measured, gate: str) -> float:
+    """Return the replay that a decoder's gate is calibrated for."""
+    return (GAME_TARGETS if decoder.name == GAME else TARGETS)[gate]
+
+
+def options_of(decoder: Measured, gate: str) -> dict[str, Any]:
+    """Return the options of `calibrate` for a decoder's gate, but for the gate itself."""
+    setting = decoder.setting
+    return {"target_replay": target_of(decoder, gate), "prompt": setting.prompt, "counted": setting.counted}
+
+
+def one(decoder: Measured, gate: str, count: int, artifact: Path | None) -> dict[str, Any]:
     """Return thresholds, and the seconds that they took."""
-    videos = decoder.videos(count, CALIBRATION_SEED)
+    videos, options = decoder.calibration(count), options_of(decoder, gate)
     begun, used = time.perf_counter(), time.process_time()
     if artifact is None:
-        options: dict[str, Any] = {"replay": decoder.config(gate)}
-        found = fc.calibrate(decoder.model(), videos, target_replay=TARGETS[gate], **options)
+        found = fc.calibrate(decoder.model(), videos, replay=decoder.config(gate), **options)
     else:
-        found = fc.calibrate(fc.load(artifact), videos, target_replay=TARGETS[gate])
+        found = fc.calibrate(fc.load(artifact), videos, **options)
     seconds = {"seconds": time.perf_counter() - begun, "cpu": time.process_time() - used}
     return found.to_json() | seconds
 
 
-def speed(decoder: Decoder, gate: str, options: argparse.Namespace) -> None:
+def speed(decoder: Measured, gate: str, options: argparse.Namespace) -> None:
     """Print the rows of both checkouts, and what their thresholds do on held-out videos."""
     artifact = None
     if options.target is not None:
@@ -58,7 +77,7 @@ def speed(decoder: Decoder, gate: str, options: argparse.Namespace) -> None:
         if not artifact.exists():
             fc.compile(decoder.model(), options.target, replay=decoder.config(gate), output=artifact)
     command = [sys.executable, __file__, "--one", "--decoder", decoder.name, "--gate", gate]
-    command += ["--count", str(options.count), "--threads", str(options.threads)]
+    command += ["--count", str(options.count), "--threads", str(options.threads), "--data", str(options.data)]
     command += [] if artifact is None else ["--artifact", str(artifact)]
     for number in range(options.rounds):
         for name, root in (("before", options.against), ("now", ROOT)):
@@ -77,15 +96,15 @@ def timed(run: Callable[[], fc.Thresholds]) -> tuple[fc.Thresholds, str]:
     return found, f"{time.process_time() - used:.0f} | {time.perf_counter() - begun:.0f}"
 
 
-def table(decoder: Decoder, gate: str, count: int) -> None:
+def table(decoder: Measured, gate: str, count: int) -> None:
     """Print a decoder's row of a gate: seconds, then share and NLL of other videos, with shipped thresholds too."""
-    config, target = decoder.config(gate), TARGETS[gate]
-    own = decoder.videos(count, CALIBRATION_SEED)
-    found, seconds = timed(lambda: fc.calibrate(decoder.model(), own, replay=config, target_replay=target))
+    config, target, options = decoder.config(gate), target_of(decoder, gate), options_of(decoder, gate)
+    own = decoder.calibration(count)
+    found, seconds = timed(lambda: fc.calibrate(decoder.model(), own, replay=config, **options))
     assert found.expected is not None
     interval = f"{found.expected.low:.1%} to {found.expected.high:.1%}"
-    others = decoder.videos(HELD_OUT, HELD_OUT_SEED)
-    search = search_of(program_of(decoder.model(), others.shape), config, others)[0]
+    others = decoder.held_out()
+    search = search_of(program_of(decoder.model(), others.shape), config, others, decoder.setting)[0]
     new, shipped = search.outcome(found.values), shipped_thresholds(decoder, gate)
     old = search.outcome(shipped)
     same = search.outcome(search.shifted(shipped, new.replay))
@@ -96,14 +115,15 @@ def table(decoder: Decoder, gate: str, count: int) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def shipped_thresholds(decoder: Decoder, gate: str) -> Values:
-    """Return the decoder's calibrated thresholds for this gate and target, which quality.md measures."""
+def shipped_thresholds(decoder: Measured, gate: str) -> Values:
+    """Return the decoder's shipped thresholds of this gate, which quality.md or doom.md measures."""
+    wanted, target = decoder.shipped(gate, target_of(decoder, gate))
     for case in json.loads((decoder.folder / "cases.json").read_text("utf-8")):
         replay: dict[str, Any] = case["replay"] or {"gate": None}
         facts = (replay["gate"], case["calibration"], case["attention"], case["target"])
-        if facts == (gate, "calibrated", None, TARGETS[gate]):
+        if facts == (gate, wanted, None, target):
             return tuple(None if value is None else float(value) for value in replay["threshold"])
-    raise SystemExit(f"{decoder.folder}: no shipped thresholds of {gate} for {TARGETS[gate]:.0%}")
+    raise SystemExit(f"{decoder.folder}: no shipped thresholds of {gate}: {wanted}")
 
 
 def repeats(decoder: Decoder, gate: str, options: argparse.Namespace) -> None:
@@ -126,11 +146,12 @@ def repeats(decoder: Decoder, gate: str, options: argparse.Namespace) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def judged(decoder: Decoder, gate: str, values: list[float | None]) -> tuple[float, float]:
+def judged(decoder: Measured, gate: str, values: list[float | None]) -> tuple[float, float]:
     """Return replay and NLL of thresholds on the held-out videos."""
-    videos = decoder.videos(HELD_OUT, HELD_OUT_SEED)
+    videos, setting = decoder.held_out(), decoder.setting
     program = program_of(decoder.model(), videos.shape)
-    found = Evaluator(program, videos, rules_of(decoder.config(gate), program.config.num_layers)).measure(values)
+    rules = rules_of(decoder.config(gate), program.config.num_layers)
+    found = Evaluator(program, videos, rules, setting.prompt, counted=setting.counted).measure(values)
     return found.replay, found.nll
 
 
@@ -176,7 +197,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--videos", action="store_true", help="measure by the number of videos")
     parser.add_argument("--one", action="store_true", help="calibrate once, print one JSON line")
     parser.add_argument("--against", type=Path, help="root of another checkout")
-    parser.add_argument("--decoder", choices=NAMES, help="default: both")
+    parser.add_argument("--decoder", choices=NAMES, help="default: the first two")
+    parser.add_argument("--data", type=Path, default=ROOT / "build" / "doom" / "data", help="play, recorded if missing")
     parser.add_argument("--gate", choices=TARGETS, help="default: all")
     parser.add_argument("--count", type=int, default=None, help="calibration videos; default: 32, with --speed 4")
     parser.add_argument("--target", help="compile artifacts for this target and calibrate them; default: the model")
@@ -188,16 +210,27 @@ def parsed() -> argparse.Namespace:
     options.count = options.count or (4 if options.speed or options.one else 32)
     if options.speed and options.against is None:
         parser.error("--speed compares with another checkout: give --against FOLDER")
+    if options.decoder == GAME and (options.repeats or options.videos):
+        parser.error("--repeats and --videos draw videos; play is recorded")
     return options
+
+
+def decoder_named(name: str, data: Path) -> Measured:
+    """Return a decoder. The game decoder needs what the extra `doom` installs."""
+    if name != GAME:
+        return BY_NAME[name]
+    from replay_doom.played import Played
+
+    return Played(data)
 
 
 def main() -> None:
     """Run the requested parts."""
     options = parsed()
     torch.set_num_threads(options.threads)
-    for name in [options.decoder] if options.decoder else NAMES:
+    for name in [options.decoder] if options.decoder else NAMES[:2]:
         for gate in [options.gate] if options.gate else TARGETS:
-            decoder = BY_NAME[name]
+            decoder = decoder_named(name, options.data)
             if options.one:
                 print(json.dumps(one(decoder, gate, options.count, options.artifact)))
             if options.speed:
@@ -205,9 +238,9 @@ def main() -> None:
             if options.table:
                 table(decoder, gate, options.count)
             if options.repeats:
-                repeats(decoder, gate, options)
+                repeats(BY_NAME[name], gate, options)
             if options.videos:
-                videos(decoder, gate)
+                videos(BY_NAME[name], gate)
 
 
 if __name__ == "__main__":

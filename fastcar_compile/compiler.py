@@ -30,7 +30,6 @@ from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.structures import explained
 from fastcar_compile.frontend.unwrap import unwrapped
-from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.memory import collector_paused, require_memory
@@ -265,7 +264,7 @@ def _sizes(
 
 def _warn_of_defaults(replay: ReplayConfig | None) -> None:
     """Warn where nobody gave thresholds: a gate's default one fits no decoder in particular."""
-    if replay is None or replay.threshold != GATES[replay.gate].default_threshold:
+    if replay is None or "threshold" in replay.model_fields_set:
         return
     text = f"no thresholds were given: every layer replays at the default one of gate {replay.gate}, "
     text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "

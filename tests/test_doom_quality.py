@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,25 @@ def test_sequences_stay_in_their_episode_and_one_shows_shooting(study: SimpleNam
     assert (split.kinds[chosen[3] : chosen[3] + 8] == study.sequences.SHOOTING).sum() == 8
     for starts in (plain, chosen):
         assert (starts // 40 == (starts + 7) // 40).all()
+
+
+def test_representative_sequences_show_as_much_change_as_all_play(study: SimpleNamespace) -> None:
+    """Each frame of the first map repeats a share of the tokens before it; the second map stands still."""
+    split, random = split_of(study), np.random.default_rng(1)
+    tokens = split.tokens.copy()
+    for frame in range(1, 160):
+        share = random.random() if frame < 80 else 1.0
+        tokens[frame] = np.where(random.random(65) < share, tokens[frame - 1], tokens[frame])
+    split = replace(split, tokens=tokens)
+    found = study.sequences.representative(split, 5, 4, 1)
+    assert (found < 80).sum() == 3, "three of the first map, two of the second"
+    assert len(set(found.tolist())) == 5
+    assert (found % 4 == 0).all(), "they do not overlap"
+    every = np.arange(0, 80, 4)
+    stays = study.sequences._staying(split, every, 4, 1)
+    drawn = [abs(stays[random.permutation(20)[:3]].mean() - stays.mean()) for _ in range(50)]
+    chosen = study.sequences._staying(split, found[:3], 4, 1).mean()
+    assert abs(chosen - stays.mean()) < np.median(drawn) / 4
 
 
 def test_groups_are_the_kinds_and_maps_of_the_decoded_frames(study: SimpleNamespace) -> None:

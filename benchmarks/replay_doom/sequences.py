@@ -14,6 +14,10 @@ RICH = 3
 """One of so many held-out sequences is chosen because it shows much shooting, which is rare."""
 
 
+DRAWS = 200
+"""Random choices of a scenario's sequences, of which the most representative one is taken."""
+
+
 def scenario_of(split: TokenSplit, starts: np.ndarray) -> np.ndarray:
     """Return the scenario of each sequence."""
     return np.repeat(split.scenarios, np.diff(split.bounds, axis=1)[:, 0])[starts]
@@ -40,6 +44,31 @@ def _shooting(split: TokenSplit, starts: np.ndarray, others: list[int], frames: 
     shown = (split.kinds[starts[:, None] + np.arange(frames)] == SHOOTING).sum(1)
     free = (np.abs(starts[:, None] - np.array(others)[None]) >= frames).all(1)
     return int(starts[np.argmax(np.where(free, shown, -1))])
+
+
+def representative(split: TokenSplit, count: int, frames: int, prompt: int) -> np.ndarray:
+    """Return the first frame of `count` sequences in which as many image tokens stay as in all play, int64 [N].
+
+    Tokens that stay from frame to frame say most of how much a sequence replays, and cost nothing to count. As many
+    sequences of each scenario; of DRAWS random choices, the one whose mean is nearest to that of the scenario.
+    """
+    every = np.concatenate([np.arange(first, end - frames + 1, frames) for first, end in split.bounds])
+    names, scenarios, random = scenario_of(split, every), sorted(set(split.scenarios)), np.random.default_rng(0)
+    found = list[np.ndarray]()
+    for place, name in enumerate(scenarios):
+        own = every[names == name]
+        stays = _staying(split, own, frames, prompt)
+        number = (count + len(scenarios) - 1 - place) // len(scenarios)
+        draws = [random.permutation(len(own))[:number] for _ in range(DRAWS)]
+        best = min(draws, key=lambda chosen: abs(float(stays[chosen].mean() - stays.mean())))
+        found.append(own[np.sort(best)])
+    return np.concatenate(found)
+
+
+def _staying(split: TokenSplit, starts: np.ndarray, frames: int, prompt: int) -> np.ndarray:
+    """Return the share of image tokens that are as one frame before, after the first decoded frame, float64 [N]."""
+    tokens = split.tokens[starts[:, None] + np.arange(prompt, frames)][:, :, 1:]
+    return (tokens[:, 1:] == tokens[:, :-1]).mean((1, 2))
 
 
 def groups_of(split: TokenSplit, starts: np.ndarray, frames: int, prompt: int) -> dict[str, np.ndarray]:

@@ -14,7 +14,8 @@ sys.path[:0] = [str(DOOM)]  # the example's modules import each other by their p
 
 import numpy as np  # noqa: E402
 from autoencoder import Autoencoder, load_autoencoder  # noqa: E402
-from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens  # noqa: E402
+from data import SHARD_FRAMES, SPLITS, record_split  # noqa: E402
+from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens, tokenize_split  # noqa: E402
 from world_format import CODES, TOKENS_PER_FRAME  # noqa: E402
 
 import fastcar_compile as fc  # noqa: E402
@@ -165,6 +166,12 @@ class Setup:
     def autoencoder(self) -> Autoencoder:
         """Return the tokenizer."""
         return load_autoencoder(self.world / "tokenizer.safetensors")
+
+    def record(self, split: str) -> None:
+        """Record and tokenise a split other than the training's, as examples/doom/data.py and train.py do."""
+        frames = SHARD_FRAMES // (4 if split == "calibration" else 2)
+        record_split(SPLITS[split], self.data, 1, frames)
+        tokenize_split(self.autoencoder(), self.data, split)
 
     def tokens(self, split: str) -> TokenSplit:
         """Return the tokens of a split: of the decoder's own scenarios, where it has any."""

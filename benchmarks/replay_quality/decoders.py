@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.calibration.calibrate import Setting
 from fastcar_compile.evaluate import SinkWindow
 from fastcar_compile.gates import GateWeights
 
@@ -101,6 +102,23 @@ class Decoder:
         """Return videos int64 [count, T], BOS first."""
         video = self.video()
         return video.with_bos(video.tokenize(video.make_videos(count, seed)))
+
+    @property
+    def setting(self) -> Setting:
+        """How videos are read when thresholds are chosen."""
+        return Setting()
+
+    def calibration(self, count: int) -> np.ndarray:
+        """Return videos int64 [count, T] to calibrate on."""
+        return self.videos(count, CALIBRATION_SEED)
+
+    def held_out(self) -> np.ndarray:
+        """Return the videos int64 [HELD_OUT, T] that judge thresholds."""
+        return self.videos(HELD_OUT, HELD_OUT_SEED)
+
+    def shipped(self, _gate: str, target: float) -> tuple[str, float | None]:
+        """Return the calibration and the target of the case whose thresholds are shipped for a target."""
+        return "calibrated", target
 
     def gate_file(self, gate: str) -> Path:
         """Return the path of a trained gate."""

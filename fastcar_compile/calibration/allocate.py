@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastcar_compile.errors import InputError
 
 UNITS = 1000
@@ -40,6 +42,19 @@ def frontier(curves: Sequence[Sequence[Point]]) -> dict[int, tuple[float, tuple[
                     grown[key] = candidate
         best = grown
     return best
+
+
+def least_loss(curves: Sequence[Sequence[Point]], target_replay: float) -> float:
+    """Return the total loss of what `allocate` chooses; infinity where no choice reaches the target."""
+    best = np.zeros(1)
+    for curve in curves:
+        grown = np.full(len(best) + UNITS, np.inf)
+        for point in curve:
+            units = int(point.ratio * UNITS)
+            part = grown[units : units + len(best)]
+            np.minimum(part, best + point.loss, out=part)
+        best = grown
+    return float(best[int(target_replay * UNITS * len(curves)) :].min())
 
 
 def allocate(curves: Sequence[Sequence[Point]], target_replay: float) -> tuple[Point, ...]:

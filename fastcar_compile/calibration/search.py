@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.calibration.allocate import Point, allocate, allocate_budget
+from fastcar_compile.calibration.curves import LossCurves
 from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.calibration.journal import Journal
 from fastcar_compile.gates import Comparison, Gate
@@ -50,9 +51,6 @@ PROMISE = 0.005
 
 BESIDE = (0.003, 0.02, 0.05)
 """Least, usual and greatest distance of thresholds that show how the videos' shares grow, as a share of the scores."""
-
-HOPELESS = math.log(6.0)
-"""A layer's curve is not measured beyond this loss (six times the NLL)."""
 
 Values = tuple[float | None, ...]
 At = Callable[[int, float], float | None]
@@ -100,6 +98,7 @@ class Search:
         self.few: Callable[[], Search] | None = None
         self.searched = 0
         self._growth, self._shifts = 0.0, dict[Values, float]()
+        self._ended = set[int]()
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
         self.dense_nll = dense.nll
@@ -124,37 +123,35 @@ class Search:
         """Return the threshold that this share of the layer's dense scores passes."""
         return _at(self._scores[layer], share, self._comparison)
 
-    def curve(self, layer: int, base: Values, least: float = 0.0) -> list[Point]:
-        """Return the loss of this layer's thresholds, with the others as in `base`, relative to the layer closed.
+    def curves(self) -> LossCurves:
+        """Return loss curves of single layers, with the others closed, of which nothing is measured yet."""
+        return LossCurves(self._alone, self._able)
 
-        Args:
-            least: of the shares that are measured.
-        """
-        without = self.outcome(_with(base, layer, None))
-        points = [Point(None, 0.0, 0.0)]
-        for share in (s for s in QUANTILES if s >= least and self._able[layer]):
-            value = self.at(layer, share)
-            found = self.outcome(_with(base, layer, value))
-            points.append(Point(value, found.ratios[layer], found.loss - without.loss))
-            if points[-1].loss > HOPELESS:
-                break
-        return points
+    def _alone(self, layer: int, share: float) -> Point:
+        """Return the point of a layer's share with the other layers closed."""
+        value = self.at(layer, share)
+        found = self.outcome(_with(self.closed, layer, value))
+        return Point(value, found.ratios[layer], found.loss)
 
     def near(self, layer: int, base: Values, spread: float, ends: bool = False) -> list[Point]:
         """Return the loss of thresholds around this layer's own in `base`, relative to `base`.
 
         Args:
-            spread: distance to either side, a share of the scores. ends: also measure the layer closed and always open.
+            spread: distance to either side, a share of the scores. ends: also measure the layer closed; and always
+                open, unless its loss curve has ended before.
         """
         share, before = self.share(layer, base[layer]), self.outcome(base)
         points = [Point(base[layer], before.ratios[layer], 0.0)]
-        shares = [max(share - spread, 0.0), min(share + spread, 1.0), *((0.0, 1.0) if ends else ())]
+        shares = [max(share - spread, 0.0), min(share + spread, 1.0), *(self._ends(layer) if ends else ())]
         values = [self.at(layer, s) for s in shares] if self._able[layer] else []
         for value in dict.fromkeys(values):
             if value != base[layer]:
                 found = self.outcome(_with(base, layer, value))
                 points.append(Point(value, found.ratios[layer], found.loss - before.loss))
         return points
+
+    def _ends(self, layer: int) -> tuple[float, ...]:
+        return (0.0,) if layer in self._ended else (0.0, 1.0)
 
     def _between(self, layer: int, points: list[Point]) -> list[Point]:
         """Return the points of a layer with further ones read from a curve through the three around its own share."""
@@ -289,11 +286,13 @@ class Search:
     def _first(self, target: float) -> Values:
         """Return the first choice: from loss curves, or the common threshold where layers were trained together.
 
-        Curves end at HOPELESS. For a target beyond their reach the first choice is one quantile for all layers.
+        For a target beyond the curves' reach the first choice is one quantile for all layers.
         """
         if self._one_scale:
             return self.level(target)
-        curves = [self.curve(layer, self.closed, target - REACH) for layer in range(len(self.closed))]
+        drawn = self.curves()
+        curves = drawn.for_replay([share for share in QUANTILES if share >= target - REACH], target)
+        self._ended = drawn.ended
         reach = _most(curves)
         if reach < target <= sum(self._able) / len(self._able):
             return self.uniform(target)
@@ -306,13 +305,13 @@ class Search:
         """
         if self._one_scale:
             return [self._all(target, self._pooled()) for target in targets]
-        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        curves = self.curves().for_loss(QUANTILES, math.inf)
         most = _most(curves)
         return [tuple(p.threshold for p in allocate(curves, min(target, most))) for target in targets]
 
     def for_loss(self, max_loss: float) -> Values:
         """Return thresholds of a large replay ratio whose measured loss is at most this."""
-        curves = [self.curve(layer, self.closed) for layer in range(len(self.closed))]
+        curves = self.curves().for_loss(QUANTILES, max_loss)
         budget, best = max_loss, self.closed
         for _ in range(8):
             chosen = tuple(p.threshold for p in allocate_budget(curves, budget))

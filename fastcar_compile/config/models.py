@@ -50,10 +50,12 @@ class ReplayConfig(Config):
 
     def __init__(self, **data: Any) -> None:
         """Take the gate's own threshold where none is given. None is a threshold too: never replay."""
-        gate = data.get("gate", "tas")
-        if "threshold" not in data and isinstance(gate, str) and gate in GATES:
+        gate, given = data.get("gate", "tas"), "threshold" in data
+        if not given and isinstance(gate, str) and gate in GATES:
             data = {**data, "threshold": GATES[gate].default_threshold}
         super().__init__(**data)
+        if not given:  # `compile` warns of it, but not of a caller who gives the same number
+            self.model_fields_set.discard("threshold")
 
     @field_validator("gate")
     @classmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import product
+import math
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.calibration.allocate import UNITS, Point, allocate, allocate_budget
+from fastcar_compile.calibration.allocate import UNITS, Point, allocate, allocate_budget, least_loss
+from fastcar_compile.calibration.curves import LossCurves
 from fastcar_compile.errors import InputError
 
 ratios = st.integers(0, UNITS).map(lambda n: n / UNITS)
@@ -30,11 +32,12 @@ def test_least_loss_for_a_ratio(given_curves: list[list[Point]], target: float) 
     if not enough:
         with pytest.raises(InputError, match="cannot be reached: the most is"):
             allocate(given_curves, target)
+        assert least_loss(given_curves, target) == math.inf
         return
     chosen = allocate(given_curves, target)
     assert all(p in curve for p, curve in zip(chosen, given_curves, strict=True))
     assert cost(chosen)[1] >= needed
-    assert cost(chosen)[0] == min(enough)
+    assert cost(chosen)[0] == min(enough) == least_loss(given_curves, target)
 
 
 @settings(deadline=None)
@@ -48,6 +51,48 @@ def test_greatest_ratio_within_a_budget(given_curves: list[list[Point]], budget:
     chosen = allocate_budget(given_curves, budget)
     assert cost(chosen)[0] <= budget
     assert cost(chosen)[1] == max(within)
+
+
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+steps = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6)), min_size=len(SHARES), max_size=len(SHARES))
+"""Of a curve: how much the ratio grows, in units, and the loss, in thirty-seconds, so that no curve is hopeless."""
+
+
+def grown(each: list[tuple[int, int]]) -> list[Point]:
+    sums = accumulate(each, lambda total, step: (total[0] + step[0], total[1] + step[1]))
+    return [Point(share, units / UNITS, parts / 32) for share, (units, parts) in zip(SHARES, sums, strict=True)]
+
+
+@settings(deadline=None)
+@given(st.lists(steps.map(grown), min_size=1, max_size=4), st.integers(0, 20), st.integers(0, 60))
+def test_curves_that_end_early_give_the_same_choice(full: list[list[Point]], twentieths: int, parts: int) -> None:
+    """Whole curves and those that end where no choice can use them."""
+    target, budget = twentieths / 20, parts / 32
+    closed = Point(None, 0.0, 0.0)
+    whole = [[closed, *curve] for curve in full]
+
+    def curves() -> LossCurves:
+        return LossCurves(lambda layer, share: full[layer][SHARES.index(share)], [True] * len(full))
+
+    assert least_loss(curves().for_replay(SHARES, target), target) == least_loss(whole, target)
+    if least_loss(whole, target) < math.inf:
+        assert allocate(curves().for_replay(SHARES, target), target) == allocate(whole, target)
+    assert allocate_budget(curves().for_loss(SHARES, budget), budget) == allocate_budget(whole, budget)
+
+
+def test_a_curve_ends_where_no_choice_can_use_it() -> None:
+    """The first layer alone meets the target for a loss of 0.1, so the second one is not measured beyond that."""
+    measured = list[tuple[int, float]]()
+
+    def measure(layer: int, share: float) -> Point:
+        measured.append((layer, share))
+        return Point(share, share, 0.1 * share if layer == 0 else share)
+
+    curves = LossCurves(measure, [True, True, False])
+    found = curves.for_replay(SHARES, 0.3)
+    assert [share for layer, share in measured if layer == 0] == list(SHARES)
+    assert [share for layer, share in measured if layer == 1] == [0.2, 0.4], "0.4 stands before the target is reached"
+    assert (curves.ended, found[2]) == ({1}, [Point(None, 0.0, 0.0)])
 
 
 def test_a_fixed_case() -> None:

@@ -125,11 +125,33 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
         return fc.compile(llama(), "cpu", replay=REPLAY, output=path, **options)
 
 
-@pytest.mark.parametrize("replay", [None, fc.ReplayConfig(threshold=1.0), fc.ReplayConfig(threshold=[2.0, None])])
+@pytest.mark.parametrize(
+    "replay",
+    [
+        None,
+        fc.ReplayConfig(threshold=1.0),
+        fc.ReplayConfig(threshold=[2.0, None]),
+        fc.ReplayConfig(threshold=None),
+        fc.ReplayConfig(threshold=2.0),
+        fc.ReplayConfig(gate="input_delta", threshold=0.1),
+        fc.ReplayConfig().model_copy(update={"threshold": 2.0}),
+        fc.ReplayConfig.from_json(fc.ReplayConfig().to_json()),
+    ],
+)
 def test_thresholds_that_were_given_are_not_warned_of(replay: fc.ReplayConfig | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _warn_of_defaults(replay)
+
+
+@pytest.mark.parametrize("gate", ["tas", "input_delta"])
+def test_thresholds_that_were_not_given_are_warned_of(gate: str) -> None:
+    left_out = fc.ReplayConfig(gate=gate)
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH}
+    for replay in (left_out, fc.CompileConfig(target="cpu", replay=left_out, **options).replay):
+        with pytest.warns(UserWarning, match=f"no thresholds were given: .* of gate {gate}, "):
+            _warn_of_defaults(replay)
+    assert left_out == fc.ReplayConfig(gate=gate, threshold=left_out.threshold)
 
 
 def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Thresholds:
