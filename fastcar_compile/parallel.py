@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,23 @@ def at_once(function: Callable[[T], R], values: Iterable[T], threads: int | None
     """
     with ThreadPoolExecutor(threads or usable_cores()) as pool:
         return list(pool.map(function, values))
+
+
+def streamed(function: Callable[[T], R], values: Iterable[T], threads: int | None = None) -> Iterator[R]:
+    """Yield `function` of every value, in order, as it is computed; two results per thread wait at most.
+
+    Args:
+        threads: that compute it; None: one per usable core.
+    """
+    threads = threads or usable_cores()
+    waiting = deque[Future[R]]()
+    with ThreadPoolExecutor(threads) as pool:
+        for value in values:
+            waiting.append(pool.submit(function, value))
+            if len(waiting) == 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def usable_cores() -> int:

@@ -332,7 +332,36 @@ def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.Mo
     assert sorted(source.read_rows[:4]) == sorted(source.read_rows[5:9]) == blocks
 
 
+def test_blocks_are_the_rows_of_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 18)
+    source = Stored(w=torch.randn(10, 6), n=torch.randn(40), one=torch.tensor(3.0))
+    lazy = LazyWeights(source)
+    lazy.derive(("w_int8", "w_scale"), "w", quantize_weight)
+    lazy.derive(("t",), "w", lambda w: (w.t().contiguous(),), by_rows=False)
+    names = ("w_scale", "n", "t", "one", "w_int8")
+    attributes = {name: torch.empty_like(lazy.load(name), device="meta") for name in names}
+    params = Parameters({"here": torch.ones(3), **attributes}, lazy)
+    source.read_rows.clear()
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, row, part in params.blocks(params):
+        found.setdefault(name, []).append((row, part))
+    assert source.read_rows.count((0, 3)) == 1  # the weight and its scales are one reading
+    assert [len(found[name]) for name in ("here", *names)] == [1, 4, 3, 1, 1, 4]
+    for name, parts in found.items():
+        assert [row for row, _ in parts] == [sum(len(p) for _, p in parts[:i]) for i in range(len(parts))]
+        whole = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+        assert torch.equal(whole, params[name])
+    source.read_rows.clear()
+    assert {name for name, _, _ in params.blocks(["w_scale"])} == {"w_scale"}
+    assert len(source.read_rows) == 4
+    wrong = Parameters({"n": torch.empty(40, 2, device="meta")}, lazy)
+    with pytest.raises(fc.InternalError, match=r"parameter n was read as torch.float32 \[18\], but the graph has"):
+        list(wrong.blocks(["n"]))
+
+
 def test_a_parameter_without_source_is_an_internal_error() -> None:
+    with pytest.raises(fc.InternalError, match="parameter a has no value and no source"):
+        list(Parameters({"a": torch.empty(1, device="meta")}).blocks(["a"]))
     with pytest.raises(fc.InternalError, match="parameter a has no value and no source"):
         Parameters({"a": torch.empty(1, device="meta")})["a"]
 

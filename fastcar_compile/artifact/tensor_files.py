@@ -1,4 +1,4 @@
-"""safetensors files: read as memory maps, written one tensor at a time. Tensors are numpy arrays here."""
+"""safetensors files: read as memory maps, written in pieces. Tensors are numpy arrays here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from fastcar_compile.strict_json import parse_json
 from fastcar_compile.values import refuse_pipe
 
 Array = NDArray[Any]
+
+Piece = tuple[str, int, memoryview]
+"""Bytes of a tensor: its name, their offset in it, the bytes, valid until the next piece is asked for."""
 
 SHARD_BYTES = 1 << 30
 """Weights above this go to several files of about this size."""
@@ -62,8 +65,8 @@ class TensorSource(Protocol):
         """Return element type and shape."""
         ...
 
-    def array(self, name: str, /) -> Array:
-        """Return the values; they are made now."""
+    def pieces(self, names: Iterable[str], /) -> Iterator[Piece]:
+        """Yield all bytes of these tensors, each once; they are made when they are asked for."""
         ...
 
 
@@ -93,19 +96,17 @@ def plan_shards(source: TensorSource, *, one_file: bool = False) -> dict[str, li
 
 
 def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-    """Write one safetensors file, holding one tensor at a time; return where each tensor is; see `write_pieces`.
+    """Write these tensors of a source to one safetensors file; return where each tensor is; see `write_pieces`.
 
     Args:
-        root: folder of the artifact. file: name in it.
-        names: what to write. source: asked for each tensor once, in the order of `names`.
+        root: folder of the artifact. file: name in it. names: what to write, without an order.
     """
     names = list(names)
-    specs = {name: source.spec(name) for name in names}
-    return write_pieces(root, file, specs, ((name, 0, _bytes(name, source.array(name), specs[name])) for name in names))
+    return write_pieces(root, file, {name: source.spec(name) for name in names}, source.pieces(names))
 
 
 def write_pieces(
-    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, int, memoryview]]
+    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[Piece]
 ) -> dict[str, Placement]:
     """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is.
 
@@ -114,7 +115,10 @@ def write_pieces(
 
     Args:
         root: folder of the artifact. file: name in it. specs: of every tensor.
-        pieces: tensor, offset in it, bytes; each byte of every tensor once, in any order.
+        pieces: each byte of every tensor once, in any order.
+
+    Raises:
+        InternalError: they are more or fewer bytes.
     """
     names = list(specs)
     places, at = dict[str, int](), 0
@@ -129,12 +133,17 @@ def write_pieces(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    start = 8 + len(text)
+    start, written = 8 + len(text), dict.fromkeys(specs, 0)
     with (root / file).open("wb", buffering=0) as stream:
         chunks = _Chunks(stream, start + at)
         chunks.write(0, memoryview(len(text).to_bytes(8, "little") + text))
         for name, offset, data in pieces:
+            if offset + len(data) > specs[name].nbytes:
+                raise InternalError(f"{name} has {specs[name].nbytes} bytes; {offset + len(data)} were given")
             chunks.write(start + places[name] + offset, data)
+            written[name] += len(data)
+    if wrong := next((name for name in names if written[name] != specs[name].nbytes), None):
+        raise InternalError(f"{wrong} has {specs[wrong].nbytes} bytes; {written[wrong]} were given")
     return {n: Placement(file, start + places[n], specs[n].nbytes) for n in names}
 
 
@@ -151,6 +160,7 @@ class _Chunks:
     def __init__(self, stream: io.FileIO, size: int) -> None:
         self._stream, self._size = stream, size
         self._open: dict[int, tuple[bytearray, int]] = {}
+        self._spare: list[bytearray] = []  # used again: the system clears every page that it gives
         stream.truncate(size)
 
     def write(self, at: int, data: memoryview) -> None:
@@ -166,14 +176,19 @@ class _Chunks:
     def _keep(self, start: int, inside: int, data: memoryview) -> int:
         """Copy what belongs to the chunk at `start`; return how many bytes that were."""
         length = min(CHUNK, self._size - start)
-        chunk, filled = self._open.pop(start, None) or (bytearray(length), 0)
+        chunk, filled = self._open.pop(start, None) or (self._buffer(length), 0)
         taken = min(len(data), length - inside)
         chunk[inside : inside + taken] = data[:taken]
         if filled + taken < length:
             self._open[start] = chunk, filled + taken
         else:
             self._put(start, memoryview(chunk))
+            if length == CHUNK:
+                self._spare.append(chunk)
         return taken
+
+    def _buffer(self, length: int) -> bytearray:
+        return self._spare.pop() if self._spare and length == CHUNK else bytearray(length)
 
     def _put(self, at: int, data: memoryview) -> None:
         self._stream.seek(at)
@@ -185,11 +200,8 @@ def _rank(spec: TensorSpec) -> tuple[bool, int]:
     return spec.nbytes % ALIGNMENT != 0, -spec.dtype.itemsize
 
 
-def _bytes(name: str, array: Array, spec: TensorSpec) -> memoryview:
-    found = TensorSpec.of(array)
-    if found != spec:
-        texts = [f"{s.dtype.name} {list(s.shape)}" for s in (found, spec)]
-        raise InternalError(f"{name} is {texts[0]}, not {texts[1]}")
+def octets(array: Array) -> memoryview:
+    """Return the bytes of an array, or of a contiguous copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -206,9 +218,9 @@ class Arrays:
         """Return element type and shape."""
         return TensorSpec.of(self._arrays[name])
 
-    def array(self, name: str) -> Array:
-        """Return the array."""
-        return self._arrays[name]
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield every array whole."""
+        return ((name, 0, octets(self._arrays[name])) for name in names)
 
 
 class LazyStreams:
@@ -228,9 +240,9 @@ class LazyStreams:
         """Return element type and shape."""
         return TensorSpec(DTYPES["uint8"], (self._streams[name][0],))
 
-    def array(self, name: str) -> Array:
-        """Return the bytes; they are made now."""
-        return self._streams[name][1]()
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield every stream whole."""
+        return ((name, 0, octets(self._streams[name][1]())) for name in names)
 
 
 def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> None:

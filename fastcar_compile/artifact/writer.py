@@ -97,7 +97,7 @@ class ArtifactWriter:
         return self.write_bytes(name, text.encode("utf-8"))
 
     def write_streamed(self, name: str, tensors: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-        """Write one safetensors file, holding one tensor at a time; return where each tensor is in it."""
+        """Write tensors of a source to one safetensors file; return where each tensor is in it."""
         self.file(name)
         tensors = list(tensors)
         self.require_room(sum(source.spec(tensor).nbytes for tensor in tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastcar_compile.artifact.tensor_files import Placement, TensorSpec
+from fastcar_compile.artifact.tensor_files import Piece, Placement, TensorSpec, octets
 from fastcar_compile.formats.dtypes import DTYPES
 from fastcar_compile.ir.weights import Parameters
 
@@ -51,7 +51,7 @@ def to_torch(array: NDArray[Any]) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """Parameters as a source of arrays: each is made when it is asked for."""
+    """Parameters as a source of tensors: a block is made when it is asked for."""
 
     params: Parameters
 
@@ -62,9 +62,10 @@ class ParameterSource:
         """Return element type and shape."""
         return spec_of(self.params.spec(name))
 
-    def array(self, name: str) -> NDArray[Any]:
-        """Return the values."""
-        return to_numpy(self.params[name])
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield the values in blocks of rows."""
+        for name, row, part in self.params.blocks(names):
+            yield name, row * self.params.spec(name)[:1].nbytes if row else 0, octets(to_numpy(part))
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,15 @@ class WrittenTensors:
     specs: Mapping[str, TensorSpec]
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Return the tensor as it was written, or its rows [begin, end) along the first axis."""
+        """Return the tensor as it was written, or its rows [begin, end): a private map of the file.
+
+        A page is read when it is first touched. Writing to the tensor changes the tensor only.
+        """
         place, spec = self.places[name], self.specs[name]
-        data = np.fromfile(self.root / place.file, np.uint8, place.length, offset=place.offset)
-        whole = to_torch(data.view(spec.dtype.numpy).reshape(spec.shape))
+        if not place.length:
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype.name))
+        data = np.memmap(self.root / place.file, np.uint8, "c", offset=place.offset, shape=place.length)
+        whole = to_torch(np.asarray(data).view(spec.dtype.numpy).reshape(spec.shape))
         return whole if rows is None else whole[slice(*rows)]
 
     def shape(self, name: str) -> tuple[int, ...]:

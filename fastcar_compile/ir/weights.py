@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.parallel import at_once
+from fastcar_compile.parallel import at_once, streamed
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
 """One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
@@ -37,6 +38,10 @@ def blocks_of_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
     rows, *rest = shape
     step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
     return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
+Block = tuple[str, int, Tensor]
+"""Rows of a weight: its name, the first row, the rows."""
 
 
 @contextmanager
@@ -114,6 +119,39 @@ class LazyWeights:
             self._last = (recipe, self._cook(recipe))
         return self._last[1][recipe.names.index(name)]
 
+    def blocks(self, names: Iterable[str]) -> Iterator[Block]:
+        """Yield these tensors in blocks of rows, each row once; a recipe of several names is read once.
+
+        Blocks are made on all cores, and only a few of them are in memory. A tensor without rows, or whose recipe wants
+        a whole one, comes as one block.
+        """
+        wanted = set(names)
+        parts = dict.fromkeys(self.recipes.get(name) or name for name in names)  # in order, each once
+        for whole, some in groupby(parts, self._is_whole):
+            if whole:
+                found = (n for part in some for n in (part.names if isinstance(part, Recipe) else (part,)))
+                yield from ((name, 0, self.load(name)) for name in found if name in wanted)
+            else:
+                with _one_thread_per_operator():
+                    for made in streamed(self._rows, [(part, rows) for part in some for rows in self._blocks(part)]):
+                        yield from (block for block in made if block[0] in wanted)
+
+    def _is_whole(self, part: Recipe | str) -> bool:
+        if isinstance(part, Recipe):
+            return not part.by_rows or part.source in self.recipes
+        return not self.source.shape(part)
+
+    def _blocks(self, part: Recipe | str) -> list[tuple[int, int]]:
+        return blocks_of_rows(self.source.shape(part.source if isinstance(part, Recipe) else part))
+
+    def _rows(self, job: tuple[Recipe | str, tuple[int, int]]) -> list[Block]:
+        """Return rows of the results of a recipe, or of a tensor of the source."""
+        part, rows = job
+        if isinstance(part, str):
+            return [(part, rows[0], self.source.read(part, rows))]
+        made = part.make(self.source.read(part.source, rows))
+        return [(name, rows[0], tensor) for name, tensor in zip(part.names, made, strict=True)]
+
     def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
         if not recipe.by_rows or recipe.source in self.recipes:
             return recipe.make(self.load(recipe.source))
@@ -145,13 +183,29 @@ class Parameters(Mapping[str, Tensor]):
         value = self._attributes[name]
         if not value.is_meta:
             return value
+        made = self._source(name).load(name)
+        _require_same(name, made, value)
+        return made
+
+    def blocks(self, names: Iterable[str]) -> Iterator[Block]:
+        """Yield parameters in blocks of rows, each row once, and those that are in memory as one block."""
+        lazy = list[str]()
+        for name in names:
+            value = self._attributes[name]
+            if value.is_meta:
+                lazy.append(name)
+            else:
+                yield name, 0, value
+        for name, row, part in self._source(lazy[0]).blocks(lazy) if lazy else ():
+            value = self._attributes[name]
+            _require_same(name, part, value[row : row + len(part)] if value.dim() else value)
+            yield name, row, part
+
+    def _source(self, name: str) -> LazyWeights:
+        """Return where the values of parameters come from that have none, such as this one."""
         if self._lazy is None:
             raise InternalError(f"parameter {name} has no value and no source")
-        made = self._lazy.load(name)
-        if made.shape != value.shape or made.dtype != value.dtype:
-            found, expected = (f"{t.dtype} {list(t.shape)}" for t in (made, value))
-            raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")
-        return made
+        return self._lazy
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a parameter of this name; Mapping's own test would read it."""
@@ -170,3 +224,9 @@ class Parameters(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         """Bytes of all parameters, without reading them."""
         return sum(t.numel() * t.dtype.itemsize for t in self._attributes.values())
+
+
+def _require_same(name: str, made: Tensor, value: Tensor) -> None:
+    if made.shape != value.shape or made.dtype != value.dtype:
+        found, expected = (f"{t.dtype} {list(t.shape)}" for t in (made, value))
+        raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")

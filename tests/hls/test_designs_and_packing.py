@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.artifact.sections import DesignPart
+from fastcar_compile.codegen.hls import packing
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.ops.quant import pack_int4
 from hls.library import (
     DESIGNS,
     EXAMPLE,
@@ -188,6 +191,25 @@ def test_packing_a_linear_puts_every_value_where_the_kernel_reads_it(
             row = np.stack([np.left_shift(row, 4) >> 4, row >> 4], axis=1)
         np.testing.assert_array_equal(row.reshape(-1)[:inputs], weights.values[channel, :inputs])
         assert not row.reshape(-1)[inputs:].any()
+
+
+@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("block", [1, 3000])
+def test_streams_do_not_depend_on_blocks_and_may_start_from_packed_values(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, rng = DESIGNS[name], np.random.default_rng(0)
+    linear, layer = Linear.random(made, made.fit(LinearSpec("any", 300, 70, True)), rng), random_layer(made.mlp, rng)
+    whole = linear.stream, pack_mlp(layer, made)
+    monkeypatch.setattr(packing, "_BLOCK_BYTES", block)
+
+    def packed(weights: LinearWeights) -> LinearWeights:
+        values = torch.from_numpy(weights.values)
+        return replace(weights, values=pack_int4(values).numpy()) if made.mlp.weight_bits == 4 else weights
+
+    blocks = replace(linear, weights=packed(linear.weights)).stream, pack_mlp([packed(n) for n in layer], made)
+    for one, other in zip(whole, blocks, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_wrong_linears_are_refused() -> None:

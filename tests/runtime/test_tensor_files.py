@@ -14,7 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.artifact import tensor_files
-from fastcar_compile.artifact.tensor_files import CHUNK, Arrays, Placement, _Chunks, load_tensors, write_streamed
+from fastcar_compile.artifact.tensor_files import (
+    CHUNK,
+    Arrays,
+    Placement,
+    TensorSpec,
+    _Chunks,
+    load_tensors,
+    write_pieces,
+    write_streamed,
+)
+from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.tensors import dtype_name, to_torch
 
 DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)
@@ -70,6 +80,13 @@ def test_writes_are_whole_chunks(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == whole[:size]
     assert all(at % CHUNK == 0 and (n % CHUNK == 0 or at + n == size) for at, n in stream.writes)
     assert len(stream.writes) == 6
+
+
+@pytest.mark.parametrize(("at", "length", "given"), [(0, 3, 3), (2, 3, 5)])
+def test_every_byte_must_be_given(tmp_path: Path, at: int, length: int, given: int) -> None:
+    specs = {"a": TensorSpec.of(np.zeros(4, np.uint8)), "b": TensorSpec.of(np.zeros(0, np.uint8))}
+    with pytest.raises(InternalError, match=f"a has 4 bytes; {given} were given"):
+        write_pieces(tmp_path, "w.safetensors", specs, [("a", at, memoryview(bytes(length)))])
 
 
 def test_large_tensors_are_not_copied_chunk_by_chunk(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fastcar_compile import parallel
 from fastcar_compile.errors import BackendError
-from fastcar_compile.parallel import at_once, cpu_quota, usable_cores
+from fastcar_compile.parallel import at_once, cpu_quota, streamed, usable_cores
 from fastcar_compile.runtime.threads import use_threads
 
 
@@ -115,3 +115,19 @@ def test_results_are_in_order_and_errors_are_raised(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(OSError, match="nothing"):
         at_once(fail, [1])
+    with pytest.raises(OSError, match="nothing"):
+        next(streamed(fail, [1]))
+
+
+def test_streamed_results_are_in_order_and_few_wait() -> None:
+    begun = list[int]()
+
+    def double(value: int) -> int:
+        begun.append(value)
+        return 2 * value
+
+    found = streamed(double, range(50), threads=3)
+    assert [next(found), next(found)] == [0, 2]
+    assert max(begun) <= 6
+    assert list(found) == [2 * i for i in range(2, 50)]
+    assert sorted(begun) == [*range(50)]

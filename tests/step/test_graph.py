@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.fx import Node
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fastcar_compile.codegen.hls.emit import linear_weights
+from fastcar_compile.codegen.hls.packing import LinearWeights
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator
 from fastcar_compile.codegen.hls.step_plan import step_sources
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
@@ -26,6 +27,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
+from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.step.cache_layout import LANES
 from fastcar_compile.step.instructions import Decide
@@ -59,11 +61,19 @@ class Captured:
         """A linear call, or the MLP of layer_<l>, in numpy."""
         spec, calls = self.plan.design.mlp, {call.name: call for call in self.plan.calls}
         if name in calls:
-            parts = linear_weights(self.program, calls[name].weights, calls[name].biases)
+            parts = unpacked(linear_weights(self.program, calls[name].weights, calls[name].biases))
             return lambda x: np.concatenate([linear(x, part, spec)[1] for part in parts], 1)
         site = self.program.sites[int(name.removeprefix("layer_"))]
-        own = linear_weights(self.program, site.mlp.weights, site.mlp.biases)
+        own = unpacked(linear_weights(self.program, site.mlp.weights, site.mlp.biases))
         return lambda x: reference(x[:, : spec.hidden], own, spec).y
+
+
+def unpacked(linears: list[LinearWeights]) -> list[LinearWeights]:
+    """The same linears; int4 as one value a byte."""
+    return [
+        replace(n, values=unpack_int4(torch.from_numpy(n.values)).numpy()) if n.values.dtype == np.uint8 else n
+        for n in linears
+    ]
 
 
 SHAPE = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}

@@ -37,7 +37,6 @@ from fastcar_compile.drs.scores import network_words
 from fastcar_compile.formats import quant_format
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.sites import LayerSite
-from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
 Stream = Callable[[], NDArray[np.uint8]]
@@ -137,11 +136,10 @@ def _linear_stream(program: DecoderProgram, call: LinearCall, design: Design) ->
 
 
 def linear_weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:
-    """Return quantised linears by the names that their weights had before."""
+    """Return quantised linears by the names that their weights had before; int4 packed, as the parameters are."""
     params, linears = program.params, []
     for name, bias in zip(names, biases, strict=True):
-        int4 = f"{name}_int4" in params
-        values = unpack_int4(params[f"{name}_int4"]) if int4 else params[f"{name}_int8"]
+        values = params[f"{name}_int4" if f"{name}_int4" in params else f"{name}_int8"]
         scales = params[f"{name}_scale"].numpy()
         linears.append(LinearWeights(values.numpy(), scales, None if bias is None else params[bias].float().numpy()))
     return linears

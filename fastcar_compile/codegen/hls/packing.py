@@ -7,7 +7,7 @@ of gate/up and then down. An AXI port that carries several weight ports has thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,15 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
 from fastcar_compile.errors import UserError
 from fastcar_compile.formats import GROUP
+from fastcar_compile.parallel import at_once
 
 Array = NDArray[Any]
+
+_BLOCK_BYTES = 1 << 19
+"""Bytes of weights that are placed at once: they and what is made of them stay in a core's cache."""
+
+_WORD = np.dtype(f"V{WORD_BYTES}")
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class LinearWeights:
     """One linear of N outputs and K inputs.
 
     Args:
-        values: int8 [N, K]; for w4a8 int8 [N, 128 * G], of -8 .. 7, G = ceil(K / 128).
+        values: int8 [N, K]; for w4a8 uint8 [N, 64 * G] as `pack_int4` packs them, G = ceil(K / 128), or the int8
+            [N, 128 * G] of -8 .. 7 that it packs. Rows are read in blocks, so it may be a map of a file.
         scales: float32 [N]; for w4a8 float16 [N, G].
         bias: float32 [N], or None.
     """
@@ -54,7 +62,10 @@ def pack_mlp(linears: Sequence[LinearWeights], design: Design) -> Array:
     for name, linear in zip(names, linears, strict=True):
         channels = spec.hidden if name == "down" else spec.intermediate
         _check_linear(name, linear, channels, design.down if name == "down" else design.gate_up)
-    parts = [(_interleaved(first, design.gate_up), design.gate_up), (down, design.down)]
+    parts = [
+        (_Channels(first, design.gate_up, interleaved=True), design.gate_up),
+        (_Channels([down], design.down), design.down),
+    ]
     return _stream(parts, design.axi_words)
 
 
@@ -78,31 +89,16 @@ def pack_linear(linears: Sequence[LinearWeights], product: Product, axi_words: i
             f"the linears have {total} channels in all; the design expects {product.channels}",
             hint="pass the weights of the call that the design was chosen for",
         )
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    joined = LinearWeights(
-        np.concatenate([linear.values for linear in linears]),
-        np.concatenate([linear.scales for linear in linears]),
-        np.concatenate(biases) if product.bias else None,
-    )
-    return _stream([(joined, product)], axi_words)
-
-
-def _stream(parts: Sequence[tuple[LinearWeights, Product]], axi_words: int) -> Array:
-    """Return the sections of these products, one after another on each port, padded to 4 KiB.
-
-    The sections of ports that share an AXI port are interleaved word by word.
-    """
-    joined = np.concatenate([_pack_product(linear, product) for linear, product in parts], axis=1)
-    spare = WORD_BYTES * section_words(joined.shape[1] // WORD_BYTES) - joined.shape[1]
-    words = np.pad(joined, ((0, 0), (0, spare))).reshape(len(joined) // axi_words, axi_words, -1, WORD_BYTES)
-    return np.ascontiguousarray(words.transpose(0, 2, 1, 3)).reshape(-1)
+    return _stream([(_Channels(linears, product), product)], axi_words)
 
 
 def _check_linear(name: str, linear: LinearWeights, channels: int, product: Product) -> None:
     """Raise UserError when an array of the linear `name` has another shape or dtype than the product."""
     groups = product.bits == 4
+    packed = groups and linear.values.dtype == np.uint8
+    inputs = GROUP * product.sums // (2 if packed else 1) if groups else product.inputs
     wanted = {
-        "values": ((channels, GROUP * product.sums if groups else product.inputs), np.dtype(np.int8), linear.values),
+        "values": ((channels, inputs), np.dtype(np.uint8 if packed else np.int8), linear.values),
         "scales": (
             (channels, product.sums) if groups else (channels,),
             np.dtype(np.float16 if groups else np.float32),
@@ -121,37 +117,109 @@ def _check_linear(name: str, linear: LinearWeights, channels: int, product: Prod
             )
 
 
-def _interleaved(linears: Sequence[LinearWeights], product: Product) -> LinearWeights:
-    """Make channel 2n gate n and 2n + 1 up n. A linear without a bias adds zeros where the other has one."""
+@dataclass(frozen=True)
+class _Channels:
+    """The channels of a product, which linears give one after another, or by turns (channel 2n gate n and 2n + 1 up n).
 
-    def merge(arrays: Sequence[Array]) -> Array:
-        return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+    A linear without a bias adds zeros where the product has biases.
+    """
 
-    biases = [np.zeros(len(n.values), np.float32) if n.bias is None else n.bias for n in linears]
-    bias = merge(biases) if product.bias else None
-    return LinearWeights(merge([n.values for n in linears]), merge([n.scales for n in linears]), bias)
+    linears: Sequence[LinearWeights]
+    product: Product
+    interleaved: bool = False
+
+    def values(self, begin: int, end: int) -> Array:
+        """Return rows of the weights; `begin` and `end` are multiples of the number of linears that take turns."""
+        return self._rows([linear.values for linear in self.linears], begin, end)
+
+    def factors(self, begin: int, end: int) -> list[Array]:
+        """Return rows of the scales, and of the biases if there are any; little-endian."""
+        found = [self._rows([linear.scales for linear in self.linears], begin, end)]
+        if self.product.bias:
+            biases = [np.zeros(len(n.values), np.float32) if n.bias is None else n.bias for n in self.linears]
+            found.append(self._rows(biases, begin, end))
+        return [rows.astype(rows.dtype.newbyteorder("<")) for rows in found]
+
+    def _rows(self, arrays: Sequence[Array], begin: int, end: int) -> Array:
+        """Return rows [begin, end), and zeros for those beyond the product's channels."""
+        last = min(end, self.product.channels)
+        if self.interleaved:
+            turns = len(arrays)
+            parts = [np.stack([a[begin // turns : last // turns] for a in arrays], 1).reshape(-1, *arrays[0].shape[1:])]
+        else:
+            ends = np.cumsum([len(a) for a in arrays])
+            parts = [
+                a[max(0, begin - n + len(a)) : max(0, last - n + len(a))] for a, n in zip(arrays, ends, strict=True)
+            ]
+            parts = [part for part in parts if len(part)]
+        if end > last:
+            parts.append(np.zeros((end - last, *arrays[0].shape[1:]), arrays[0].dtype))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _pack_product(linear: LinearWeights, product: Product) -> Array:
-    """Return uint8 [ports, bytes of the product on one port]."""
-    parts = [_by_tile(linear.scales.astype(linear.scales.dtype.newbyteorder("<")), product)]
-    if product.bias:
-        bias = np.zeros(product.channels, np.float32) if linear.bias is None else linear.bias
-        parts.append(_by_tile(bias.astype("<f4"), product))
-    values = linear.values.reshape(product.channels, -1)
-    rows = np.zeros((product.channels, product.channel_words * product.lanes), np.int8)
-    rows[:, : values.shape[1]] = values
-    if product.bits == 4:
-        low, high = rows.reshape(product.channels, -1, 2, WORD_BYTES).transpose(2, 0, 1, 3)
-        rows = ((low & 15) | (high << 4)).astype(np.int8).reshape(product.channels, -1)
-    parts.append(_by_tile(rows, product))
-    return np.concatenate(parts, axis=2).reshape(product.ports, -1)
+def _stream(parts: Sequence[tuple[_Channels, Product]], axi_words: int) -> Array:
+    """Return the sections of these products, one after another on each port, padded to 4 KiB.
+
+    The sections of ports that share an AXI port are interleaved word by word.
+    """
+    words = section_words(sum(product.port_words for _, product in parts))
+    stream, at = np.zeros((parts[0][1].ports // axi_words, words, axi_words), _WORD), 0
+    for channels, product in parts:
+        _place(channels, product, stream[:, at : at + product.port_words])
+        at += product.port_words
+    return stream.view(np.uint8).reshape(-1)
+
+
+def _place(channels: _Channels, product: Product, stream: Array) -> None:
+    """Put a product into its words of the AXI ports, [AXI ports, words, words of one]; blocks of whole tiles at once."""
+    ports, _, shared = stream.shape
+    words, rows = product.head_words + product.tile_words, product.tile * product.ports
+    step = max(1, _BLOCK_BYTES // (rows * product.channel_words * WORD_BYTES))
+
+    def place(begin: int) -> None:
+        end = min(begin + step, product.tiles)
+        count = end - begin
+        tiles = stream[:, begin * words : end * words].reshape(ports, count, words, shared)
+        heads = [_by_tile(part, product) for part in channels.factors(begin * rows, end * rows)]
+        head = np.concatenate(heads, axis=2).view(_WORD).reshape(ports, shared, count, -1)
+        tiles[:, :, : product.head_words] = head.transpose(0, 2, 3, 1)
+        body = tiles[:, :, product.head_words :].reshape(ports, count, product.tile, -1, shared)
+        planes = list(_planes(channels.values(begin * rows, end * rows), product))
+        for k, plane in enumerate(planes):
+            by_port = plane.reshape(count, product.tile, ports, shared, -1)
+            for i in range(shared):
+                body[..., k :: len(planes), i] = by_port[:, :, :, i].transpose(2, 0, 1, 3)
+
+    at_once(place, range(0, product.tiles, step))
+
+
+def _planes(values: Array, product: Product) -> Iterator[Array]:
+    """Yield words of the rows, [rows, words / n]: the k-th of n planes has words k, k + n, ...
+
+    A word of int4 has 32 values of a row: byte i has value i (low) and 16 + i. So of the 64 bytes of a group as
+    `pack_int4` packs it, the low halves of bytes 0 .. 31 make its first word, and the high halves its third.
+    """
+    if product.bits == 8:
+        spare = product.channel_words * WORD_BYTES - values.shape[1]
+        yield (np.pad(values, ((0, 0), (0, spare))) if spare else np.ascontiguousarray(values)).view(_WORD)
+        return
+    packed = values if values.dtype == np.uint8 else _packed(values)
+    eights = np.ascontiguousarray(packed).view(np.uint64).reshape(-1)
+    for halves in (eights & _LOW, (eights >> np.uint64(4)) & _LOW):
+        halves[:-2] |= halves[2:] << np.uint64(4)  # what follows 16 bytes on; every second word is used
+        words = halves.view(_WORD).reshape(len(values), -1, 2, 2)
+        yield words[:, :, 0, 0]
+        yield words[:, :, 1, 0]
+
+
+def _packed(values: Array) -> Array:
+    """Return int8 [N, 128 * G] of -8 .. 7 as `pack_int4` does."""
+    halves = values.view(np.uint8).reshape(len(values), -1, 2, GROUP // 2)
+    return ((halves[:, :, 0] & 15) | (halves[:, :, 1] << 4)).reshape(len(values), -1)
 
 
 def _by_tile(channels: Array, product: Product) -> Array:
     """Place channel (t * tile + j) * ports + p of [channels, ...] -> bytes [p, t, all j], padded to whole words."""
-    padded = np.zeros((product.tiles * product.tile * product.ports, *channels.shape[1:]), channels.dtype)
-    padded[: product.channels] = channels
-    tiles = padded.reshape(product.tiles, product.tile, product.ports, -1).transpose(2, 0, 1, 3)
-    data = np.ascontiguousarray(tiles).view(np.uint8).reshape(product.ports, product.tiles, -1)
+    tiles = channels.reshape(-1, product.tile, product.ports, channels[0].size).transpose(2, 0, 1, 3)
+    data = np.ascontiguousarray(tiles).view(np.uint8).reshape(product.ports, len(tiles[0]), -1)
     return np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % WORD_BYTES)))
