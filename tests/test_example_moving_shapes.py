@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 FOLDER = Path(__file__).parents[1] / "examples" / "moving_shapes"
-NAMES = ("video", "evaluate", "render", "train", "generate")
+NAMES = ("video", "evaluate", "render", "train", "generate", "demo")
 NLL_LIMIT = 0.04  # nats per token on 8 unseen videos; 32 give 0.020
 SIZE_LIMIT = 4 * 2**20
 
@@ -166,6 +166,21 @@ def test_pictures_are_readable_and_repeat(example: SimpleNamespace, tmp_path: Pa
             gif.seek(index)
             shown = np.array(gif.convert("L")) > 128
             np.testing.assert_array_equal(shown, frame.repeat(8, 0).repeat(8, 1).astype(bool))
+
+
+@pytest.mark.parametrize(
+    ("cache", "end"),
+    [
+        (None, "are 2.0 MiB"),
+        (2**20, "are 2.0 MiB, read from memory: this CPU's largest cache has 1 MiB"),
+        (2**25, "and stay in this CPU's 32 MiB cache; larger decoders: docs/measurements/speed.md"),
+    ],
+)
+def test_the_demo_says_why(example: SimpleNamespace, cache: int | None, end: str) -> None:
+    line = example.demo.verdict(0.97, 1.1, 2**21, cache)
+    assert line.startswith("speed    replay is 0.97x as fast as dense; if every MLP replayed, 1.10x. ")
+    assert line.endswith(end)
+    assert "\n" not in line
 
 
 def test_pictures_refuse_what_is_no_video(example: SimpleNamespace, tmp_path: Path) -> None:

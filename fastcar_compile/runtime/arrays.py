@@ -25,7 +25,7 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """
     try:
         if _is_torch(value):
-            return value.detach().cpu().numpy()
+            return value.numpy(force=True)
         if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
             return np.asarray(cast(Any, value))
         return np.from_dlpack(value)

@@ -79,6 +79,8 @@ class Session:
         gate: str | None = None,
     ) -> None:
         self._stepper, self._config, self._record, self._gate = stepper, config, record, gate
+        self._dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
+        self._step_shape = (config.batch_size, config.hidden_size) if config.takes_embeddings else (config.batch_size,)
         self._guard = Guard()
         self._never = np.inf if gate is None else gate_class(gate).comparison.never
         self._can_replay = [t is not None for t in thresholds]
@@ -246,7 +248,8 @@ class Session:
 
     def _decode(self, inputs: Any) -> Any:
         array = self._checked(inputs, steps=1)
-        self._require_room(1, f"after {self._position} tokens the step adds")
+        if self._position >= self._config.max_seq_len:
+            self._require_room(1, f"after {self._position} tokens the step adds")
         result = self._stepper.decode(array, self._position, self._step, self.thresholds)
         self._position += 1
         self._step += 1
@@ -319,7 +322,15 @@ class Session:
             )
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
-        dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
+        if steps != 1 or array.shape != self._step_shape or array.dtype != self._dtype:
+            self._check_array(array, steps)
+        if config.token_ids is not None:
+            self._check_ids(array, config.token_ids)
+        return np.ascontiguousarray(array[:, None] if steps == 1 else array)
+
+    def _check_array(self, array: Array, steps: int | None) -> None:
+        """Raise InputError unless the array has the type and the shape of inputs."""
+        config, dtype = self._config, self._dtype
         if array.dtype != dtype:
             raise InputError(
                 f"{config.input_name} are {array.dtype}, expected {dtype}", hint=f"convert them to {dtype}"
@@ -333,13 +344,12 @@ class Session:
                 f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
                 hint="P is the length of the prompt" if steps is None else "give one token per row",
             )
-        if config.token_ids is not None:
-            self._check_ids(array, config.token_ids)
-        return np.ascontiguousarray(array[:, None] if steps == 1 else array)
 
     @staticmethod
     def _check_ids(ids: Array, vocab_size: int) -> None:
-        if ids.min() < 0 or ids.max() >= vocab_size:
+        # A reduction over one element takes ten times as long as reading it, and most steps have one.
+        least, most = (ids.item(),) * 2 if ids.size == 1 else (ids.min(), ids.max())
+        if least < 0 or most >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
             raise InputError(
                 f"token {bad} is outside the vocabulary of {vocab_size}", hint=f"use ids 0 .. {vocab_size - 1}"
@@ -350,9 +360,10 @@ def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Call
     """Return what chooses token ids int64 [B] from logits; a caller's own function gets them in the prompt's kind."""
     if isinstance(sample, Sampling):
         return sample.start(ids)
+    if sample is None:
+        return greedy  # of numpy, whatever the prompt is: both kinds take the first of equal logits
     check_function("sample", sample)
-    function = greedy if sample is None else sample
-    return lambda logits: _chosen(function(like(prompt, logits)), len(ids))
+    return lambda logits: _chosen(sample(like(prompt, logits)), len(ids))
 
 
 def _chosen(tokens: Any, rows: int) -> Array:

@@ -34,6 +34,7 @@ class Case:
     max_chain: int | None = None
     couple_cfg: bool = False
     bias: bool = False
+    gate: str = "tas"
     thresholds: tuple[float | None, ...] = (0.0,) * LAYERS
 
 
@@ -56,7 +57,8 @@ def program(case: Case) -> DecoderProgram:
     model = LlamaForCausalLM(config).eval()
     captured = capture(model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6)
     run_pipeline(captured, analysis_pipeline())
-    replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
+    limits = {"max_chain": case.max_chain, "couple_cfg": case.couple_cfg}
+    replay = ReplayConfig(gate=case.gate, threshold=case.thresholds, **limits)
     options = CompileConfig(
         target="cpu",
         tokens_per_frame=FRAME,

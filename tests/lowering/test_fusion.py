@@ -41,10 +41,12 @@ def _inputs(module: fx.GraphModule) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("quant", ["none", "w8a8"])
-def test_a_fused_layer_has_the_same_bits(quant: str) -> None:
+@pytest.mark.parametrize(
+    "case", [Case(), Case(quant="w8a8"), Case(gate="input_delta", max_chain=9), Case(gate="input_delta", batch=1)]
+)
+def test_a_fused_layer_has_the_same_bits(case: Case) -> None:
     """Also in the branches of its `cond`: the scores decide that every row computes, or that every row replays."""
-    plain, fused = _layer(Case(quant=quant)), fuse(_layer(Case(quant=quant)))
+    plain, fused = _layer(case), fuse(_layer(case))
     for shift in (-1e9, 1e9):
         inputs = [v + shift if tuple(v.shape) == (1,) and v.is_floating_point() else v for v in _inputs(plain)]
         for expected, found in zip(plain(*inputs), fused(*inputs), strict=True):
@@ -57,6 +59,27 @@ def test_a_layer_is_fused() -> None:
     expected = {"rotary": 2, "gated_quantize": 1, "integer_linear": 7, "quantize_rows": 1, "rms_norm_quantize": 2}
     assert {name: found[f"fastcar.{name}.default"] for name in expected} == expected
     assert not any("linear_w8a8" in name or name == "fastcar.rms_norm.default" for name in found)
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [
+        ("tas", {"gate": 0, "gate_and_count": 1, "keep_frame": 0, "slot_read": 1, "slot_write": 1}),
+        ("input_delta", {"gate": 0, "gate_and_count": 1, "keep_frame": 1, "slot_read": 2, "slot_write": 0}),
+    ],
+)
+def test_what_a_layer_keeps_is_fused(gate: str, expected: dict[str, int]) -> None:
+    """The counter joins the gate; the two caches of a gate that compares the MLP's input are written together."""
+    found = _operators(fuse(_layer(Case(gate=gate))))
+    assert {name: found[f"fastcar.{name}.default"] for name in expected} == expected
+
+
+def test_a_counter_with_another_reader_stays_apart() -> None:
+    graph = copy.deepcopy(_layer(Case()))
+    chain = next(n for n in graph.graph.nodes if n.target is fastcar.gate.default).args[3]
+    set_outputs(graph.graph, [*output_nodes(graph.graph), chain])
+    found = _operators(fuse(graph))
+    assert (found["fastcar.gate.default"], found["fastcar.gate_and_count.default"]) == (1, 0)
 
 
 def test_the_program_keeps_its_operators() -> None:

@@ -7,11 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
-from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
-from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
+from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import (
+    chain_read,
+    chain_write,
+    slot_read,
+    slot_write,
+    slots_write,
+)
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate, gate_and_count
 from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
 from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
@@ -129,9 +134,13 @@ def test_gate(step: int, max_chain: int, couple: bool, seed: int) -> None:
     seeded(seed)
     score, threshold = torch.randn(4).round(decimals=1), torch.randn(1).round(decimals=1)
     chain, now = torch.randint(0, 3, (5, 4), dtype=torch.int32), torch.tensor([step])
-    kernel = gate(4, 5, 6, max_chain, couple)
-    y = run(kernel, score, threshold, now, chain, torch.zeros(4, dtype=torch.bool))[-1]
+    out = torch.zeros(4, dtype=torch.bool)
+    y = run(gate(4, 5, 6, max_chain, couple), score, threshold, now, chain, out)[-1]
     assert torch.equal(y, fastcar.gate(score, threshold, now, chain, 6, max_chain, couple))
+    counted, *_, replay = run(gate_and_count(4, 5, 6, max_chain, couple), chain, score, threshold, now, out)
+    expected = fastcar.gate_and_count(chain, score, threshold, now, 6, max_chain, couple, 0, False)
+    assert torch.equal(replay, expected[0])
+    assert torch.equal(counted, expected[1])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), 1.0])
@@ -150,6 +159,10 @@ def test_slots(step: int, seed: int) -> None:
     cache, value, now = torch.randn(5, 2, 12), torch.randn(2, 12), torch.tensor([step])
     assert torch.equal(run(slot_read((5, 2, 12)), cache, now, torch.zeros(2, 12))[-1], fastcar.slot_read(cache, now))
     assert torch.equal(run(slot_write((5, 2, 12)), cache, value, now)[0], fastcar.slot_write(cache, value, now))
+    inputs, x, replay = torch.randn(5, 2, 12), torch.randn(2, 12), torch.tensor([seed % 2 == 0, seed % 3 == 0])
+    both = run(slots_write((5, 2, 12)), cache, inputs, value, x, replay, now)
+    for found, expected in zip(both, fastcar.keep_frame(cache, inputs, value, x, replay, now), strict=False):
+        assert torch.equal(found, expected)
     chain, count = torch.randint(0, 9, (5, 2), dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
     read = run(chain_read(5, 2), chain, now, torch.zeros(2, dtype=torch.int32))[-1]
     assert torch.equal(read, fastcar.slot_read(chain, now))

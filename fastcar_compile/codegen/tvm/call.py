@@ -34,6 +34,9 @@ from fastcar_compile.ir.schema import bound
 Value = relax.Expr | tuple[relax.Expr, ...]
 """What a converter returns: the operator's result, or its results."""
 
+FRESH = -1
+"""The place of a result that is no argument, but a new tensor."""
+
 _RESHAPE = tvm.ir.Op.get("relax.reshape")
 
 
@@ -189,7 +192,15 @@ class Call:
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
         out = tensor_type(self.shape, self.dtype)
-        return self.emit(call_in_place(add_kernel(self._builder, function), args, out))
+        return self.emit(call_in_place(add_kernel(self._builder, function), args, [0], [out]))
+
+    def partly_in_place(
+        self, function: PrimFunc, args: Sequence[relax.Expr], places: Sequence[int]
+    ) -> tuple[relax.Var, ...]:
+        """Emit a kernel of several results: each is the argument at its place, which is written to, or `FRESH`."""
+        outs = [type_of(value) for value in self.results]
+        both = self.emit(call_in_place(add_kernel(self._builder, function), args, places, outs))
+        return tuple(self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs)))
 
     def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a call of a packed function that the runtime registers."""

@@ -17,6 +17,7 @@ from fastcar_compile.codegen.tvm.entry import add_entry
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.fusion.norms import fuse_norms
 from fastcar_compile.codegen.tvm.fusion.quantize import fuse_quantize
+from fastcar_compile.codegen.tvm.fusion.replay import fuse_replay
 from fastcar_compile.codegen.tvm.fusion.rewrite import GraphStep
 from fastcar_compile.codegen.tvm.fusion.rotary import fuse_rotary
 from fastcar_compile.codegen.tvm.fusion.split_linears import split_quantized_linears
@@ -45,6 +46,7 @@ FUSIONS: tuple[GraphStep, ...] = (
     fuse_norms,
     fuse_rotary,
     fuse_quantize,
+    fuse_replay,
 )
 """fx -> fx, on the copy of a segment and on its branches. The graph that users inspect keeps the single operators."""
 

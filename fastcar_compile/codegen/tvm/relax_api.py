@@ -44,9 +44,12 @@ def call_kernel(kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], out: Types
     return relax.call_tir(kernel, cast(Any, list(args)), out)
 
 
-def call_in_place(kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], out: relax.TensorType) -> relax.Call:
-    """Return a call of a kernel that writes into its first argument."""
-    return relax.op.call_tir_inplace(kernel, cast(Any, list(args)), [0], out)
+def call_in_place(
+    kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], places: Sequence[int], outs: Sequence[relax.TensorType]
+) -> relax.Call:
+    """Return a call of a kernel whose results are the arguments at these places; at -1, new tensors."""
+    types = outs[0] if len(outs) == 1 else list(outs)
+    return relax.op.call_tir_inplace(kernel, cast(Any, list(args)), list(places), types)
 
 
 def call_packed(name: str, args: Sequence[relax.Expr], out: Types) -> relax.Call:

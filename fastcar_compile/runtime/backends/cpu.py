@@ -27,7 +27,7 @@ from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper
 from fastcar_compile.runtime.cpu_flags import cpu_flags
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.threads import thread_count, use_threads
-from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
+from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array, element
 
 SINGLE_TOKENS = 16
 """A prefill chunk takes as long as decode steps for a 16th of its tokens: w8a8, chunks of 64 and 256."""
@@ -139,7 +139,7 @@ class _Program:
         The results are views of the VM's memory, which the VM uses again once they are gone.
         """
         results = self._run(*self.arguments)
-        return [as_array(results[self._places[n]]) if n in self._places else None for n in names]
+        return [as_array(element(results, self._places[n])) if n in self._places else None for n in names]
 
 
 class _Feeds:

@@ -17,7 +17,10 @@ aten = torch.ops.aten
 
 @converts(aten.all.default)
 def _all(call: Call) -> Value:
-    """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it."""
+    """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
+    x = call.tensor("self")
+    if math.prod(x.shape) == 1:
+        return call.reshape(x.value, ())
     smallest = relax.op.min(relax.op.astype(call.tensor("self").value, "int8"))
     return call.emit(relax.op.astype(call.emit(smallest), "bool"))
 

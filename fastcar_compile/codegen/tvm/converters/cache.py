@@ -8,7 +8,13 @@ from tvm import relax
 from fastcar_compile.codegen.tvm.call import Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.attention.window import ring_row
-from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import chain_read, chain_write, slot_read, slot_write
+from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import (
+    chain_read,
+    chain_write,
+    slot_read,
+    slot_write,
+    slots_write,
+)
 from fastcar_compile.codegen.tvm.relax_api import Shape
 
 fastcar = torch.ops.fastcar
@@ -55,3 +61,10 @@ def _slot_write(call: Call) -> Value:
     slots, batch, *width = call.shape
     kernel = slot_write((slots, batch, width[0])) if width else chain_write(slots, batch)
     return call.in_place(kernel, call.values("cache", "value", "step"))
+
+
+@converts(fastcar.keep_frame.default)
+def _keep_frame(call: Call) -> Value:
+    slots, batch, width = call.tensor("cache").shape
+    kernel = slots_write((slots, batch, width))
+    return call.partly_in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))

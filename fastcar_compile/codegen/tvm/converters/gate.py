@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fastcar_compile.codegen.tvm.call import Call, Value
+from fastcar_compile.codegen.tvm.call import FRESH, Call, Value
 from fastcar_compile.codegen.tvm.converters.registry import converts
 from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
-from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
+from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate, gate_and_count
 from fastcar_compile.codegen.tvm.kernels.gate.scores import input_delta, random_score
 
 fastcar = torch.ops.fastcar
@@ -20,6 +20,15 @@ def _gate(call: Call) -> Value:
     limits = (call.integer("stride"), call.integer("max_chain"))
     rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
     return call.kernel(gate(batch, slots, *limits, *rules), call.values("score", "threshold", "step", "chain"))
+
+
+@converts(fastcar.gate_and_count.default)
+def _gate_and_count(call: Call) -> Value:
+    slots, batch = call.tensor("chain").shape
+    limits = (call.integer("stride"), call.integer("max_chain"))
+    rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
+    kernel = gate_and_count(batch, slots, *limits, *rules)
+    return call.partly_in_place(kernel, call.values("chain", "score", "threshold", "step"), (FRESH, 0))
 
 
 @converts(fastcar.input_delta.default)

@@ -83,3 +83,33 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin of x [B, H, T, D]; cos and sin [1 or B, 1, T, D]."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+@_fused
+def gate_and_count(
+    chain: Tensor,
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int,
+    at_most: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the decisions of `gate`, bool [B], and chain int32 [F, B] with the count of each row after them."""
+    replay = fastcar.gate(score, threshold, step, chain, stride, max_chain, couple_cfg, refresh_every, at_most)
+    count = (fastcar.slot_read(chain, step) + 1) * replay.to(torch.int32)
+    return replay, fastcar.slot_write(chain, count, step)
+
+
+@_fused
+def keep_frame(
+    cache: Tensor, inputs: Tensor, y: Tensor, x: Tensor, replay: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return two caches float32 [F, B, H] with row step mod F written: y in `cache`; x in `inputs`, where no replay is.
+
+    y, x float32 [B, H], replay bool [B].
+    """
+    kept = torch.where(replay.unsqueeze(1), fastcar.slot_read(inputs, step), x)
+    return fastcar.slot_write(cache, y, step), fastcar.slot_write(inputs, kept, step)

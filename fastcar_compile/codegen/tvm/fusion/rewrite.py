@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -21,3 +22,22 @@ def replace(node: fx.Node, operator: OpOverload, args: tuple[Any, ...], made_by:
     set_origin(new, node, made_by)
     new.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(new)
+
+
+def replace_all(nodes: Sequence[fx.Node], target: OpOverload, args: tuple[Any, ...], made_by: str) -> None:
+    """Put the results of one call, which are the same values, in the places of several nodes.
+
+    The call stands where its last argument is known. Every reader of a node has to stand behind that.
+    """
+    after = max(argument for argument in args if isinstance(argument, fx.Node))
+    with after.graph.inserting_after(after):
+        new = after.graph.call_function(target, args)
+    set_origin(new, nodes[0], made_by)
+    new.meta["val"] = tuple(node.meta["val"] for node in nodes)
+    place = new
+    for index, node in enumerate(nodes):
+        with new.graph.inserting_after(place):
+            place = new.graph.call_function(operator.getitem, (new, index))
+        set_origin(place, node, made_by)
+        place.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(place)

@@ -58,6 +58,39 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
 
 
 @kernel
+def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
+    """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place, and the rows of x that do
+    not replay to that of another one: `keep_frame`.
+    """
+    slots, rows, width = shape
+
+    @script.prim_func(private=True, s_tir=True)
+    def write_slots(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        inputs: T.Buffer((slots, rows, width), "float32"),
+        y: T.Buffer((rows, width), "float32"),
+        x: T.Buffer((rows, width), "float32"),
+        replay: T.Buffer((rows,), "bool"),
+        step: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            for c in range(width):
+                with T.sblock("outputs"):
+                    T.reads(y[0:rows, 0:width], step[0:1])
+                    T.writes(cache[0:slots, 0:rows, 0:width])
+                    cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
+            if not replay[i]:
+                for c in range(width):
+                    with T.sblock("inputs"):
+                        T.reads(x[0:rows, 0:width], step[0:1])
+                        T.writes(inputs[0:slots, 0:rows, 0:width])
+                        inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
+
+    return write_slots
+
+
+@kernel
 def chain_read(slots: int, rows: int) -> PrimFunc:
     """Return the slot of `step` of the counters int32 [F, B]: int32 [B]."""
 

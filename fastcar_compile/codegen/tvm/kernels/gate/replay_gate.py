@@ -5,11 +5,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
-from fastcar_compile.codegen.tvm.kernels.script import kernel
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+
+
+def _decide_row(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int, at_most: bool
+) -> Any:
+    """Return the macro (score, threshold, step, chain, y, i): y[i] is whether row i replays."""
+    half = batch // 2 if couple else 0
+    limited = 1 if max_chain >= 0 else 0
+    period = max(refresh_every, 1)
+    refreshed = 1 if refresh_every > 0 else 0
+    sign = -1.0 if at_most else 1.0
+
+    @inlined
+    def decide_row(score, threshold, step, chain, y, i):
+        now: T.let = T.Cast("int32", step[0])
+        slot: T.let = now % slots
+        pair: T.let = (i + half) % batch
+        least: T.let = threshold[0] * T.float32(sign)
+        y[i] = (
+            (now >= stride)
+            and (refreshed == 0 or now // stride % period != 0)
+            and (score[i] * T.float32(sign) >= least)
+            and (score[pair] * T.float32(sign) >= least)
+            and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+        )
+
+    return decide_row
 
 
 @kernel
@@ -22,11 +51,7 @@ def gate(
     `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
     scores up to the threshold pass, else scores from the threshold on.
     """
-    half = batch // 2 if couple else 0
-    limited = 1 if max_chain >= 0 else 0
-    period = max(refresh_every, 1)
-    refreshed = 1 if refresh_every > 0 else 0
-    sign = -1.0 if at_most else 1.0
+    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
 
     @script.prim_func(private=True, s_tir=True)
     def decide(
@@ -41,16 +66,41 @@ def gate(
             with T.sblock("row"):
                 T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
                 T.writes(y[0:batch])
-                now: T.let = T.Cast("int32", step[0])
-                slot: T.let = now % slots
-                pair: T.let = (i + half) % batch
-                least: T.let = threshold[0] * T.float32(sign)
-                y[i] = (
-                    (now >= stride)
-                    and (refreshed == 0 or now // stride % period != 0)
-                    and (score[i] * T.float32(sign) >= least)
-                    and (score[pair] * T.float32(sign) >= least)
-                    and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
-                )
+                decide_row(score, threshold, step, chain, y, i)
 
     return decide
+
+
+@kernel
+def gate_and_count(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+) -> PrimFunc:
+    """Return what `gate` does, and write the chain counters of this step, in place: one more, or 0 for other rows.
+
+    Its first argument is the counters.
+    """
+    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
+
+    @script.prim_func(private=True, s_tir=True)
+    def decide_and_count(
+        chain: T.Buffer((slots, batch), "int32"),
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                decide_row(score, threshold, step, chain, y, i)
+        # A second loop: a row reads its pair's counter before it changes.
+        for i in range(batch):
+            with T.sblock("count"):
+                T.reads(y[0:batch], step[0:1], chain[0:slots, 0:batch])
+                T.writes(chain[0:slots, 0:batch])
+                slot: T.let = T.Cast("int32", step[0]) % slots
+                chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)
+
+    return decide_and_count
