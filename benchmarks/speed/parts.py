@@ -9,7 +9,6 @@ least kernel's time is subtracted from all. The rest of an unhooked step is the 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import fastcar_compile as fc
+from fastcar_compile.gates import gate_class
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library, library_of
 from fastcar_compile.runtime.tvm_runtime import Machine
 from speed.sizes import Job, Sizes
@@ -49,7 +49,10 @@ _BY_ARGUMENT = (
 _BY_KERNEL = (
     (("attend",), ATTENTION),
     (("append",), KV),
-    (("temporal_score", "decide", "row_of_earlier_key", "read_", "write_", "split"), GATE),
+    (
+        ("temporal_", "relative_change", "gate_network", "decide", "row_of_earlier_key", "read_", "write_", "split"),
+        GATE,
+    ),
     (("activate",), MLP),
     (("rotate", "quantize_rows"), LINEARS),
     (("take", "cos", "sin"), INPUT),
@@ -59,7 +62,7 @@ _BY_KERNEL = (
 
 def part_of(kernel: str, arguments: set[str]) -> str:
     """Return the part that a kernel belongs to: by what it reads and writes, else by its name."""
-    for words, part in _BY_KERNEL[:3]:
+    for words, part in _BY_KERNEL[:4]:
         if kernel.startswith(words):
             return part
     for words, part in _BY_ARGUMENT:
@@ -136,7 +139,11 @@ class _Steps:
 
 
 DENSE, REPLAYED = "dense", "all replayed"
-_THRESHOLDS = {DENSE: math.inf, REPLAYED: -math.inf}
+
+
+def _threshold(gate: str, mode: str) -> float:
+    comparison = gate_class(gate).comparison
+    return comparison.never if mode == DENSE else comparison.always
 
 
 def measure(job: Job, threads: int, modes: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -148,15 +155,16 @@ def measure(job: Job, threads: int, modes: Sequence[str]) -> dict[str, dict[str,
     program = stepper._decode
     names = {a.data_ptr(): name for name, a in zip(program.names, program.arguments, strict=True)}
     steps = _Steps(stepper, job.sizes)
+    (gate,) = {name for name in artifact.manifest.layers.gates if name is not None}
     whole: dict[str, float] = {}
     for mode in modes:
-        steps.run(_THRESHOLDS[mode], lambda: None)
-        whole[mode] = statistics.median(steps.run(_THRESHOLDS[mode], lambda: None))
+        steps.run(_threshold(gate, mode), lambda: None)
+        whole[mode] = statistics.median(steps.run(_threshold(gate, mode), lambda: None))
     result = {}
     for mode in modes:
         hook = _Hook(names)
         library.machines[0].function("set_instrument")(hook)
-        steps.run(_THRESHOLDS[mode], hook.begin)
+        steps.run(_threshold(gate, mode), hook.begin)
         result[mode] = _by_part(hook.calls, whole[mode])
     return result
 
