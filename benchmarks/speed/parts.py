@@ -62,7 +62,7 @@ _BY_KERNEL = (
 
 def part_of(kernel: str, arguments: set[str]) -> str:
     """Return the part that a kernel belongs to: by what it reads and writes, else by its name."""
-    for words, part in _BY_KERNEL[:4]:
+    for words, part in _BY_KERNEL[:3]:
         if kernel.startswith(words):
             return part
     for words, part in _BY_ARGUMENT:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastcar_compile.codegen.hls.design.design import Design
 from hls.library import DESIGNS, EXAMPLE, design
-from hls.test_project import LLAMA_7B_LINEARS
+from hls.test_designs_and_packing import LLAMA_7B_LINEARS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "explanation" / "accelerator.md").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,22 @@ def erf(x: Any) -> Any:
     bounded = T.max(T.float32(-4), T.min(T.float32(4), x))
     squared = bounded * bounded
     return bounded * _series(_ERF_ABOVE, squared) / _series(_ERF_BELOW, squared)
+
+
+def silu(x: Any) -> Any:
+    """Return x * sigmoid(x) of float32 x."""
+    return x * sigmoid(x)
+
+
+def gelu(x: Any) -> Any:
+    """Return x * (1 + erf(x / sqrt 2)) / 2 of float32 x (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return x * T.float32(0.5) * (erf(x * T.float32(math.sqrt(0.5))) + T.float32(1))
+
+
+def gelu_tanh(x: Any) -> Any:
+    """Return the approximation of `gelu` by tanh, from the same source."""
+    inner = (x * x * x * T.float32(0.044715) + x) * T.float32(math.sqrt(2 / math.pi))
+    return x * T.float32(0.5) * (tanh(inner) + T.float32(1))
 
 
 def _series(coefficients: Sequence[float], x: Any) -> Any:
