@@ -73,7 +73,8 @@ class TileShape:
         if tiles > 2:
             panel = min(8, max(1, n // (rows * 8)))
             return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel")
-        source = "rows" if dtype == "float32" and k % width == 0 else "line"
+        few = run == 2 and m <= 2 * SHARED  # tiles of more vectors spill the two halves of four bfloat16
+        source = "rows" if (dtype == "float32" or few) and k % width == 0 else "line"
         return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source)
 
     @property
@@ -104,9 +105,21 @@ class TileShape:
         """Return the blocks of k inputs."""
         return -(-self.steps(k) // self.block)
 
+    @property
+    def halves(self) -> int:
+        """Runs of inputs of one broadcast: bfloat16 weights that are read in their rows come as four."""
+        return 2 if self.dtype == "bfloat16" and self.source == "rows" else 1
+
     def input(self, place: Expr) -> Expr:
-        """Return which input of a whole step stands at a place: of bfloat16 first the even, then the odd ones."""
-        return place if self.dtype == "float32" else place % FLOATS * 2 + place // FLOATS
+        """Return which input of a whole step stands at a place.
+
+        Of bfloat16 first the even, then the odd ones: of the step, or of each four where they come as four.
+        """
+        if self.dtype == "float32":
+            return place
+        if self.halves == 2:
+            return place // 4 * 4 + place % 2 * 2 + place // 2 % 2
+        return place % FLOATS * 2 + place // FLOATS
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,12 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
     """Return the macro (o, place): adds a block of the reduction to a register tile."""
     rows, lanes, width, steps = shape.rows, shape.lanes, shape.width, shape.steps(k)
     begin, finish = _begin(k, shape), _finish(k, shape)
-    add, prefetch_next, pack = _add(shape), _prefetch_next(shape), pack_step(k, shape)
+    prefetch_next, pack = _prefetch_next(shape), pack_step(k, shape)
+    adds = [_add(shape, half) for half in range(shape.halves)]
+
+    def for_halves(sums: Sequence[Any], *arguments: Any) -> None:
+        for add in adds:
+            _for_vectors(add, sums, *arguments)
 
     @inlined
     def multiply(o, place):
@@ -197,9 +215,9 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
             prefetch_next(o, place, step)
             if shape.source == "line":
                 pack(o, place, step, 0)
-            for c in range(width // shape.run):
+            for c in range(width // (shape.run * shape.halves)):
                 for r in T.unroll(rows):
-                    _for_vectors(add, [first, second, third, fourth][: shape.vectors], o, place, step, c, r)
+                    for_halves([first, second, third, fourth][: shape.vectors], o, place, step, c, r)
         _for_vectors(finish, [first, second, third, fourth][: shape.vectors], o, place)
 
     return multiply
@@ -235,13 +253,16 @@ def _finish(k: int, shape: TileShape) -> Macro:
     return finish
 
 
-def _add(shape: TileShape) -> Macro:
-    """Return the macro (o, place, step, c, r, acc, v): adds the products of weight row r and a vector of x."""
-    lanes, run, rows, width = shape.lanes, shape.run, shape.rows, shape.width
+def _add(shape: TileShape, half: int) -> Macro:
+    """Return the macro (o, place, step, c, r, acc, v): adds the products of weight row r and a vector of x.
+
+    c counts broadcasts of weights, each of `halves` runs of inputs, of which this is number `half`.
+    """
+    lanes, run, rows, width, halves = shape.lanes, shape.run, shape.rows, shape.width, shape.halves
 
     def weights(o: Operands, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
         if shape.source == "rows":
-            return o.w[place.j + r, ramp(step * width + c * run, run)]
+            return o.w[place.j + r, ramp(step * width + c * halves * run, halves * run)]
         row = r if shape.source == "line" else (place.tile * shape.block + step) * rows + r
         return o.packed[row, ramp(c * run, run)]
 
@@ -249,12 +270,19 @@ def _add(shape: TileShape) -> Macro:
         """Return `run` weights in turn in all lanes."""
         if run == 1:
             return T.Broadcast(values, lanes)
-        return T.reinterpret(f"float32x{lanes}", T.Broadcast(T.reinterpret("int64", values), shape.columns))
+        pairs = T.Broadcast(T.reinterpret("int64", values), shape.columns)
+        if halves == 1:
+            return T.reinterpret(f"float32x{lanes}", pairs)
+        # One broadcast for both runs: a half of each 32 bits is a bfloat16, and a float32 where it stands above zeros.
+        bits = T.reinterpret(f"uint32x{lanes}", pairs)
+        even = T.shift_left(bits, T.Broadcast(T.uint32(16), lanes))
+        odd = T.bitwise_and(bits, T.Broadcast(T.uint32(0xFFFF0000), lanes))
+        return T.reinterpret(f"float32x{lanes}", odd if half else even)
 
     @inlined
     def add(o, place, step, c, r, acc, v):
         acc[vector(r, lanes)] = acc[vector(r, lanes)] + o.xt[
-            place.first + v, (place.block * shape.block + step) * (width // run) + c, ramp(0, lanes)
+            place.first + v, (place.block * shape.block + step) * (width // run) + c * halves + half, ramp(0, lanes)
         ] * spread(weights(o, place, step, r, c))
 
     return add
