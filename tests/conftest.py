@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 gc.disable()  # until the tests are collected: while modules are imported hardly anything becomes garbage
 
@@ -39,6 +40,12 @@ LONG = (
 )
 """Files that take minutes with few tests. They begin first and in this order, so that no worker ends alone with
 one of them, and that the two that share artifacts of a board do not wait for each other."""
+
+
+# Under CI Hypothesis has no deadline by itself. Elsewhere a busy machine should not fail a test either.
+if "CI" not in os.environ:
+    settings.register_profile("local", deadline=None)
+    settings.load_profile("local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
