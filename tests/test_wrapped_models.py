@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import PlainDecoder
+from decoders import PlainDecoder, llama
 from passes.laws import module_text
-from torch import nn
+from torch import Tensor, nn
+from transformers import Cache, LlamaForCausalLM
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.cache_shapes import cache_argument
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.structures import structures_of
 from fastcar_compile.frontend.unwrap import unwrapped
@@ -49,6 +51,24 @@ def test_a_compiled_block_is_captured_and_stays_compiled() -> None:
     blocks[0] = block
     assert module_text(capture(model, **SIZES).graph_module) == expected
     assert model.get_submodule(name)[0] is block  # pyright: ignore[reportIndexIssue]
+
+
+class OlderLlama(LlamaForCausalLM):
+    """Calls its cache as Transformers did until 5.23."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the difference is what is tested
+        self, input_ids: torch.LongTensor, inputs_embeds: Tensor | None, past_key_values: Cache, use_cache: bool
+    ) -> Any:
+        known: dict[str, Any] = {cache_argument(LlamaForCausalLM): past_key_values}
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, use_cache=use_cache, **known)
+
+
+def test_a_forward_that_takes_past_key_values_is_captured() -> None:
+    model = llama()
+    expected = module_text(capture(model, **SIZES).graph_module)
+    older = OlderLlama(model.config)
+    older.load_state_dict(model.state_dict())
+    assert module_text(capture(older, **SIZES).graph_module) == expected
 
 
 def test_prompt_learning_is_refused() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+
+def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str:
+    """Return what the model's forward calls its cache: `past_key_values` until Transformers 5.23, `cache` after it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def fit_caches(recipe: TorchExportableModuleWithStaticCache, model: PreTrainedModel, batch: int) -> None:
@@ -32,6 +39,6 @@ def _written(model: PreTrainedModel, batch: int) -> list[torch.Size | None]:
     cache = DynamicCache()
     mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
-        model(torch.zeros(batch, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        model(torch.zeros(batch, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
     keys = [layer.keys if isinstance(layer, CacheLayerMixin) else None for layer in cache.layers]
     return [None if k is None else k.shape for k in keys]

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.cache_shapes import fit_caches
+from fastcar_compile.frontend.cache_shapes import cache_argument, fit_caches
 from fastcar_compile.frontend.rope import fixed_frequencies
 
 
 class StaticCacheStep(TorchExportableModuleWithStaticCache):
-    """The recipe's step. With `explicit`, it states positions and an all-ones mask that the model else works out.
+    """The recipe's caches, and its step. With `explicit`, it states positions and a mask that the model else works out.
 
     Some models count positions from the length of the cache, as a Python number, which no static graph has (OPT).
     """
@@ -40,19 +40,17 @@ class StaticCacheStep(TorchExportableModuleWithStaticCache):
     ) -> Tensor:
         """Return logits [B, T, V], or hidden states of a model without a head."""
         tokens = inputs_embeds if input_ids is None else input_ids
-        if not self.explicit or tokens is None or cache_position is None:
-            return super().forward(input_ids, inputs_embeds, cache_position)
+        assert tokens is not None
+        assert cache_position is not None
         for layer in self.static_cache.layers:
-            layer.cumulative_length.copy_(cache_position[0])  # pyright: ignore[reportAttributeAccessIssue]
-        rows = tokens.shape[0]
-        result = self.model(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=torch.ones(rows, self.length, dtype=torch.int64),
-            position_ids=cache_position.expand(rows, -1),
-            past_key_values=self.static_cache,
-            use_cache=True,
-        )
+            length = cast("Tensor", layer.cumulative_length)  # pyright: ignore[reportAttributeAccessIssue]
+            length.copy_(cache_position[:1] if length.dim() else cache_position[0])  # [1] until Transformers 5.12
+        stated: dict[str, object] = {cache_argument(self.model): self.static_cache}
+        if self.explicit:
+            rows = tokens.shape[0]
+            stated["attention_mask"] = torch.ones(rows, self.length, dtype=torch.int64)
+            stated["position_ids"] = cache_position.expand(rows, -1)
+        result = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, use_cache=True, **stated)
         return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 

@@ -7,6 +7,7 @@ what the MLP gave. Scores are computed in float64 from their definition in docs/
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
-from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from .case import Case
 
 MARGIN = 2e-4
 """The least distance of a score from the threshold: rounding decides nothing."""
+
+WATCHED = "fastcar_watched"
+"""Name in Transformers of a model's own eager attention, whose calls are kept."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _forward(case: Case, model: nn.Module, inputs: Tensor) -> Tensor:
     with torch.inference_mode():
         if not isinstance(model, PreTrainedModel):
             return model(inputs, torch.arange(inputs.shape[1]), *(case.context() if case.context else ()))
-        model.float().set_attn_implementation("eager" if _has_eager(model) else "sdpa")
+        model.float().set_attn_implementation(WATCHED if _has_eager(model) else "sdpa")
         if inputs.is_floating_point():
             return model(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return model(input_ids=inputs, use_cache=False).logits
@@ -243,31 +246,14 @@ def _attention_calls(kv: str) -> Generator[list[Attended]]:
         kv: what Transformers' functions read of keys and values: those that a cache of this type holds.
     """
     calls: list[Attended] = []
-    original, gptj = AttentionInterface.get_interface, GPTJAttention._attn
 
-    def attend_gptj(
-        self: GPTJAttention, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        calls.append(Attended(query, key, query.shape[-1] ** -0.5))
-        return gptj(self, query, key, value, attention_mask)
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        key, value = _cached(key, kv), _cached(value, kv)
+        calls.append(Attended(query, key, options.get("scaling") or query.shape[-1] ** -0.5))
+        eager = cast("Any", inspect.getmodule(type(module))).eager_attention_forward
+        return eager(module, query, key, value, *args, **options)
 
-    def get_interface(
-        self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        attend = original(self, attn_implementation, default)
-        if attn_implementation != "eager":
-            return attend
-
-        def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-            key, value = _cached(key, kv), _cached(value, kv)
-            calls.append(Attended(query, key, options.get("scaling") or query.shape[-1] ** -0.5))
-            return attend(module, query, key, value, *args, **options)
-
-        return kept
-
-    AttentionInterface.get_interface, GPTJAttention._attn = get_interface, attend_gptj
-    try:
-        with _PlainAttention(calls):
-            yield calls
-    finally:
-        AttentionInterface.get_interface, GPTJAttention._attn = original, gptj
+    AttentionInterface.register(WATCHED, attend)
+    AttentionMaskInterface.register(WATCHED, eager_mask)
+    with _PlainAttention(calls):
+        yield calls
