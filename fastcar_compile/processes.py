@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-
-from fastcar_compile.undo import unbroken, undone
+from contextlib import suppress
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -22,23 +20,20 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
     Raises:
         OSError: the command cannot be started.
     """
-    variables = {**os.environ, "LC_ALL": "C", **(env or {})}
-    output = subprocess.PIPE
-    with ExitStack() as stack:
-        with unbroken():
-            child = stack.enter_context(
-                subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, process_group=0
-                )
-            )
-            stack.enter_context(undone(lambda: _end(child)))
-        out, err = (data.decode("utf-8", "replace") for data in child.communicate())
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C", **(env or {})},
+        process_group=0,
+    ) as child:
+        try:
+            out, err = child.communicate()
+        except BaseException:  # such as Ctrl-C: g++ alone would leave its linker running
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(list(command), child.returncode, out, err)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the group of a child that still runs."""
-    if child.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()

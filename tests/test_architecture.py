@@ -29,7 +29,6 @@ LIGHT = (
         "values",
         "checked",
         "array_files",
-        "undo",
         "processes",
         "parallel",
         "memory",

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Self
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.write_errors import write_error
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.undo import undone
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -57,20 +56,19 @@ class Claim:
         )
         self._lock: FileLock | None = None
         self._made_parents: list[Path] = []
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         parent = self.path.parent
-        with ExitStack() as stack:
-            stack.enter_context(undone(self._release))
-            try:
-                self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-                parent.mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(self.path)
-                self._restore()
-            except OSError as error:
+        try:
+            self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+            parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            self._restore()
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
                 raise write_error(error, self.path) from error
-            self._stack = stack.pop_all()
+            raise
         return self
 
     def __exit__(
@@ -78,10 +76,10 @@ class Claim:
     ) -> None:
         if kind is None:
             self._made_parents = []
-        self._stack.close()
+        self._release()
 
     def _release(self) -> None:
-        """Remove everything beside the folder and end the lock; a second call does nothing."""
+        """Remove everything beside the folder and end the lock."""
         if self._lock is not None and self._lock.is_locked:
             with suppress(OSError):  # what cannot be removed now, the next build reports
                 self._restore()

@@ -1,4 +1,4 @@
-"""The `fastcar` command. One file per command; this file imports nothing, so that Ctrl-C is met from the start."""
+"""The `fastcar` command. One file per command; this file imports no other, so that Ctrl-C is met from the start."""
 
 from __future__ import annotations
 
@@ -15,44 +15,50 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
+BROKEN_PIPE = 141
+"""128 + SIGPIPE."""
+
 TERMINATED = 143
 """128 + SIGTERM."""
 
-_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_RESTORED = b"\r\x1b[2K\x1b[?25h"
-"""Takes a spinner off its line, and shows the cursor."""
+_WORDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 
 
 def main() -> None:
-    """Run the command line of this process; the entry point of the console script."""
-    for number in _WORDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup, and in the background of a script
-            signal.signal(number, _end)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `fastcar inspect … | head` ends without a word
-    from fastcar_compile.cli.commands import app as commands
+    """Run the command line of this process; the entry point of the console script.
 
+    What ends a command early is an exception, so that `with` and `finally` clean up: SIGINT is Python's own
+    KeyboardInterrupt, SIGTERM becomes SystemExit, and a reader that has gone, as in `fastcar inspect … | head`, is a
+    BrokenPipeError.
+    """
     try:
-        commands(prog_name="fastcar")
-    finally:
-        for number in _WORDS:
-            signal.signal(number, signal.SIG_IGN)  # the work is done, and its exit code stands
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a parent may have had it ignored
+            signal.signal(signal.SIGTERM, _terminate)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the shell: `>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the end)
+        from fastcar_compile.cli.commands import app as commands
+
+        code = commands(prog_name="fastcar", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as end:
+        code = end.code
+    except OSError as error:  # of the standard output: commands report all others
+        from fastcar_compile.cli.common import report_error
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes at its end
+        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else report_error(error, as_json=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the work is done, and its exit code stands
+    if code in _WORDS:
+        print(_WORDS[code], file=sys.stderr)
+    sys.exit(code)
 
 
-def _end(number: int, _frame: object) -> None:
-    """Undo what is under way and end the process. No exception: libraries would swallow it, or print it."""
-    undo = sys.modules.get("fastcar_compile.undo")
-    if not hasattr(undo, "undo_all"):  # it may be in the middle of its import
-        undo = None
-    if undo is not None and undo.postponed(number):
-        return
-    for each in _WORDS:
-        signal.signal(each, signal.SIG_IGN)
-    if undo is not None:
-        undo.undo_all()
-    if os.isatty(2):
-        os.write(2, _RESTORED)
-    os.write(2, f"{_WORDS[signal.Signals(number)]}\n".encode())
-    os._exit(128 + number)
+def _terminate(_number: int, _frame: object) -> None:
+    raise SystemExit(TERMINATED)
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from fastcar_compile.cli import INTERRUPTED, TERMINATED
+from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.places import check_places, path_options
 from fastcar_compile.errors import FastcarError, UserError
@@ -106,8 +106,9 @@ def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
         except typer.Exit:
             raise
         except KeyboardInterrupt:
-            stderr().print("interrupted")
             code = ExitCode.INTERRUPTED
+        except BrokenPipeError:
+            raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             _raise_if_asked(error)
             code = report_error(error, bool(kwargs.get("as_json")))

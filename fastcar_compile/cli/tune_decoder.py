@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -31,7 +32,6 @@ from fastcar_compile.cli.train_gate import (
     show_gate,
 )
 from fastcar_compile.errors import UserError
-from fastcar_compile.undo import scratch_folder
 
 
 @command
@@ -88,8 +88,8 @@ def tune_decoder_command(
         )
         output.parent.mkdir(parents=True, exist_ok=True)
         # A kill while writing leaves no half of a decoder under the name that was asked for.
-        with scratch_folder(output.parent, f".{output.name}.tuning-") as scratch:
-            whole, model = scratch / "whole", cast(Any, found.model)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.tuning-") as scratch:
+            whole, model = Path(scratch, "whole"), cast(Any, found.model)
             model.save_pretrained(whole / "model")
             found.gate.save(whole / "gate.safetensors")
             os.replace(whole, output)

@@ -90,6 +90,26 @@ def test_a_pipe_gets_no_colour_box_or_fold() -> None:
     assert lines[0].split() == ["target", "part", "host", "LUT", "DSP", "BRAM36", "URAM", "GB/s", "MHz"]
 
 
+@pytest.mark.parametrize("environment", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["at the end", "inside of the command"])
+def test_a_reader_that_goes_ends_the_command_without_a_word(environment: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*PROGRAM, "targets"], stdout=writer, stderr=subprocess.PIPE, env=os.environ | environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "text"),
+    [("exec >&-", 0, ""), ("exec 2>&- >/dev/null", 0, ""), ("exec >/dev/full", 2, "error: No space left on device")],
+)
+def test_an_output_that_cannot_be_written(shell: str, code: int, text: str) -> None:
+    command = ["sh", "-c", f'{shell}; "$@"', "sh", *PROGRAM, "targets"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.partition("\n")[0] == text
+
+
 def terminal(words: list[str], columns: int, **environment: str) -> list[str]:
     """The lines that a command prints on a terminal of this width, escape sequences included."""
     parent, child = pty.openpty()

@@ -18,7 +18,6 @@ from fastcar_compile.artifact import atomic
 from fastcar_compile.artifact.reader import read_manifest
 from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.undo import undo_all
 from faults.crash_points import build, content
 
 TESTS = Path(__file__).parents[1]
@@ -104,11 +103,14 @@ def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(["out", *theirs, ".out.old-01234567", ".out.building-76543210"])
 
 
-def test_a_build_is_undone_where_a_signal_ends_the_process(tmp_path: Path) -> None:
-    writer = ArtifactWriter(tmp_path / "deeper" / "out")
-    writer.__enter__()
-    writer.write_text("a", "x")
-    undo_all()
+def test_an_interrupted_build_is_undone(tmp_path: Path) -> None:
+    def build() -> None:
+        with ArtifactWriter(tmp_path / "deeper" / "out") as writer:
+            writer.write_text("a", "x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build()
     assert os.listdir(tmp_path) == []
 
 

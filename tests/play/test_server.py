@@ -198,19 +198,40 @@ def test_a_port_that_is_taken_is_a_named_error(stage: Stage) -> None:
         serving(stage, host="no host", port=0, visitors=1).__enter__()
 
 
-def test_the_command_ends_with_130(built: tuple[Path, Path]) -> None:
+@contextmanager
+def playing(built: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The real command, and the address of its page."""
     artifact, world = built
     words = [sys.executable, "-m", "fastcar_compile", "play", str(artifact), "--world", str(world), "--json"]
+    words += ["--visitors", "30"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            text += process.stdout.readline()
-        assert json.loads(text)["url"].startswith(f"http://{HOST}:")
+        try:
+            assert process.stdout is not None
+            text = ""
+            while not text.endswith("}\n"):
+                text += process.stdout.readline()
+            yield process, json.loads(text)["url"]
+        finally:
+            process.kill()
+
+
+def test_the_command_ends_with_130(built: tuple[Path, Path]) -> None:
+    with playing(built) as (process, url):
+        assert url.startswith(f"http://{HOST}:")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert process.stderr is not None
         assert process.stderr.read() == "interrupted\n"
+
+
+def test_a_page_that_is_reloaded_leaves_the_command_running(built: tuple[Path, Path]) -> None:
+    """The server writes its first messages to connections that the browser has just closed."""
+    with playing(built) as (process, url), browsing(url, 1) as (page,):
+        for _ in range(20):
+            page.goto(url, wait_until="commit")
+        page.goto(url)
+        page.wait_for_selector("body[data-state=paused]")
+        assert process.poll() is None
 
 
 def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:

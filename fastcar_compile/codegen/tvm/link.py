@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from tvm import relax
 
 from fastcar_compile import processes
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.undo import scratch_folder
 
 _OBJECTS = ("lib0.o", "devc.o")
 """What TVM calls them: the module's code, and what it imports, such as the virtual machine's instructions."""
@@ -59,8 +59,8 @@ def pack_objects(executable: relax.VMExecutable, path: Path, scratch: Path | Non
 
 
 def _export(executable: relax.VMExecutable, path: Path, finish: Callable[..., None], scratch: Path | None) -> None:
-    with scratch_folder(scratch) as folder, _in_memory(folder):
-        executable.export_library(str(path), fcompile=finish, workspace_dir=str(folder))
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="fastcar-") as folder, _in_memory(Path(folder)):
+        executable.export_library(str(path), fcompile=finish, workspace_dir=folder)
 
 
 @contextmanager

@@ -8,13 +8,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastcar_compile import processes
 from fastcar_compile.errors import BackendError
-from fastcar_compile.undo import scratch_folder
 
 FLAGS = [
     "-std=c++14",
@@ -93,7 +93,8 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     """
     kernel = next((name for name in KERNELS if name in files), KERNELS[0])
     path = build_library(files, build_dir, (SOURCES[0], kernel), defines)
-    with scratch_folder(path.parent) as folder:
+    # NFS keeps the name of a file that is mapped.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-", ignore_cleanup_errors=True) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
     weakref.finalize(library, _unload, library._handle).atexit = False
     return library
@@ -134,15 +135,15 @@ def _digest(files: Mapping[str, bytes], command: Sequence[str]) -> str:
 
 def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequence[str], path: Path) -> None:
     """Build in a folder of its own, then rename: a killed build leaves no half library under the final name."""
-    with scratch_folder(path.parent) as folder:
-        written, output = folder / "sources", folder / path.name
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-") as folder:
+        written, output = Path(folder, "sources"), Path(folder, path.name)
         written.mkdir()
         for name, data in files.items():
             (written / name).write_bytes(data)
         *before, last = (str(written / name) for name in sources)
         # One translation unit: reading ap_int.h takes a third of the time.
         inputs = [*(f"-include{name}" for name in before), last]
-        done = processes.run([*command, f"-I{written}", *inputs, "-o", str(output)], {"TMPDIR": str(folder)})
+        done = processes.run([*command, f"-I{written}", *inputs, "-o", str(output)], {"TMPDIR": folder})
         if done.returncode:
             text = done.stderr.replace(f"{written}/", "").strip()[:2000]
             raise BackendError(
