@@ -107,7 +107,7 @@ class Session:
             InputError: a call is running, in another thread or around this one.
         """
         if self._guard.close():
-            del self._stepper
+            vars(self).pop("_stepper", None)
 
     def reset(self) -> None:
         """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
@@ -300,9 +300,13 @@ class Session:
             self._reset()
             for _ in _steps(num_tokens, progress):
                 logits = self._decode(tokens[-1]) if tokens else self._prefill(ids)
-                tokens.append(choose(logits))
-                if on_token is not None:
-                    on_token(like(prompt, tokens[-1]))
+                self._guard.calling = True
+                try:
+                    tokens.append(choose(logits))
+                    if on_token is not None:
+                        on_token(like(prompt, tokens[-1]))
+                finally:
+                    self._guard.calling = False
         return like(prompt, np.stack(tokens, 1))
 
     def _require_room(self, count: int, who: str) -> None:

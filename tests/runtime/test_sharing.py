@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from lowering.programs import LAYERS, Case, program
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.runtime import guard
 from fastcar_compile.runtime.backends import Stepper, StepResult
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.threads import thread_count
@@ -178,6 +181,66 @@ def test_a_closed_session_says_so(session: Session) -> None:
         with pytest.raises(InputError, match="the session is closed"):
             call()
     session.close()
+
+
+def interrupted(work: Callable[[], object], place: int) -> bool:
+    """Run `work` with a Ctrl-C before the bytecode number `place` of the guard; return whether it has so many."""
+    left = place
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != guard.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if event == "opcode" and left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+CALLS: dict[str, Callable[[Session], object]] = {
+    "step": lambda session: session.step(token()),
+    "reset": lambda session: session.reset(),
+    "generate": lambda session: session.generate(token()[:, None], 2),
+    "close": lambda session: session.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> None:
+    place = 0
+    session = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+    while interrupted(lambda session=session: CALLS[name](session), place):
+        if name != "close":
+            session.reset()
+            session.step(token())
+            elsewhere(session.reset)
+        session.close()
+        assert not hasattr(session, "_stepper"), "its memory is given back"
+        session = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+        place += 1
+    assert place > 20
+
+
+def test_an_interrupted_callback_leaves_the_session_usable(session: Session) -> None:
+    def interrupt(_token: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(token()[:, None], 2, on_token=interrupt)
+    session.reset()
+    session.step(token())
 
 
 def test_a_failed_call_leaves_the_session_usable(session: Session) -> None:
