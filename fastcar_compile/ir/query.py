@@ -178,7 +178,7 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]
     """
     values: dict[fx.Node, Any] = dict(known)
     needed = ancestors_until([node], set(known))
-    for current in in_order(module.graph, needed - set(known)):
+    for current in sorted(needed - set(known)):
         if current.op == "get_attr":
             values[current] = get_attribute(module, str(current.target))
             if isinstance(values[current], Tensor) and values[current].is_meta:

@@ -20,7 +20,7 @@ from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextSt
 from fastcar_compile.passes.patterns.eager_attention import MASKED, AttentionCall, Mask, attention_calls
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
 from fastcar_compile.passes.patterns.layouts import free_views
-from fastcar_compile.passes.patterns.table_rows import limit_table_rows
+from fastcar_compile.passes.patterns.table_rows import limit_table_rows, short_tables
 
 aten = torch.ops.aten
 
@@ -37,7 +37,8 @@ class NormalizeState(Pass):
     4. Attention to what follows from the input `context` alone becomes `fastcar.context_attention`. Its keys, values
        and mask become states that the graphs only read, `context_key_<l>`, `context_value_<l>` and `context_mask_<l>`.
        What computes them leaves the graphs: it is the context graph, which runs once per video.
-    5. A table that is read by position is read within its rows, also by the padding of a prompt's last chunk.
+    5. A table that is read by position must have a row for each position. The padding of a prompt's last chunk, which
+       may pass its end, reads the last row instead.
     Mask, write index and the sharing of key/value heads are proved: their subgraphs depend on the position only, and
     are evaluated at several positions. Nothing is inferred from names.
     """
@@ -81,6 +82,8 @@ class _Normalizer:
         self.functional.run()
         writes = {w.node: w for w in self.functional.writes}
         self._check_indices()
+        if self._tokens() == 1:
+            self.problems += short_tables(self.module, self.position, self.max_seq_len)
         self.context = ContextStates(self.module, NormalizeState.name)
         used: list[tuple[CacheWrite, StateRole, int]] = []
         layer = -1
@@ -96,7 +99,7 @@ class _Normalizer:
             raise CompileError.collect(self.problems)
         state = [self._lift(write, role, layer) for write, role, layer in used]
         self.graph.eliminate_dead_code()
-        limit_table_rows(self.graph, self.position, self.max_seq_len + self._tokens() - 1, NormalizeState.name)
+        limit_table_rows(self.module, self.position, self.max_seq_len, NormalizeState.name)
         return state
 
     def _take_out_context(self) -> None:

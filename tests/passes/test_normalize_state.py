@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
@@ -18,7 +18,7 @@ from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_origins, check_truthful, nodes_of
-from .tiny import BATCH, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
+from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
 
 
 def test_second_application_changes_nothing() -> None:
@@ -227,6 +227,104 @@ def test_a_chunk_of_more_than_half_of_the_tables() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             module(*program.example_inputs(module))
     expected, stepper, ids = logits(program), backend_of(program), token_ids()
+    for start in (0, 10):
+        part = ids[:, start : start + 10]
+        found = stepper.prefill(np.pad(part, [(0, 0), (0, 10 - part.shape[1])]), start)[:, : part.shape[1]]
+        np.testing.assert_allclose(found.swapaxes(0, 1), expected[start : start + 10], atol=1e-6, rtol=0)
+
+
+class Tabled(TinyBlock):
+    """Two tables of `rows` rows are added, read at `at`."""
+
+    rows = ROWS
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.places, self.columns = nn.Embedding(self.rows, WIDTH), nn.Parameter(torch.randn(self.rows, WIDTH))
+
+    def at(self, position: Tensor) -> Tensor:
+        return position
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        at = self.at(position)
+        x = x + self.places(at) + self.columns[at] + self.columns.index_select(0, at)
+        return super().attend(x, position)
+
+
+class Short(Tabled):
+    rows = ROWS - 3
+
+
+class Offset(Tabled):
+    """As OPT has it: the first rows are no positions."""
+
+    def at(self, position: Tensor) -> Tensor:
+        return position + 2
+
+
+class RowsOfAPicture(Tabled):
+    rows = (ROWS - 1) // FRAME + 1
+
+    def at(self, position: Tensor) -> Tensor:
+        return position // FRAME
+
+
+class PlaceInAPicture(Tabled):
+    rows = FRAME
+
+    def at(self, position: Tensor) -> Tensor:
+        return position % FRAME
+
+
+class ShortPictures(Tabled):
+    rows = FRAME - 1
+
+    def at(self, position: Tensor) -> Tensor:
+        return position % FRAME
+
+
+class Distances(Tabled):
+    rows = 5
+
+    def at(self, position: Tensor) -> Tensor:
+        return (ROWS + 10 - position).clamp(max=4)
+
+
+class Wide(Tabled):
+    """The padding of the last chunk passes an offset table that has more rows than positions."""
+
+    rows = ROWS + 2
+    at = Offset.at
+
+
+@pytest.mark.parametrize(
+    ("block", "rows", "first", "needed"),
+    [(Short, ROWS - 3, ROWS - 3, ROWS), (Offset, ROWS, ROWS - 2, ROWS + 2), (ShortPictures, FRAME - 1, 2, FRAME)],
+)
+def test_a_table_with_too_few_rows_is_refused(block: type[TinyBlock], rows: int, first: int, needed: int) -> None:
+    """The model itself raises IndexError there."""
+    with pytest.raises(IndexError):
+        logits(captured(block))
+    with pytest.raises(CompileError) as error:
+        NormalizeState().apply(captured(block, TinyBlock, block))
+    assert not error.value.problems
+    text = f"tables 'blocks.0.places.weight' and 3 more have {rows} rows, but max_seq_len is {ROWS}: position {first}"
+    assert error.value.what.startswith(text)
+    assert error.value.where.startswith("blocks.0.places, ")
+    assert f"max_seq_len={first}" in error.value.hint
+    assert f"{needed} rows" in error.value.hint
+
+
+@pytest.mark.parametrize("block", [Tabled, RowsOfAPicture, PlaceInAPicture, Distances, Wide])
+def test_tables_of_enough_rows(block: type[TinyBlock]) -> None:
+    """What is not read by the position itself needs fewer rows. The second chunk is padded past the last position."""
+    program = captured(block, chunk=10)
+    expected, ids = logits(program), token_ids()
+    NormalizeState().apply(program)
+    for module in program.graphs():
+        module.recompile()
+    stepper = backend_of(program)
+    np.testing.assert_allclose(logits(program), expected, atol=1e-6, rtol=0)
     for start in (0, 10):
         part = ids[:, start : start + 10]
         found = stepper.prefill(np.pad(part, [(0, 0), (0, 10 - part.shape[1])]), start)[:, : part.shape[1]]
