@@ -146,7 +146,7 @@ class _Normalizer:
         self, layer: int, site: AttentionCall, writes: dict[fx.Node, CacheWrite]
     ) -> list[tuple[CacheWrite, StateRole, int]]:
         node, query = site.node, site.query
-        keys, values = (self._cache_of(n, writes, query) for n in (site.key, site.value))
+        keys, values = (self._cache_of(n, writes) for n in (site.key, site.value))
         if keys is None or values is None:
             self._refuse_keys(layer, site)
             return []
@@ -180,14 +180,14 @@ class _Normalizer:
             hint = "take the context as the input `context` [B, L, C] of forward, or put it in front of the prompt"
         self._problem(site.node, what, hint)
 
-    def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite], query: fx.Node) -> CacheWrite | None:
+    def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite]) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""
         current = node
         while current not in writes:
             if not is_op(current, *HEAD_VIEWS) and not _is_same(current):
                 return None
             current = node_arg(current, 0)
-        if node is not current and not is_shared(self.module, node, current, shape_of(query)[1]):
+        if node is not current and not is_shared(self.module, node, current, shape_of(node)[1]):
             return None
         return writes[current]
 

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import ancestors, is_op, node_arg, optional_arg
+from fastcar_compile.ir.query import ancestors, is_op, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import call
 from fastcar_compile.passes.patterns.in_place import rewrite_write
 
@@ -137,11 +137,25 @@ class Functionalizer:
             what = "axis 2 of [B, heads, S, D], or axis 1 of [B, S, heads, D]"
             self._refuse(node, f"the write into '{root}' is not along the sequence axis ({what})")
             return None
+        value = self._broadcast(node, current, axis, index, value)
         buffer, rows = (self._heads_first(part, axis, node) for part in (current, value))
         arguments = (buffer, rows, self.position)
         written = call(self.graph, torch.ops.fastcar.cache_write.default, arguments, origin=node, made_by=MADE_BY)
         self.writes.append(CacheWrite(root, buffer, written, index, node))
         return self._heads_first(written, axis, node)
+
+    def _broadcast(self, node: fx.Node, buffer: fx.Node, axis: int, index: fx.Node, value: fx.Node) -> fx.Node:
+        """Return the value in the shape of the rows that it is written to, which an indexed write may leave open.
+
+        Python drops the leading axes of size 1 of what is assigned: a value of batch 1 comes without its batch.
+        """
+        rows = list(shape_of(buffer))
+        rows[axis] = value_of(index).numel()
+        if is_op(value, aten.view) and shape_of(node_arg(value, 0)) == tuple(rows):
+            return node_arg(value, 0)
+        if shape_of(value) == tuple(rows):
+            return value
+        return call(self.graph, aten.expand.default, (value, rows), origin=node, made_by=MADE_BY)
 
     def _heads_first(self, part: fx.Node, axis: int, origin: fx.Node) -> fx.Node:
         """Return a cache in the other layout where its sequence axis is 1; state always is [B, heads, S, D]."""

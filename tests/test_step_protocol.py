@@ -1,0 +1,193 @@
+"""Every spelling that docs/reference/step_protocol.md gives, at batch 1 and 2: graphs compute what the module does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastcar_compile as fc
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.runtime.backends.eager import EagerStepper
+
+ROWS, FRAME, CHUNK, WIDTH, HEADS, DIM, VOCAB = 12, 3, 5, 16, 2, 8, 7
+DOCUMENT = Path(__file__).parents[1] / "docs/reference/step_protocol.md"
+sdpa = F.scaled_dot_product_attention
+
+
+def assigned(cache: Tensor, at: Tensor, key: Tensor) -> Tensor:
+    cache[:, :, at] = key
+    return cache
+
+
+def assigned_second(cache: Tensor, at: Tensor, key: Tensor) -> Tensor:
+    cache[:, at] = key.transpose(1, 2)
+    return cache.transpose(1, 2)
+
+
+def copied(cache: Tensor, at: Tensor, key: Tensor) -> Tensor:
+    return cache.index_copy_(2, at, key)
+
+
+def copied_second(cache: Tensor, at: Tensor, key: Tensor) -> Tensor:
+    return cache.index_copy_(1, at, key.transpose(1, 2)).transpose(1, 2)
+
+
+def seen(at: Tensor, window: int = ROWS) -> Tensor:
+    columns = torch.arange(ROWS)[None, :]
+    return (columns <= at[:, None]) & (columns > at[:, None] - window)
+
+
+def added(at: Tensor) -> Tensor:
+    return torch.where(seen(at), 0.0, torch.finfo(torch.float32).min)
+
+
+def per_head(*shared: Tensor) -> list[Tensor]:
+    return [t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in shared]
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    k, v = per_head(k, v)
+    return (q @ k.transpose(2, 3) / DIM**0.5).masked_fill(~seen(at), float("-inf")).softmax(-1) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    k, v = per_head(k, v)
+    return F.softmax(0.5 * torch.tanh(q @ k.transpose(-1, -2) * 0.3 / 0.5) + added(at), dim=-1) @ v
+
+
+ATTENTIONS: list[Callable[..., Tensor]] = [
+    lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at), enable_gqa=True),
+    lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at, window=4), enable_gqa=True),
+    lambda q, k, v, at: sdpa(q, *per_head(k, v), attn_mask=added(at)),
+    filled,
+    capped,
+]
+
+
+class Block(nn.Module):
+    """A layer whose spelling is given: how caches are written, attention, and where the MLP is added."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, rows: int, kv_heads: int, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.kv, self.write, self.attend = kv_heads * DIM, write, attend
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 2 * self.kv), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+        shape = (rows, ROWS, kv_heads, DIM) if "second" in write.__name__ else (rows, kv_heads, ROWS, DIM)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def attention(self, x: Tensor, at: Tensor) -> Tensor:
+        parts = self.qkv(x).split([WIDTH, self.kv, self.kv], -1)
+        q, k, v = (t.unflatten(-1, (-1, DIM)).transpose(1, 2) for t in parts)
+        y = self.attend(q, self.write(self.keys, at, k), self.write(self.values, at, v), at)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, h: Tensor, at: Tensor) -> Tensor:
+        h = h + self.attention(self.norm_1(h), at)
+        return h + self.mlp(self.norm_2(h))
+
+
+class Parallel(Block):
+    def forward(self, h: Tensor, at: Tensor) -> Tensor:
+        x = self.norm_1(h)
+        return h + self.attention(x, at) + self.mlp(x)
+
+
+class TwoNorms(Block):
+    def forward(self, h: Tensor, at: Tensor) -> Tensor:
+        return self.mlp(self.norm_2(h)) + (self.attention(self.norm_1(h), at) + h)
+
+
+class Decoder(nn.Module):
+    """Two layers, with learnt positions."""
+
+    max_seq_len = ROWS
+
+    def __init__(
+        self,
+        rows: int,
+        kv_heads: int = HEADS,
+        block: type[Block] = Block,
+        write: Callable[..., Tensor] = assigned,
+        attend: Callable[..., Tensor] = ATTENTIONS[0],
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(ROWS, WIDTH)
+        self.blocks = nn.ModuleList([block(rows, kv_heads, write, attend) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
+        h = self.embed(input_ids) + self.places(cache_position)
+        for block in self.blocks:
+            h = block(h, cache_position)
+        return self.head(h)
+
+
+def ids_of(rows: int) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, ROWS), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model: nn.Module, rows: int) -> Tensor:
+    """Logits [B, T, V] of the module itself, token by token."""
+    own, ids = copy.deepcopy(model), ids_of(rows)
+    with torch.no_grad():
+        return torch.cat([own(ids[:, t : t + 1], torch.tensor([t])) for t in range(ROWS)], 1)
+
+
+def check(model: nn.Module, rows: int) -> None:
+    """The analysed graphs give the module's logits, in decode steps and in chunks of a prompt."""
+    expected, ids = logits_of(model, rows).numpy(), ids_of(rows).numpy()
+    program = capture(model, batch_size=rows, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=CHUNK)
+    run_pipeline(program, analysis_pipeline())
+    assert len(program.sites) == 2
+    stepper = EagerStepper(
+        program.graph_module, program.outputs, program.prefill, program.prefill_outputs, program.state, CHUNK
+    )
+    chunks = [stepper.prefill(ids[:, at : at + CHUNK], at) for at in range(0, ROWS - CHUNK, CHUNK)]
+    np.testing.assert_allclose(np.concatenate(chunks, 1), expected[:, : 2 * CHUNK], atol=2e-6, rtol=0)
+    for t in range(2 * CHUNK, ROWS):
+        found = stepper.decode(ids[:, t : t + 1], t, t, np.zeros(2, np.float32)).logits
+        np.testing.assert_allclose(found, expected[:, t : t + 1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+@pytest.mark.parametrize("write", [assigned, assigned_second, copied, copied_second])
+def test_a_cache_may_be_written_as(write: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
+    check(Decoder(rows, kv_heads, write=write), rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+@pytest.mark.parametrize("attend", ATTENTIONS)
+def test_attention_may_be(attend: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
+    check(Decoder(rows, kv_heads, attend=attend), rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("block", [Parallel, TwoNorms])
+def test_a_block_may_be(block: type[Block], rows: int) -> None:
+    check(Decoder(rows, block=block), rows)
+
+
+def test_one_row_is_compiled_with_the_documents_spelling(tmp_path: Path) -> None:
+    assert "`self.key_cache[:, :, cache_position] = key`" in DOCUMENT.read_text()
+    model = Decoder(1)
+    artifact = fc.compile(model, "cpu", tokens_per_frame=FRAME, replay=None, output=tmp_path)
+    session, ids = artifact.session(), ids_of(1)
+    found = torch.stack([torch.as_tensor(session.step(ids[:, t])) for t in range(ROWS)], 1)
+    torch.testing.assert_close(found, logits_of(model, 1), atol=1e-5, rtol=0)
