@@ -37,7 +37,7 @@ from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
-from fastcar_compile.values import check_function, path_of, plain, shown
+from fastcar_compile.values import path_of, plain, reporter, shown
 from fastcar_compile.whole_step import rewritten, whole_step
 
 DEFAULT_TOKENS_PER_FRAME = 256
@@ -141,7 +141,7 @@ def compile(
         dry_run: stop before code generation and report what would be built; nothing is written. A folder then needs no
             more than its config.json.
         strict: refuse whatever would run in another way than asked for, such as a linear that the host keeps.
-        progress: called with the name of each stage.
+        progress: called with the name of each stage. The logger `fastcar_compile` has it too, at INFO.
 
     Returns:
         The artifact, open; a report instead with `dry_run`.
@@ -153,8 +153,7 @@ def compile(
         ArtifactError: `output` exists and is no artifact, cannot be written, has no room, or is another build's.
         UserError: the memory does not suffice.
     """
-    check_function("progress", progress)
-    say = progress or (lambda _stage: None)
+    say = reporter(progress)
     board = load_target(target)
     require_buildable(board)
     if not isinstance(host_cpus, list | tuple) or not all(isinstance(name, str) for name in host_cpus):

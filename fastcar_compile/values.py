@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 
 from fastcar_compile import limits
 from fastcar_compile.errors import InputError, UserError, shown
+
+LOGGER = logging.getLogger("fastcar_compile")
+"""Stages at INFO, what the machine lacks at WARNING. The command line shows both; a script configures `logging`."""
 
 
 def plain(value: Any) -> Any:
@@ -86,6 +90,22 @@ def check_function(what: str, value: Any) -> None:
     """Raise InputError unless `value` is None or can be called."""
     if value is not None and not callable(value):
         raise InputError(f"{what} is {shown(value)}", hint="give a function, or leave it out")
+
+
+def reporter(progress: Any) -> Callable[[str], None]:
+    """Return what reports a stage: to the logger, and to the caller's function if there is one.
+
+    Raises:
+        InputError: the caller gave what cannot be called.
+    """
+    check_function("progress", progress)
+
+    def say(stage: str) -> None:
+        LOGGER.info("%s", stage)
+        if progress is not None:
+            progress(stage)
+
+    return say
 
 
 def check_kind(what: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:

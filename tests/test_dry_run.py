@@ -111,6 +111,16 @@ def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "artifact").exists()
 
 
+def test_the_logger_and_the_caller_are_told_the_same_stages(caplog: pytest.LogCaptureFixture) -> None:
+    told = list[str]()
+    with caplog.at_level("INFO", "fastcar_compile"):
+        fc.compile(PlainDecoder(), "cpu", tokens_per_frame=4, dry_run=True, progress=told.append)
+    assert told[0] == "capturing the decode step"
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("fastcar_compile", "INFO", stage) for stage in told
+    ]
+
+
 def test_a_weight_that_cannot_be_packed_is_a_problem() -> None:
     found = fc.compile(ComputedDecoder(), "zcu102", offload="mlp", tokens_per_frame=4, dry_run=True)
     (problem,) = found.problems

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,10 @@ from conftest import check_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from rich.console import Console
+
+import fastcar_compile as fc
+from fastcar_compile.values import LOGGER
 
 FOLDER = Path(__file__).parents[1] / "examples" / "moving_shapes"
 NAMES = ("video", "evaluate", "render", "train", "generate", "demo")
@@ -181,6 +187,24 @@ def test_the_demo_says_why(example: SimpleNamespace, cache: int | None, end: str
     assert line.startswith("speed    replay is 0.97x as fast as dense; if every MLP replayed, 1.10x. ")
     assert line.endswith(end)
     assert "\n" not in line
+
+
+def test_the_demo_compiles_without_a_word_of_a_library(
+    example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fake_compile(model: object, **_options: object) -> str:
+        assert isinstance(model, Path), "loading it with Transformers draws a bar"
+        LOGGER.warning("no linker for the board")
+        return "artifact"
+
+    monkeypatch.setattr(fc, "compile", fake_compile)
+    monkeypatch.setattr(LOGGER, "level", LOGGER.level)
+    options = Namespace(
+        folder=FOLDER / "tuned", target="zcu102", gate="learned", target_replay=0.85, out=Path("unused")
+    )
+    assert example.demo.compiled(options, Console(quiet=True)) == "artifact"
+    assert not LOGGER.isEnabledFor(logging.WARNING)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_pictures_refuse_what_is_no_video(example: SimpleNamespace, tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def token_ids() -> torch.Tensor:
     return torch.randint(0, 17, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
     check_module("onnxruntime")
     check_backends(artifact, token_ids(), PROMPT)

@@ -32,7 +32,7 @@ from fastcar_compile.gates.weights import weights_in
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
-from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_range, token_table, whole
+from fastcar_compile.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
 
 PRECISIONS = ("none", "w8a8", "w4a8")
 """What a model can be measured in. An artifact has its own precision."""
@@ -85,7 +85,7 @@ def calibrate(
         search_videos: on how many of the videos the layers' shares are found (with couple_cfg: pairs); all of them meet
             the target. None: as many as hold SEARCH_TOKENS tokens. `max_nll_increase` measures all throughout.
         journal: file that keeps every measurement. An interrupted calibration continues from it.
-        progress: called with one line after every measurement.
+        progress: called with one line after every measurement. The logger `fastcar_compile` has it too, at INFO.
 
     Raises:
         InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
@@ -96,7 +96,7 @@ def calibrate(
     check_kind("source", source, (Artifact, nn.Module), "an artifact, or a decoder as `compile` takes it")
     check_kind("replay", replay, (ReplayConfig, type(None)), "a ReplayConfig")
     check_precision(quant)
-    check_function("progress", progress)
+    say = reporter(progress)
     journal = None if journal is None else path_of("journal", journal)
     search_videos = None if search_videos is None else whole("search_videos", search_videos, 1)
     setting = Setting(whole("prompt", prompt, 1), token_range("counted", counted), search_videos)
@@ -106,7 +106,7 @@ def calibrate(
         given = _of_artifact(source)
     else:
         given = _Source(program_of(source, tokens.shape, tokens_per_frame, quant), replay or ReplayConfig())
-    search, key = search_of(given.program, given.replay, tokens, setting, journal, progress)
+    search, key = search_of(given.program, given.replay, tokens, setting, journal, say)
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:

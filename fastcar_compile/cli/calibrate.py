@@ -70,7 +70,6 @@ def calibrate_command(
             counted=parse_ids(counted),
             search_videos=search_videos,
             journal=journal,
-            progress=show,
         )
         if output is not None:
             found.save(output)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
@@ -17,6 +18,7 @@ from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.places import check_places, path_options
 from fastcar_compile.errors import FastcarError, UserError
+from fastcar_compile.values import LOGGER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,35 +124,66 @@ def _raise_if_asked(error: Exception) -> None:
         raise error
 
 
-@contextmanager
-def _warnings_to(console: Console) -> Generator[None]:
-    def show(message: Warning | str, *_rest: object) -> None:
-        _print_labelled("warning", "yellow", str(message), console)
+class _Lines(logging.Handler):
+    """Prints warnings as labelled lines, and gives stages to `show`."""
 
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+    def __init__(self, level: int, console: Console, show: Callable[[str], None]) -> None:
+        super().__init__(level)
+        self._console, self._show = console, show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print or show one record."""
+        if record.levelno >= logging.WARNING:
+            _print_labelled("warning", "yellow", record.getMessage(), self._console)
+        else:
+            self._show(visible(record.getMessage(), lines=False))
+
+
+@contextmanager
+def _reports_to(handler: _Lines) -> Generator[None]:
+    """Send the package's logger and Python's warnings to a handler."""
+
+    def warned(message: Warning | str, *_rest: object) -> None:
+        LOGGER.warning("%s", message)
+
+    before = LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(handler.level)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warned
+            yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before)
 
 
 @contextmanager
 def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
-    """Show a spinner with the elapsed time on stderr, and yield a function that sets its text.
+    """Show on stderr what the package's logger is told, and yield a function that tells it a stage of the command's.
 
-    There is no spinner with --json, nor where stdout or stderr is no terminal. Warnings inside the block are one line
-    each on stderr.
+    On a terminal a spinner has the stage and the elapsed time. Where stdout or stderr is no terminal, every stage that
+    the library logs is one line, the command's own are none. With --json there are neither. A warning is always a line.
     """
-    if as_json or not interactive():
-        with _warnings_to(stderr()):
-            yield lambda text: None
-        return
-    from rich.markup import escape
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    with ExitStack() as stack:
+        if as_json or not interactive():
+            console = stderr()
+            handler = _Lines(
+                logging.WARNING if as_json else logging.INFO,
+                console,
+                lambda text: console.print(f"{title}: {text}", markup=False, soft_wrap=True),
+            )
+        else:
+            from rich.markup import escape
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as progress, _warnings_to(progress.console):
-        task = progress.add_task(escape(title))
-
-        def show(text: str) -> None:
-            progress.update(task, description=escape(visible(f"{title}: {text}", lines=False)))
-
-        yield show
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            spinner = stack.enter_context(Progress(*columns, console=stderr(), transient=True))
+            task = spinner.add_task(escape(title))
+            handler = _Lines(
+                logging.DEBUG,
+                spinner.console,
+                lambda text: spinner.update(task, description=escape(f"{title}: {text}")),
+            )
+        stack.enter_context(_reports_to(handler))
+        yield functools.partial(LOGGER.debug, "%s")

@@ -146,7 +146,7 @@ def compile_command(
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "compile") as show:
         show("checking the model")
-        artifact = fc.compile(load_model(model), dry_run=False, output=str(output), progress=show, **options)
+        artifact = fc.compile(load_model(model), dry_run=False, output=str(output), **options)
     _show_artifact(artifact, as_json)
     return ExitCode.OK
 
@@ -158,7 +158,7 @@ def _dry_run(model: Path, options: dict[str, Any], as_json: bool) -> ExitCode:
 
     with stages(as_json, "dry run") as show:
         show("checking the model")
-        report = fc.compile(load_model(model, weights=False), dry_run=True, progress=show, **options)
+        report = fc.compile(load_model(model, weights=False), dry_run=True, **options)
     if as_json:
         print_json(report.to_json())
     else:

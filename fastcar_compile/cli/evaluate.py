@@ -95,7 +95,6 @@ def evaluate_command(
             counted=parse_ids(counted),
             detokenize=function,
             journal=None if journal is None else journal / "rows.json",
-            progress=show,
         )
         if cases is not None:
             planned = evaluate.load_cases(cases, weights)

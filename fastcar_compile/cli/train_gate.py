@@ -77,7 +77,6 @@ def train_gate_command(
             counted=parse_ids(counted),
             start=first,
             checkpoint=checkpoint,
-            progress=show,
         )
         found.save(output)
     show_gate(found, output, as_json)

@@ -84,7 +84,6 @@ def tune_decoder_command(
             counted=parse_ids(counted),
             start=first,
             checkpoint=checkpoint,
-            progress=show,
         )
         output.parent.mkdir(parents=True, exist_ok=True)
         # A kill while writing leaves no half of a decoder under the name that was asked for.

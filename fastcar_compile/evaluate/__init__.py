@@ -21,7 +21,7 @@ from fastcar_compile.evaluate.measure import HeldOut, Judge, Result
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.strict_json import read_json
-from fastcar_compile.values import token_range
+from fastcar_compile.values import reporter, token_range
 
 Say = Callable[[str], None]
 
@@ -40,7 +40,7 @@ class Study:
         groups: name -> frames that are measured apart too, bool [N, frames], whole frames after the prompt.
         detokenize: gives the frames for PSNR, SSIM and pictures; None leaves these out.
         journal: a JSON file that keeps every row. An interrupted study continues from it.
-        progress: called with one line per step.
+        progress: called with one line per step. The logger `fastcar_compile` has it too, at INFO.
 
     Raises:
         InputError: the videos do not fit the decoder, or the detokeniser does not fit the videos.
@@ -64,7 +64,7 @@ class Study:
         self._videos, self._decoder = np.ascontiguousarray(np.asarray(videos)), decoder
         self._setting = Setting(prompt, token_range("counted", counted))
         self._groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
-        self._detokenize, self._say = detokenize, progress or (lambda _line: None)
+        self._detokenize, self._say = detokenize, reporter(progress)
         if isinstance(source, DecoderProgram):
             self.program = source
         elif isinstance(source, Artifact):

@@ -26,7 +26,7 @@ from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Scorer
 from fastcar_compile.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.training.trained import SAVE_EVERY, TrainedGate, TrainingState
-from fastcar_compile.values import check_function, check_kind, number, path_of, shown, token_range, token_table, whole
+from fastcar_compile.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -140,7 +140,7 @@ def train_gate(
         softness: first softness of these decisions; it falls to 0.3 of that. Remaining softness makes the result's own
             figures too good.
         checkpoint: a file with the state, written regularly. An interrupted training continues from it.
-        progress: called with one line after every step.
+        progress: called with one line after every step. The logger `fastcar_compile` has it too, at INFO.
 
     Raises:
         InputError: bad arguments or videos.
@@ -159,7 +159,7 @@ def begun(start: TrainedGate | None) -> str | None:
 def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
     """Return a finished training. Arguments and errors are those of `train_gate`."""
     check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
-    check_function("progress", setup.progress)
+    say = reporter(setup.progress)
     options = _checked(options)
     tokens = token_table("the videos", videos)
     prompt = whole("prompt", setup.prompt, 1)
@@ -177,7 +177,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
     checkpoint = None if setup.checkpoint is None else path_of("checkpoint", setup.checkpoint)
     kept = TrainingState(checkpoint, key)
-    training.run(kept, setup.progress or (lambda _line: None))
+    training.run(kept, say)
     return training
 
 

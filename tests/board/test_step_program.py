@@ -20,7 +20,6 @@ from fastcar_compile.step.simulator import NO_STEP
 PROMPT, COUNT = [[16, 2, 11], [3, 4, 5]], 40
 WORDS = ("--prompt", "1", "--num-tokens", 9)
 PROGRAM, TABLE = "step/program.bin", "drs/table.bin"
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 
 
 @pytest.fixture(scope="module")

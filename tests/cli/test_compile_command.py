@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from typer.testing import Result
 
 import fastcar_compile
+from fastcar_compile.values import LOGGER, reporter
 
 from .conftest import FakeArtifact
 
@@ -22,9 +24,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     """Replaces `fc.compile`; the keyword arguments of each call are appended, the model under "model"."""
     seen: list[dict[str, Any]] = []
 
-    def fake_compile(model: Any, progress: Callable[[str], None], dry_run: bool, **options: Any) -> FakeArtifact:
+    def fake_compile(model: Any, dry_run: bool, **options: Any) -> FakeArtifact:
         assert not dry_run
-        progress("capturing")
+        reporter(None)("capturing [the] step")
+        LOGGER.warning("no linker")
         seen.append({"model": model, **options})
         return FakeArtifact(tmp_path / "artifact")
 
@@ -91,6 +94,10 @@ def test_exported_program(fastcar: Callable[..., Result], calls: list[dict[str, 
     result = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay")
     assert result.exit_code == 0, result.output
     assert "3 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
+    assert result.stderr == "compile: capturing [the] step\nwarning: no linker\n"
+    as_json = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay", "--json")
+    assert as_json.stderr == "warning: no linker\n"
+    assert (LOGGER.level, LOGGER.handlers) == (logging.NOTSET, [])
     assert isinstance(calls[0]["model"], torch.export.ExportedProgram)
     assert calls[0]["replay"] is None
 

@@ -14,7 +14,6 @@ from exact.conftest import PROMPT, compiled, token_ids
 from fastcar_compile.errors import BackendError, CompileError
 
 
-@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_backends_have_the_same_bits(artifact: fc.Artifact) -> None:
     """The whole step is on the accelerator."""
     found = {}
@@ -28,7 +27,6 @@ def test_backends_have_the_same_bits(artifact: fc.Artifact) -> None:
         assert (chosen == decisions).all(), backend
 
 
-@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_prefill_and_steps_have_the_same_bits(artifact: fc.Artifact) -> None:
     """The prompt in chunks, or all but its first token in steps that never replay."""
     ids = token_ids()[:, : PROMPT + 1]

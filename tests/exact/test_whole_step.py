@@ -30,7 +30,6 @@ from fastcar_compile.runtime.session import Session
 from fastcar_compile.step.program import read_program
 
 STEPS = 24
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 
 
 @pytest.fixture

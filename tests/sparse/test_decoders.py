@@ -115,7 +115,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*is not on PATH:UserWarning")
 def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
     """Window narrower than a frame, prompt longer than the window: eager, TVM, onnxruntime and C simulation."""
     check_module("onnxruntime")

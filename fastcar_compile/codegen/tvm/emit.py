@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import platform
 import shutil
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.targets import Target
+from fastcar_compile.values import LOGGER
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.tvm.build import LoweredModule
@@ -107,7 +107,7 @@ def cross_compiler(triple: str, machine: str) -> str:
 
 
 def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, machine: str) -> BoardPart:
-    """Write the library for the board's CPU, or object files and a warning where the linker is missing.
+    """Write the library for the board's CPU, or object files where the linker is missing.
 
     Args:
         machine: triple of the build machine.
@@ -122,7 +122,7 @@ def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, ma
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
             f"a library. Install it (Debian: g++-{triple}) and compile again"
         )
-        warnings.warn(text, UserWarning, stacklevel=2)
+        LOGGER.warning("%s", text)  # no Python warning: no line of the caller's code is to change
     isa = board_instruction_set(cpu, triple)
     library = board_library(triple, cpu if triple == machine else None, linked=linked)
     compiled = lowered.retarget(isa)
