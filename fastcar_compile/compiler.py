@@ -37,7 +37,7 @@ from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.targets import Target, load_target, require_buildable
-from fastcar_compile.values import path_of, plain, reporter, shown
+from fastcar_compile.values import LOGGER, path_of, plain, reporter, shown
 from fastcar_compile.whole_step import rewritten, whole_step
 
 DEFAULT_TOKENS_PER_FRAME = 256
@@ -137,7 +137,7 @@ def compile(
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
             its CPU runs.
-        output: folder of the artifact; written atomically.
+        output: folder of the artifact; written atomically. The artifact's `path` and the logger say where it is.
         dry_run: stop before code generation and report what would be built; nothing is written. A folder then needs no
             more than its config.json.
         strict: refuse whatever would run in another way than asked for, such as a linear that the host keeps.
@@ -195,6 +195,7 @@ def compile(
             require_step(program)
         _warn_of_defaults(config.replay)
         emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
+    LOGGER.info("the artifact is in %s", writer.path)
     return Artifact(writer.path, None if program.lazy else original.graph_module, digests=writer.digests)
 
 

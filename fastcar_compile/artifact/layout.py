@@ -10,6 +10,7 @@ hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
 step/               step program, binary and JSON, where the accelerator runs whole decode steps
 report.json
+README.md           for a board: what to run first
 signature.json      where the artifact is signed: the only file that the manifest does not list
 ```
 """
@@ -47,7 +48,7 @@ STEP_PROGRAM, STEP_PROGRAM_JSON = "step/program.bin", "step/program.json"
 
 HOST_SOURCES = "host/src"
 
-REPORT_JSON = "report.json"
+REPORT_JSON, README = "report.json", "README.md"
 
 
 def weight_file(shard: int | None = None) -> str:

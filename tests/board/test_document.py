@@ -6,6 +6,8 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+import fastcar_compile as fc
+from fastcar_compile.cli.commands import COMMANDS
 from fastcar_compile.codegen.hls.design.banks import bank_map
 from fastcar_compile.runtime.backends.board.device import DEVICE, XCLBIN
 from fastcar_compile.runtime.backends.board.memory import MEMINFO
@@ -47,3 +49,20 @@ def test_the_weight_ports_of_zynq_are_those_of_its_target() -> None:
     text = f"the weight ports take {', '.join(banks.weights[:3])} and {banks.weights[3]}"
     assert text in " ".join(DOCUMENT.split())
     assert "`zcu104-sodimm` is estimate only" in DOCUMENT
+
+
+def test_the_readme_of_an_artifact_names_what_is_there(engine_artifact: fc.Artifact) -> None:
+    assert "README.md" in engine_artifact.manifest.files
+    text = (engine_artifact.path / "README.md").read_text()
+    rows = re.findall(r"^\| (`.+`) \|", text, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
+    assert {"hls/", "drs/", "host/src/", "weights/", "manifest.json"} <= set(named)
+    assert [name for name in named if not (engine_artifact.path / name).exists()] == []
+    assert set(re.findall(r"^fastcar ([\w-]+)", text, re.MULTILINE)) <= set(COMMANDS)
+    for options, folder in (("", "hls"), (r"-C \S+ ", "host/src")):
+        makefile = (engine_artifact.path / folder / "Makefile").read_text()
+        for words in re.findall(rf"^make {options}([a-z].*?) *(?:#.*)?$", text, re.MULTILINE):
+            goals = [word for word in words.split() if "=" not in word]
+            assert goals
+            assert [g for g in goals if not re.search(rf"^{g}:", makefile, re.MULTILINE)] == []
+            assert [v for v in re.findall(r"\b([A-Z_]+)=", words) if f"$({v})" not in makefile] == []

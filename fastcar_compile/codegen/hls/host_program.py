@@ -1,4 +1,4 @@
-"""The C++ host program of an artifact: real headers and mains, and one generated header with this decoder's sizes."""
+"""The C++ host program of an artifact: real headers and mains, one generated header with this decoder's sizes, a README."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from fastcar_compile.artifact.layout import HOST_SOURCES, weight_file
+from fastcar_compile.artifact.layout import HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
 from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
@@ -45,11 +45,12 @@ _DTYPES = {
 """As safetensors names them, and fastcar_safetensors.hpp."""
 
 _FUNCTIONS = {"MLP_FUNCTION": MLP_FUNCTION, "GATE_FUNCTION": GATE_FUNCTION, "LINEAR_FUNCTION": LINEAR_FUNCTION}
+_COMPUTES = {"mlp": "the MLPs", "linears": "the MLPs, projections and head", "all": "every layer and the head"}
 _STATUSES = {"PROGRAM_STATUSES": ProgramStatus, "TABLE_STATUSES": TableStatus, "RUN_STATUSES": StepStatus}
 
 
 class HostProgramEmitter:
-    """Writes the C++ host program of an FPGA target. The manifest has no section for it."""
+    """Writes the C++ host program of an FPGA target, and the artifact's README. The manifest has no section for them."""
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> None:
         """Write the sources; see Emitter.emit."""
@@ -59,6 +60,17 @@ class HostProgramEmitter:
         accelerator = context.section(AcceleratorSection)
         for name, text in host_sources(program, host.board, context.target, accelerator).items():
             context.writer.write_text(f"{HOST_SOURCES}/{name}", text)
+        text = render(
+            "README.md",
+            config=program.config,
+            quant=context.options.quant,
+            computes=_COMPUTES[context.options.offload],
+            part=context.target.part,
+            shares_memory=context.target.shares_memory,
+            board=host.board,
+            accelerator=accelerator,
+        )
+        context.writer.write_text(README, text)
 
 
 def host_sources(
