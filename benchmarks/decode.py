@@ -3,7 +3,7 @@ llama.cpp, dense and with replay.
 
     python benchmarks/decode.py --json out.json --plot out.png
     python benchmarks/decode.py --docs          # writes docs/measurements/speed_table.md and docs/images/speed.png
-    python benchmarks/decode.py --quick         # a small decoder, one to two minutes
+    python benchmarks/decode.py --quick         # a small decoder, about two minutes
     python benchmarks/decode.py --workloads batch,prefill --kept rows.json --docs    # batch_table.md and its pictures
     python benchmarks/decode.py --workloads batch --batches 8,32 --precisions w8a8 --kept rows.json
 
@@ -71,16 +71,16 @@ def checkpoint(folder: Path, sizes: Sizes, longest: int, say: Say) -> Path:
     return place
 
 
-def measure(plan: Plan, precisions: tuple[str, ...], keep: bool, say: Say) -> list[Row]:
-    """Return the rows of all groups. Delete a group's files unless `keep`."""
+def measure(plan: Plan, precisions: tuple[str, ...], keep: bool, say: Say) -> Iterator[list[list[Row]]]:
+    """Yield the rows of all groups measured so far, after each group. Delete a group's files unless `keep`."""
     groups: list[list[Result]] = []
     for precision in precisions:
         groups.append(run_group(plan.jobs(precision), say))
         if not keep:
             shutil.rmtree(plan.folder / precision, ignore_errors=True)
-    together = [r for group in groups for r in group]
-    reference, every = _reference(together), _bandwidth(together)
-    return [row for group in groups for row in rows_of(group, reference, _bandwidth(group) or every)]
+        together = [r for group in groups for r in group]
+        reference, every = _reference(together), _bandwidth(together)
+        yield [rows_of(group, reference, _bandwidth(group) or every) for group in groups]
 
 
 def _reference(results: list[Result]) -> list[float]:
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)), help="tokens")
     parser.add_argument("--kept", type=Path, default=None, help="rows of batches and prompts: read, and written again")
-    parser.add_argument("--json", type=Path, default=None, help="write the rows of one video here")
+    parser.add_argument("--json", type=Path, default=None, help="write the rows of one video here, after every group")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture of one video here")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures of docs/measurements")
     parser.add_argument("--folder", type=Path, default=None, help="keep all files here, and use existing ones")
@@ -139,20 +139,26 @@ def working_folder(given: Path | None) -> Iterator[Path]:
 
 
 def one_video(options: argparse.Namespace, folder: Path, say: Say) -> None:
-    """Measure the decode step of one video, print, and write the requested files."""
+    """Measure the decode step of one video, print, and write the requested files.
+
+    A group's rows are printed, and written to `--json`, when the group ends: an interrupted run keeps them.
+    """
     sizes = sizes_of(options, QUICK if options.quick else Sizes())
     weights = checkpoint(folder, sizes, max(*LONG, 2 * sizes.context), say)
     plan = Plan(sizes, weights, folder, extras=not options.quick)
-    rows = measure(plan, options.precisions, options.folder is not None, say)
-    text = table(rows) + "\n" + "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    rows: list[Row] = []
+    for groups in measure(plan, options.precisions, options.folder is not None, say):
+        rows = [row for group in groups for row in group]
+        print(table(groups[-1]), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    ratios = "\n".join(f"- {line}" for line in speedups(rows)) + "\n"
+    print(ratios)
     if options.plot is not None:
         plot(rows, options.plot)
     if options.docs:
         page = ROOT / "docs" / "measurements" / "speed_table.md"
-        page.write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{text}", "utf-8")
+        page.write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{table(rows)}\n{ratios}", "utf-8")
         plot(rows, ROOT / "docs" / "images" / "speed.png")
 
 

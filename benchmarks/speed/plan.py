@@ -61,7 +61,8 @@ class Plan:
     """A run of the benchmark.
 
     Args:
-        checkpoint: folder of the weights. folder: of the engines' files. extras: also batch 2 and longer caches.
+        checkpoint: folder of the weights. folder: of the engines' files.
+        extras: also float16 keys and values, longer contexts and longer caches.
     """
 
     sizes: Sizes
@@ -75,7 +76,7 @@ class Plan:
         jobs = [self._job(precision, ours, precision, "", (DENSE, *RATIOS), max_seq_len=base)]
         if self.extras and precision == WIDE:
             jobs.append(self._job(precision, ours, precision, "-kv16", PAIR, max_seq_len=base, kv="float16"))
-        if self.extras and precision in PAIRED:
+        if precision in PAIRED:
             jobs.append(self._job(precision, ours, precision, "-pair", PAIR, batch=2, coupled=True, max_seq_len=base))
         if self.extras and precision == "w8a8":
             jobs += self._far(precision)
