@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastcar_compile.artifact.thresholds import Thresholds as Thresholds
     from fastcar_compile.calibration.calibrate import calibrate as calibrate
-    from fastcar_compile.comparison.compare import diff as diff
+    from fastcar_compile.comparison import diff as diff
     from fastcar_compile.compiled import Artifact as Artifact
     from fastcar_compile.compiled import load as load
     from fastcar_compile.compiler import compile as compile
@@ -51,7 +51,7 @@ __version__: str
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
     "calibration.calibrate": ("calibrate",),
-    "comparison.compare": ("diff",),
+    "comparison": ("diff",),
     "compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),

@@ -22,7 +22,7 @@ from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.calibration.search import Journal
 from fastcar_compile.cli.options import read_tokens
-from fastcar_compile.comparison.compare import diff
+from fastcar_compile.comparison import diff
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import UserError
 from fastcar_compile.estimate.trace import load_trace
