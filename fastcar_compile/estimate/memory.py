@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
+from fastcar_compile.codegen.hls.design.usage import READS
 from fastcar_compile.targets import Target
 
 READ_SECONDS = {"ddr4": 300e-9, "hbm2": 140e-9}
 """From a request of the fabric to its first word. ddr4: estimate for the PS's memory behind its interconnect.
 hbm2: a page miss on a U280, 138 ns (Shuhai, Wang et al., FCCM 2020)."""
-
-BURSTS, BURST_BEATS = 4, 256
-"""Requests that a weight port has under way, and beats of one (num_read_outstanding, max_read_burst_length)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def memory_of(design: Design, target: Target) -> Memory:
     return Memory(
         rate=memory_rate(target, design.ports) / WORD_BYTES / clock,
         latency=round(READ_SECONDS[memory.technology] * clock),
-        window=BURSTS * BURST_BEATS,
+        window=READS.length * READS.outstanding // WORD_BYTES,
         refresh_interval=timing.t_refi * 1e-9 * clock,
         refresh=timing.t_rfc * 1e-9 * clock,
     )

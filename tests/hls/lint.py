@@ -123,6 +123,15 @@ def find_ports_without_pragma(text: str) -> list[str]:
     return found
 
 
+def find_unequal_bursts(text: str) -> list[str]:
+    """AXI ports without all four burst options, or whose arguments have different ones: a port has one adapter."""
+    ports: dict[str, set[str]] = {}
+    for bundle, options in re.findall(r"mode=m_axi port=\w+ bundle=(\w+) offset=slave depth=\d+ ?(.*)", text):
+        ports.setdefault(bundle, set()).add(options)
+    numbers = r"max_read_burst_length=\d+ num_read_outstanding=\d+ max_write_burst_length=\d+ num_write_outstanding=\d+"
+    return [name for name, found in ports.items() if len(found) > 1 or not re.fullmatch(numbers, next(iter(found)))]
+
+
 def find_shared_streams(top: str, processes: str, sizes: dict[str, int]) -> list[str]:
     """Streams of a top's DATAFLOW regions without exactly one producer and one consumer, and misused stream parameters.
 

@@ -15,6 +15,7 @@ from fastcar_compile.codegen.hls import packing
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.ops.quant import pack_int4
@@ -99,6 +100,14 @@ def test_wider_linears_than_the_mlp_widen_the_buffers() -> None:
     assert (narrow.max_inputs, wide.max_inputs) == (96, 20_000)
     assert wide.usage.bram36 > narrow.usage.bram36
     assert wide.usage.dsp == narrow.usage.dsp
+
+
+@pytest.mark.parametrize(("beat", "read", "write"), [(16, 4, 2), (32, 4, 4), (64, 8, 8)])
+def test_an_axi_port_has_room_for_all_that_is_under_way(beat: int, read: int, write: int) -> None:
+    """Blocks of 36 bits: 128 data bits and 16 strobes are four halves, 512 data bits are 15, with strobes 16."""
+    assert READS.beats(beat) * READS.outstanding * beat == 16384
+    assert WRITES.beats(beat) * WRITES.outstanding * beat == 8192
+    assert (READS.blocks(beat), WRITES.blocks(beat)) == (read, write)
 
 
 def test_what_cannot_be_built_is_told() -> None:

@@ -78,6 +78,7 @@ def test_dataflow_regions_are_canonical(project: dict[str, str]) -> None:
 
 def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
     assert [lint.find_ports_without_pragma(project[top]) for top in TOPS] == [[]] * len(TOPS)
+    assert [lint.find_unequal_bursts(project[top]) for top in TOPS] == [[]] * len(TOPS)
 
 
 def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
@@ -283,6 +284,12 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
     text = project["fastcar_engine.cpp"]
     assert right in text
     assert lint.find_ports_without_pragma(text.replace(right, wrong))
+
+
+def test_unequal_bursts_are_found(project: dict[str, str]) -> None:
+    text = project["fastcar_engine.cpp"]
+    assert "gmem_y" in lint.find_unequal_bursts(re.sub("(port=y .*outstanding=).*", r"\g<1>9", text))
+    assert "gmem_x" in lint.find_unequal_bursts(text.replace(" num_write_outstanding=8", ""))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -15,7 +16,6 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate import DecoderShape, Workload, load_shape
 from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.memory import BURST_BEATS, BURSTS, Memory
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import draw_decisions
 from fastcar_compile.estimate.run import Run
@@ -157,5 +157,5 @@ def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:
 
 def test_the_window_is_that_of_the_interface(cycles: CycleModel) -> None:
     weights = next(port for port in weight_ports(cycles.design) if port.name == "weights_0")
-    assert weights.burst == f"max_read_burst_length={BURST_BEATS} num_read_outstanding={BURSTS}"
-    assert isinstance(cycles.memory, Memory)
+    beats, requests = re.findall(r"max_read_burst_length=(\d+) num_read_outstanding=(\d+)", weights.burst)[0]
+    assert cycles.memory.window == int(beats) * int(requests) * cycles.design.axi_words

@@ -49,6 +49,7 @@ def test_the_top_is_clean(sources: dict[str, str]) -> None:
     assert lint.find_recursion(list(sources.values())) == []
     for top in ("fastcar_step.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp"):
         assert lint.find_ports_without_pragma(sources[top]) == []
+        assert lint.find_unequal_bursts(sources[top]) == []
 
 
 def test_its_regions_are_canonical(sources: dict[str, str], gate: str) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.drs.result import RESULT_WORDS
 from fastcar_compile.drs.simulator import CAPACITY
@@ -17,9 +18,6 @@ from fastcar_compile.errors import InternalError
 WORD = "fastcar::word_t"
 WEIGHT_TYPES = {1: WORD, 2: "fastcar::beat2_t", 4: "fastcar::beat4_t"}
 """Element type of an AXI port that carries 1, 2 or 4 weight ports."""
-
-AXI_BOUNDARY, IN_FLIGHT = 4096, 16384
-"""Bytes that no AXI burst may cross, and of the reads that a weight port has in flight, so that latency is hidden."""
 
 TYPE_BYTES = {
     "fastcar::word_t": 16,
@@ -43,8 +41,6 @@ class KernelPort:
         bundle: the AXI port that a memory argument uses.
         depth: elements of the buffer.
         writable: whether the kernel writes this memory.
-        streamed: read in one long run: bursts of 4 KiB, the most that AXI allows, with four of them in flight.
-            It may be written besides.
         mapped: elements that C/RTL co-simulation maps, where the test bench has a smaller buffer; 0: all.
     """
 
@@ -54,17 +50,16 @@ class KernelPort:
     bundle: str = "control"
     depth: int = 0
     writable: bool = False
-    streamed: bool = False
     mapped: int = 0
 
     @property
     def burst(self) -> str:
-        """Burst options of the interface pragma."""
-        if self.streamed:
-            beats, bursts = AXI_BOUNDARY // TYPE_BYTES[self.ctype], IN_FLIGHT // AXI_BOUNDARY
-            written = " max_write_burst_length=64" if self.writable else ""
-            return f"max_read_burst_length={beats} num_read_outstanding={bursts}{written}"
-        return "max_write_burst_length=64" if self.writable else "max_read_burst_length=64"
+        """Burst options of the interface pragma; arguments of one AXI port have one element type, so equal options."""
+        read, written = (bursts.beats(TYPE_BYTES[self.ctype]) for bursts in (READS, WRITES))
+        return (
+            f"max_read_burst_length={read} num_read_outstanding={READS.outstanding} "
+            f"max_write_burst_length={written} num_write_outstanding={WRITES.outstanding}"
+        )
 
     @property
     def declaration(self) -> str:
@@ -157,10 +152,10 @@ class ControlSizes:
         """Return the memory arguments on two AXI ports; they are all of 128-bit words."""
         table, answer = -(-self.table_words // FLOATS_PER_WORD), (RESULT_WORDS + 2 * CAPACITY) // FLOATS_PER_WORD
         return (
-            KernelPort("table", WORD, "m_axi", reads, table, streamed=True),
-            KernelPort("query", WORD, "m_axi", reads, self.query_words, streamed=True),
-            KernelPort("key", WORD, "m_axi", reads, self.key_words, streamed=True),
-            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD, streamed=True),
+            KernelPort("table", WORD, "m_axi", reads, table),
+            KernelPort("query", WORD, "m_axi", reads, self.query_words),
+            KernelPort("key", WORD, "m_axi", reads, self.key_words),
+            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD),
             KernelPort("result", WORD, "m_axi", writes, answer, writable=True),
         )
 
@@ -173,7 +168,7 @@ def weight_ports(design: Design) -> list[KernelPort]:
     """Return the arguments that take weight streams, one per AXI port."""
     beat, words = WEIGHT_TYPES[design.axi_words], design.max_section_words
     ports = range(design.axi_weight_ports)
-    return [KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", words, streamed=True) for p in ports]
+    return [KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", words) for p in ports]
 
 
 def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
@@ -189,7 +184,7 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
         "fastcar_engine",
         (
             *weight_ports(design),
-            KernelPort("x", WORD, "m_axi", "gmem_x", rows, streamed=True),
+            KernelPort("x", WORD, "m_axi", "gmem_x", rows),
             KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
             KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
             *control.memories("gmem_x", "gmem_y"),
@@ -220,14 +215,14 @@ def step_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelI
     report = 1 + REPORT_LAYER_WORDS * step.layers
 
     def read(name: str, words: int, mapped: int) -> KernelPort:
-        return KernelPort(name, WORD, "m_axi", "gmem_x", max(words, 1), streamed=True, mapped=max(mapped, 1))
+        return KernelPort(name, WORD, "m_axi", "gmem_x", max(words, 1), mapped=max(mapped, 1))
 
     def written(name: str, words: int, mapped: int) -> KernelPort:
         return KernelPort(name, WORD, "m_axi", "gmem_y", max(words, 1), writable=True, mapped=max(mapped, 1))
 
     def of_port(name: str, port: int, words: int, mapped: int, *, writable: bool) -> KernelPort:
         bundle = f"gmem_w{port}"
-        return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, streamed=True, mapped=mapped)
+        return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, mapped=mapped)
 
     return KernelInterface(
         "fastcar_step",

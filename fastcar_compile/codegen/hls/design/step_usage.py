@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from fastcar_compile.codegen.hls.design.controller import ROOT_FF, ROOT_LUT
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.codegen.hls.design.usage import (
     FIFO_WORDS,
@@ -23,6 +23,7 @@ from fastcar_compile.codegen.hls.design.usage import (
     STEP_FIFO_WORDS,
     STREAM_FF,
     STREAM_LUT,
+    WRITES,
     Usage,
     adders,
     bram_blocks,
@@ -249,6 +250,7 @@ def _store_units(parts: StepParts) -> tuple[Unit, ...]:
     short = bram_blocks(beat, FIFO_WORDS // parts.axi_words, axi)
     program = (1, WORD_BITS, buffers.instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
     return (
+        Unit("cache writes", bram36=WRITES.blocks(parts.axi_words * WORD_BYTES, axi)),
         Unit("rows", lut=PLACE_USERS * WORD_BITS * PLACE_LUT, memories=(*rows, *operands), uram=parts.rows_in_uram),
         # In place of the shorter ones that the array is counted with.
         Unit("weight FIFOs", memories=(fifos,), uram=parts.rows_in_uram, bram36=-short),

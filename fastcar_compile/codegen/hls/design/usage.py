@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from fastcar_compile.artifact.sections.accelerator import UsagePart
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, Product, float_words
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
 
 ROW_PORTS = 2
@@ -56,8 +56,43 @@ CORE_LUT, CORE_FF = 800, 1_000
 ARRAY_LUT, ARRAY_FF = 3_000, 3_500
 """The array besides its cores: the divider, counters and addresses of every loop. Estimate."""
 
-PORT_LUT, PORT_FF, PORT_BRAM = 2_500, 3_500, 4
-"""One AXI master. Its buffer holds what is in flight: 16 KiB are four blocks of 72 x 512 bits. LUT and FF: estimate."""
+PORT_LUT, PORT_FF = 2_500, 3_500
+"""One AXI master besides its buffers. Estimate."""
+
+LONGEST_BURST = 256
+"""Beats of an AXI4 burst."""
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """Requests that an AXI master has under way in one direction. The master has a buffer for all their data (UG1399).
+
+    Args:
+        length: bytes of one burst. outstanding: bursts under way. strobes: whether every byte has a strobe.
+    """
+
+    length: int
+    outstanding: int
+    strobes: bool = False
+
+    def beats(self, beat: int) -> int:
+        """Return the beats of a burst on a port of `beat` bytes."""
+        return min(self.length // beat, LONGEST_BURST)
+
+    def blocks(self, beat: int, masters: int = 1) -> int:
+        """Return the BRAM36 of the buffers of `masters` ports of `beat` bytes.
+
+        Vitis HLS binds these buffers to block RAM, whatever their depth (UG1399, m_axi_buffer_impl).
+        """
+        bits = 8 * beat + (beat if self.strobes else 0)
+        return ceil(masters * _block_halves(bits, self.beats(beat) * self.outstanding) / 2)
+
+
+READS = Bursts(length=4096, outstanding=4)
+"""No AXI burst crosses 4 KiB. 16 KiB in flight hide the latency of a memory."""
+
+WRITES = Bursts(length=1024, outstanding=8, strobes=True)
+"""8 KiB in flight are 512 beats of 128 bits: the depth of a block RAM at its full width, so that fewer cost as much."""
 
 BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
 """DRS controller, AXI-Lite control and the row processes. Estimate."""
@@ -109,8 +144,10 @@ class Buffers:
 
 def bram_halves(bits: int, depth: int) -> int:
     """Return the halves of BRAM36 of a memory of `depth` words of `bits` bits; 0 when it goes to LUTs."""
-    if depth <= LUT_RAM_DEPTH:
-        return 0
+    return 0 if depth <= LUT_RAM_DEPTH else _block_halves(bits, depth)
+
+
+def _block_halves(bits: int, depth: int) -> int:
     return min(ceil(bits / width) * ceil(depth / height) for width, height in HALF_SHAPES)
 
 
@@ -164,7 +201,9 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
         + ports * STREAM_FF,
         dsp=product.lanes * multipliers(mlp.cores, ports) + operators.dsp + mlp.cores * blend + CONTROL_DSP,
         bram36=sum(n * bram_blocks(bits, depth) for n, bits, depth in memories)
-        + axi * PORT_BRAM
+        + READS.blocks(axi_words * WORD_BYTES, ports // axi_words)
+        + READS.blocks(WORD_BYTES, ROW_PORTS)
+        + WRITES.blocks(WORD_BYTES)
         + BASE_BRAM
         + prefetch,
         uram=tile_uram,
