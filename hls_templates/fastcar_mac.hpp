@@ -1,7 +1,8 @@
 // Two int8 products per DSP48E2 (AMD WP486): one 27 x 18 multiplier takes (high * 2^18 + low) and a factor that both
 // share, so its result is high * shared * 2^18 + low * shared. The low product borrows from the high one when it is
 // negative, which `split` gives back. Sums of packed products are split once, as long as the low sum keeps to 18 bits.
-// No product is bound to a DSP by itself: so the tool forms multiply-adds, and cascades of eight of them.
+// No product is bound to a DSP by itself, and no sum of packed products is balanced: so the tool forms multiply-adds, and
+// cascades of eight of them.
 #ifndef FASTCAR_MAC_HPP
 #define FASTCAR_MAC_HPP
 
@@ -45,6 +46,19 @@ inline Pair split(packed_sum_t sum) {
     return pair;
 }
 
+// One cascade: the packed products of the lanes from `first` on.
+template <int LANES>
+packed_sum_t sum_packed(const int8_t shared[LANES], const int8_t low[LANES], const int8_t high[LANES], int first) {
+    FASTCAR_INLINE
+    FASTCAR_IN_ORDER
+    packed_sum_t sum = 0;
+    FASTCAR_UNROLL
+    for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
+        sum += pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
+    }
+    return sum;
+}
+
 // sum(shared * low) and sum(shared * high) over LANES lanes, with one multiplier per lane.
 template <int LANES>
 Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t high[LANES]) {
@@ -53,13 +67,7 @@ Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t 
     static_assert(LANES % PRODUCTS_PER_SUM == 0, "a word is whole sums");
     FASTCAR_UNROLL
     for (int s = 0; s < LANES / PRODUCTS_PER_SUM; ++s) {
-        const int first = s * PRODUCTS_PER_SUM;
-        packed_sum_t sum = 0;
-        FASTCAR_UNROLL
-        for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
-            sum += pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
-        }
-        const Pair part = split(sum);
+        const Pair part = split(sum_packed<LANES>(shared, low, high, s * PRODUCTS_PER_SUM));
         total.low += part.low;
         total.high += part.high;
     }

@@ -28,6 +28,9 @@
 #define FASTCAR_DATAFLOW FASTCAR_PRAGMA(HLS DATAFLOW)
 #define FASTCAR_INLINE FASTCAR_PRAGMA(HLS INLINE)
 #define FASTCAR_NO_INLINE FASTCAR_PRAGMA(HLS INLINE off)
+// The additions of this function keep their order. Vitis HLS makes a balanced tree of integer additions by itself (UG1399), and
+// a tree of products is added in the fabric, not over the cascade of the DSP slices.
+#define FASTCAR_IN_ORDER FASTCAR_PRAGMA(HLS EXPRESSION_BALANCE off)
 #define FASTCAR_PIPELINE(interval) FASTCAR_PRAGMA(HLS PIPELINE II = interval)
 #define FASTCAR_TRIPS(least, most) FASTCAR_PRAGMA(HLS LOOP_TRIPCOUNT min = least max = most)
 // What a pipelined loop reads `iterations` after it wrote it; design/recurrences.py compares this with the latency.
