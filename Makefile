@@ -1,14 +1,15 @@
-# make demo | play | test | pytest | families | fuzz | lint | docs | bench | sbom | release | clean. Everything runs in .venv; nothing is installed outside it.
+# make demo | play | test | pytest | families | fuzz | lint | docs | bench | lock | sbom | release | clean. Everything runs in .venv; nothing is
+# installed outside it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-TORCH  := torch>=2.11,<2.14
+STAMP  := $(VENV)/.dev
 
-.PHONY: demo play test pytest families fuzz lint docs bench sbom release clean
+.PHONY: demo play test pytest families fuzz lint docs bench lock sbom release clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
-demo: $(STAMP)
+demo: $(VENV)/.example
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
 
 # The game of the shipped world, compiled again where its decoder or the compiler has changed. Ctrl-C ends it.
@@ -21,7 +22,7 @@ GATE  ?= --gate input_delta --threshold 0.521,0.587,0.532,0.559,0.531
 play: $(GAME)/manifest.json
 	$(BIN)/fastcar play $(GAME) --world $(WORLD) --threads 1 $(PLAY) || [ $$? -eq 130 ]
 
-$(GAME)/manifest.json: Makefile $(STAMP) $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
+$(GAME)/manifest.json: Makefile $(VENV)/.compile,play $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
 	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 --kv float16 $(GATE) --output $(GAME)
 
 test: lint pytest
@@ -51,13 +52,20 @@ bench: $(STAMP)
 	    if [ -f "$$script" ]; then found=1; echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
 	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
 
-# torch goes first, so that resolving the rest finds it satisfied and does not replace it. pip makes no bytecode: for
-# all files that takes most of a minute, and Python makes that of the files it imports.
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"
+# The stamp .EXTRAS: .venv has what these extras need, in the versions of constraints.txt. pip makes no bytecode: for all files that
+# takes most of a minute, and Python makes that of the files it imports.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+$(VENV)/.%: pyproject.toml constraints.txt
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools setuptools-scm
+	$(INSTALL) --no-build-isolation -e ".[$*]"
 	touch $@
+
+# The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
+lock: $(STAMP)
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-annotate --no-header \
+	    --output-file constraints.txt pyproject.toml
+	sed -i -E '/^(cuda|nvidia|triton)/d' constraints.txt
 
 # What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,
 # so a copy gets the one that is installed. The environment has no pip, which a device does not need.

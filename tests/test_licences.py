@@ -1,4 +1,4 @@
-"""The licences of what an installation brings: all known, and in the document."""
+"""What an installation brings: its licences, all known and in the document, and its versions."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def test_a_dependency_of_an_unknown_licence_is_refused(field: dict[str, str], mo
 )
 def test_expressions(expression: str, fine: bool) -> None:
     assert licences.accepted(expression) == fine
+
+
+def test_the_demo_needs_no_plots_and_no_science() -> None:
+    assert licences.closure("example") >= {"torch", "pillow"}
+    assert not licences.closure("example") & {"matplotlib", "scikit-image", "scipy"}
+
+
+def test_make_installs_exact_versions() -> None:
+    """A dependency without a line in constraints.txt floats: `make lock` adds it."""
+    pinned = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    assert "torch" in pinned
+    assert licences.closure("dev") - pinned == set()

@@ -1,4 +1,4 @@
-"""The time line of one token as a picture. Needs matplotlib (extra "example")."""
+"""The time line of one token as a picture. Needs matplotlib (extra "evaluate")."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise BackendError("a plot needs matplotlib", hint='pip install "fastcar_compile[example]"') from error
+        raise BackendError("a plot needs matplotlib", hint='pip install "fastcar_compile[evaluate]"') from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -246,7 +246,7 @@ def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_make_play_compiles_once(tmp_path: Path) -> None:
-    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.installed"]
+    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.compile,play"]
     make += ["play", f"GAME={tmp_path}"]
 
     def commands() -> list[str]:
