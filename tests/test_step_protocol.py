@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastcar_compile as fc
+from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
@@ -64,12 +65,35 @@ def capped(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     return F.softmax(0.5 * torch.tanh(q @ k.transpose(-1, -2) * 0.3 / 0.5) + added(at), dim=-1) @ v
 
 
+def einsum(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    k, v = per_head(k, v)
+    logits = torch.einsum("bhqd,bhkd->bhqk", q, k) * DIM**-0.5
+    return torch.einsum("bhqk,bhkd->bhqd", logits.masked_fill(~seen(at), float("-inf")).softmax(-1), v)
+
+
+def einsum_heads_later(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """Query, keys and values are [B, T, heads, D]; a view of the result follows, as the operator's layout allows."""
+    q, k, v = (t.transpose(1, 2) for t in (q, *per_head(k, v)))
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5 + added(at)).softmax(-1)
+    return torch.einsum("bhqk, bkhd -> bqhd", weights, v).contiguous().view(q.shape).transpose(1, 2)
+
+
+def einsum_any_order(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """The key first, an ellipsis for rows and heads, and values whose axes stand in an order of their own."""
+    k, v = per_head(k, v)
+    weights = torch.where(seen(at), torch.einsum("...kd,...qd->...qk", k, q * DIM**-0.5), float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,kdbh->bhqd", weights, v.permute(2, 3, 0, 1))
+
+
 ATTENTIONS: list[Callable[..., Tensor]] = [
     lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at), enable_gqa=True),
     lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at, window=4), enable_gqa=True),
     lambda q, k, v, at: sdpa(q, *per_head(k, v), attn_mask=added(at)),
     filled,
     capped,
+    einsum,
+    einsum_heads_later,
+    einsum_any_order,
 ]
 
 
@@ -182,6 +206,34 @@ def test_attention_may_be(attend: Callable[..., Tensor], kv_heads: int, rows: in
 @pytest.mark.parametrize("block", [Parallel, TwoNorms])
 def test_a_block_may_be(block: type[Block], rows: int) -> None:
     check(Decoder(rows, block=block), rows)
+
+
+@pytest.mark.parametrize("write", [copied, copied_second])
+def test_attention_that_is_not_recognised_is_named(write: Callable[..., Tensor]) -> None:
+    """Grouped heads on an axis of their own are no product per head: the error says where, once for both layers."""
+
+    def grouped(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        q = q.unflatten(1, (k.shape[1], -1))
+        weights = torch.einsum("bhgqd,bhkd->bhgqk", q, k).masked_fill(~seen(at), float("-inf")).softmax(-1)
+        return torch.einsum("bhgqk,bhkd->bhgqd", weights, v).flatten(1, 2)
+
+    with pytest.raises(CompileError) as error:
+        check(Decoder(1, kv_heads=1, write=write, attend=grouped), 1)
+    assert not error.value.problems
+    assert error.value.what.startswith("what reads the cache 'blocks.0.keys' is not recognised as attention: nodes ")
+    assert error.value.what.endswith("einsum, masked_fill, softmax (2 caches are read in this way)")
+    assert error.value.where.startswith("blocks.0, test_step_protocol.py:")
+    assert "scaled_dot_product_attention" in error.value.hint
+
+
+def test_one_layer_of_another_attention_is_not_left_out() -> None:
+    """Its cache would be lost between steps."""
+    model = Decoder(1)
+    model.blocks[1].attend = lambda q, k, v, at: (q @ k.mT).masked_fill(~seen(at), float("-inf")).sigmoid() @ v  # pyright: ignore
+    with pytest.raises(CompileError) as error:
+        check(model, 1)
+    assert error.value.what.startswith("what reads the cache 'blocks.1.keys' is not recognised as attention")
+    assert error.value.where.startswith("blocks.1, test_step_protocol.py:")
 
 
 def test_one_row_is_compiled_with_the_documents_spelling(tmp_path: Path) -> None:

@@ -17,8 +17,15 @@ from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
-from fastcar_compile.passes.patterns.eager_attention import MASKED, AttentionCall, Mask, attention_calls
-from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer
+from fastcar_compile.passes.patterns.eager_attention import (
+    MASKED,
+    AttentionCall,
+    Mask,
+    attention_calls,
+    unrecognised,
+    write_out_products,
+)
+from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer, writes_in_place
 from fastcar_compile.passes.patterns.layouts import free_views
 from fastcar_compile.passes.patterns.table_rows import limit_table_rows, short_tables
 
@@ -29,7 +36,8 @@ aten = torch.ops.aten
 class NormalizeState(Pass):
     """Lift hidden KV caches to named inputs and outputs, in both graphs.
 
-    1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`.
+    1. In-place writes become functional ones; a write along the sequence axis becomes `fastcar.cache_write`. A product
+       by `torch.einsum` for every row and head becomes transposes and a matmul.
     2. Attention over such a cache with a causal mask becomes `fastcar.attention`, which the position bounds; with a
        sliding window in the mask, `fastcar.window_attention`. It may be PyTorch's operator, or written out as product,
        scale, soft-cap, mask, softmax and product.
@@ -53,7 +61,8 @@ class NormalizeState(Pass):
         """Raise CompileError with every cache or attention that cannot be normalised."""
         modified = False
         for module in program.graphs():
-            if attention_calls(module.graph):
+            modified |= write_out_products(module.graph, self.name)
+            if attention_calls(module.graph) or any(writes_in_place(n) for n in module.graph.nodes):
                 normalizer = _Normalizer(module, program.config.max_seq_len)
                 state = normalizer.run()
                 modified = True
@@ -93,6 +102,12 @@ class _Normalizer:
                 continue
             layer += 1
             used += self._attention(layer, site, writes)
+        if not self.problems:
+            read = ancestors(self.graph.output_node())
+            lifted = {write.node for write, _, _ in used}
+            self.problems += unrecognised(
+                self.graph, {n: w.root for n, w in writes.items() if n in read and n not in lifted}
+            )
         if not self.problems:
             self._attempt(self._take_out_context)
         if self.problems:

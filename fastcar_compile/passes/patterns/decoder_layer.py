@@ -63,7 +63,7 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
     order = list(graph.nodes)
     starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
     if not starts:
-        hint = "the decoder must call scaled_dot_product_attention on a key cache written in the same step"
+        hint = "write keys and values into caches and attend to them, as docs/reference/step_protocol.md has it"
         raise CompileError("no attention over a written cache was found", hint=hint)
     matches: list[LayerMatch] = []
     problems: list[CompileError] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -9,7 +10,11 @@ from typing import cast
 import torch
 from torch import fx
 
-from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import ancestors, between, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.rewrite import call
+from fastcar_compile.passes.patterns.layouts import free_views
 
 aten = torch.ops.aten
 MASKED = -1e9
@@ -52,9 +57,88 @@ def attention_calls(graph: fx.Graph) -> list[AttentionCall]:
     for node in graph.nodes:
         if is_op(node, aten.scaled_dot_product_attention):
             found.append(_of_operator(node))
-        elif is_op(node, aten.softmax, aten._softmax) and (call := _written_out(node)) is not None:
-            found.append(call)
+        elif is_op(node, aten.softmax, aten._softmax) and (site := _written_out(node)) is not None:
+            found.append(site)
     return found
+
+
+def unrecognised(graph: fx.Graph, caches: dict[fx.Node, str]) -> list[CompileError]:
+    """Return an error for written caches that the step reads, but not by an attention: one for all layers alike.
+
+    Args:
+        caches: their names.
+    """
+    softmaxes = [n for n in graph.nodes if is_op(n, aten.softmax, aten._softmax)]
+    alike: dict[tuple[object, ...], list[list[fx.Node]]] = defaultdict(list)
+    for cache in caches:
+        first = next((n for n in softmaxes if n > cache and cache in ancestors(n)), cache)
+        nodes = between(cache, first)
+        if any(is_op(n, aten.linear) for n in nodes):  # a cache of values: the softmax is another layer's
+            nodes = [cache]
+        alike[tuple(n.target for n in nodes)].append(nodes)
+    keys = [found for kind, found in alike.items() if len(kind) > 1] or list(alike.values())
+    return [_unrecognised(caches[found[0][0]], found) for found in keys]
+
+
+def _unrecognised(name: str, found: list[list[fx.Node]]) -> CompileError:
+    """Return the error of caches that are read alike, each with the nodes from its write to the first softmax."""
+    (cache, *rest), *others = found
+    nodes = ": nodes " + ", ".join(n.name for n in rest) if rest else ""
+    more = f" ({len(others) + 1} caches are read in this way)" if others else ""
+    what = f"what reads the cache '{name}' is not recognised as attention{nodes}{more}"
+    hint = (
+        "call scaled_dot_product_attention, or write out the product of query and transposed key, scale, mask, softmax "
+    )
+    hint += "and product with the values, as docs/reference/step_protocol.md has it"
+    return CompileError(what, where=where((rest or [cache])[-1]), hint=hint)
+
+
+def write_out_products(graph: fx.Graph, made_by: str) -> bool:
+    """Write every `torch.einsum` of one product per row and head as transposes and a matmul; return whether any was."""
+    found = [(node, terms) for node in graph.nodes if (terms := _terms(node)) is not None]
+    for node, (left, right, result) in found:
+        both = [axis for axis in result if axis in left and axis in right]
+        (inner,) = set(left) - set(result)
+        row, column = (axis for axis in result if axis not in both)
+        sides = dict(zip((left, right), cast("list[fx.Node]", node.args[1]), strict=True))
+        first, second = (left, right) if row in left else (right, left)
+
+        def arranged(x: fx.Node, axes: str, wanted: list[str], node: fx.Node = node) -> fx.Node:
+            """Return x with its axes as they are wanted: heads to the front first, then the last two swapped."""
+            pair = sorted(wanted[2:], key=axes.index)
+            for have, want in ((list(axes), [*wanted[:2], *pair]), ([*wanted[:2], *pair], wanted)):
+                order = [have.index(axis) for axis in want]
+                moved = [i for i, axis in enumerate(order) if i != axis]
+                if len(moved) == 2:
+                    x = call(graph, aten.transpose.int, (x, *moved), origin=node, made_by=made_by)
+                elif moved:
+                    x = call(graph, aten.permute.default, (x, order), origin=node, made_by=made_by)
+            return x
+
+        with graph.inserting_before(node):
+            x = arranged(sides[first], first, [*both, row, inner])
+            y = arranged(sides[second], second, [*both, inner, column])
+            product = call(graph, aten.matmul.default, (x, y), origin=node, made_by=made_by)
+            new = arranged(product, "".join([*both, row, column]), list(result))
+        if value_of(new).stride() != value_of(node).stride():
+            free_views(node)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return bool(found)
+
+
+def _terms(node: fx.Node) -> tuple[str, str, str] | None:
+    """Return the axes of an einsum's two operands and its result, where it is one product per row and head."""
+    if not is_op(node, aten.einsum) or len(cast("list[fx.Node]", node.args[1])) != 2:
+        return None
+    equation = str(node.args[0]).replace(" ", "")
+    parts = equation.replace("...", "<>").replace("->", ",").split(",")  # an ellipsis stands for rows and heads
+    if len(parts) != 3 or "->" not in equation or any(len(part) != 4 or len(set(part)) != 4 for part in parts):
+        return None
+    left, right, result = parts
+    shared = set(left) & set(right)
+    alike = len(shared & set(result)) == 2 and len(shared) == 3 and set(result) < set(left) | set(right)
+    return (left, right, result) if alike else None
 
 
 def _of_operator(node: fx.Node) -> AttentionCall:

@@ -71,7 +71,7 @@ class Functionalizer:
                 self._root[node] = str(node.target)
             elif _is_alias(node) and node.args[0] in self._root:
                 self._root[node] = self._root[node.args[0]]
-            elif node.op == "call_function" and _mutates(node):
+            elif writes_in_place(node):
                 modified = True
                 self._rewrite(node)
         self._check_carried()
@@ -90,7 +90,7 @@ class Functionalizer:
 
     def _read_current(self, node: fx.Node) -> None:
         """A read of a buffer after a write sees the written value; the target of a write stays the buffer."""
-        target = node.args[0] if node.op == "call_function" and _mutates(node) else None
+        target = node.args[0] if writes_in_place(node) else None
 
         def now(argument: fx.Node) -> fx.Node:
             if argument is target:
@@ -186,6 +186,7 @@ def _is_alias(node: fx.Node) -> bool:
     return is_op(node, aten.to) and node_arg(node, 0).meta["val"].dtype == node.meta["val"].dtype
 
 
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+def writes_in_place(node: fx.Node) -> bool:
+    """Return whether a node calls an operator that writes into an argument."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     return bool(schema and schema.is_mutable)
