@@ -36,9 +36,9 @@ from fastcar_compile.memory import collector_paused, require_memory
 from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.targets import Target, load_target, require_buildable
+from fastcar_compile.targets import Target, load_target, require_buildable, whole_step
 from fastcar_compile.values import LOGGER, path_of, plain, reporter, shown
-from fastcar_compile.whole_step import rewritten, whole_step
+from fastcar_compile.whole_step import rewritten
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20

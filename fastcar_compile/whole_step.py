@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 from fastcar_compile.codegen.hls.step_plan import require_step
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.dry_run.fallbacks import has_accelerator
 from fastcar_compile.dry_run.report import Fallback
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import rewrite_pipeline
-from fastcar_compile.targets import Target
-
-
-def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | None:
-    """Return the options with offload "all"; None: the target has no such accelerator, or the options exclude it."""
-    try:
-        config = CompileConfig(target=board.name, **options, offload="all")
-    except CompileError:
-        return None
-    return config if has_accelerator(config, board) else None
 
 
 def rewritten(
@@ -34,14 +21,14 @@ def rewritten(
 
     Args:
         program: with known layers; it is rewritten, for the wish if there is one. original: a copy of it.
-        config: options. wish: `whole_step`.
+        config: options. wish: `fastcar_compile.targets.whole_step`.
 
     Raises:
         CompileError: the program cannot be rewritten with `config`.
     """
     refused = list[Fallback]()
     if wish is not None and original is not None:
-        reasons = _refusal(program, wish)
+        reasons = refusal(program, wish)
         if not reasons:
             return program, wish, refused
         instead, hint = "the accelerator computes its MLPs, the host the rest", "give offload='mlp' (--offload mlp)"
@@ -54,7 +41,7 @@ def rewritten(
     return program, config, refused
 
 
-def _refusal(program: DecoderProgram, config: CompileConfig) -> str:
+def refusal(program: DecoderProgram, config: CompileConfig) -> str:
     """Rewrite a program for whole steps; return why that cannot be, or nothing."""
     try:
         run_pipeline(program, rewrite_pipeline(config, len(program.sites)))

@@ -39,7 +39,10 @@ def estimate_command(
     batch: Annotated[int | None, typer.Option(min=1, max=32, help="Rows decoded together.")] = None,
     replay: Annotated[float | None, typer.Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
-    offload: Annotated[str | None, typer.Option(help="In the fabric: mlp, linears, or all: the whole step.")] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(help="In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's."),
+    ] = None,
     kv: Annotated[str | None, typer.Option(help="Keys and values as float32, float16 or int8.")] = None,
     sink_window: Annotated[str | None, typer.Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
     gate: Annotated[str | None, typer.Option(help="What decides; default: the artifact's, or tas.")] = None,
@@ -65,7 +68,12 @@ def estimate_command(
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    work, board, design = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
+    if artifact is None:
+        work, board, design = of_shape(str(shape), target, kv, gate)
+    else:
+        work, board, design = of_artifact(artifact, target)
+        if design is None and offload is None:
+            work = as_compiled(artifact, work, board, kv)
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
@@ -88,13 +96,19 @@ def estimate_command(
     return ExitCode.OK
 
 
-def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design | None]:
-    """Return what a decoder shape asks of a board; there is no design yet."""
+def of_shape(
+    name: str, target: str | None, kv: str | None = None, gate: str | None = None
+) -> tuple[Workload, Target, Design | None]:
+    """Return what a decoder shape asks of a board, offloaded as `compile` does it; there is no design yet."""
+    from fastcar_compile.estimate.gate import GateModel
     from fastcar_compile.estimate.shapes import load_shape
     from fastcar_compile.estimate.workload import Workload
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.targets import load_target, whole_step
 
-    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), None
+    board, sizes = load_target(target or "zcu102"), {"tokens_per_frame": 1, "max_seq_len": 2, "quant": SHAPE_QUANT}
+    wish = whole_step(board, sizes if kv is None else sizes | {"kv": kv})
+    whole = wish is not None and not (gate is not None and GateModel.named(gate).on_host)
+    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT, offload="all" if whole else "mlp"), board, None
 
 
 def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
@@ -106,6 +120,27 @@ def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Desig
     manifest = fc.load(str(path)).manifest
     board = manifest.target if target is None else load_target(target)
     return workload_of(manifest), board, design_of(manifest, board)
+
+
+def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Workload:
+    """Return the workload of an artifact without an accelerator as `compile` would offload it to this board."""
+    import fastcar_compile as fc
+    from fastcar_compile.estimate.artifact import workload_of_sections
+    from fastcar_compile.targets import whole_step
+
+    manifest = fc.load(str(path)).manifest
+    names = ("tokens_per_frame", "max_seq_len", "batch_size", "sparse_attention")
+    options = {name: getattr(manifest.options, name) for name in names} | {"quant": work.quant}
+    wish = whole_step(board, options if kv is None else options | {"kv": kv})
+    if manifest.accelerator is not None or wish is None or work.gate.on_host:
+        return work
+    from fastcar_compile.cli.opt import read_program
+    from fastcar_compile.whole_step import refusal
+
+    if refusal(read_program(path), wish):
+        return work
+    config = wish.model_copy(update={"replay": manifest.options.replay})
+    return replace(workload_of_sections(config, manifest.decoder, manifest.layers.layers), memory=None)
 
 
 def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:

@@ -13,7 +13,6 @@ from fastcar_compile.codegen.tvm.emit import cross_compiler
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.report import Fallback
 from fastcar_compile.errors import CompileError
-from fastcar_compile.formats import quant_format
 from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.layers import layer_of
@@ -22,12 +21,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, where
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.patterns.linear_calls import linear_calls
-from fastcar_compile.targets import Target
-
-
-def has_accelerator(config: CompileConfig, board: Target) -> bool:
-    """Return whether kernels are emitted: the target has a fabric, and the numbers are int8."""
-    return board.kind == "fpga" and quant_format(config.quant).accelerated
+from fastcar_compile.targets import Target, has_accelerator
 
 
 def fallbacks_of(program: DecoderProgram, config: CompileConfig, board: Target) -> list[Fallback]:

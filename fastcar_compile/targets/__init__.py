@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from fastcar_compile import limits
-from fastcar_compile.errors import TargetError, describe_validation
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.errors import CompileError, TargetError, describe_validation
+from fastcar_compile.formats import quant_format
 from fastcar_compile.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
 
 __all__ = [
@@ -20,8 +24,10 @@ __all__ = [
     "Target",
     "Utilisation",
     "available_targets",
+    "has_accelerator",
     "load_target",
     "require_buildable",
+    "whole_step",
 ]
 
 _HINT = "compare with the files in fastcar_compile/targets/"
@@ -66,6 +72,23 @@ def require_buildable(target: Target) -> None:
         f"no artifact can be built for {target.name}, which is there for estimates only: {target.estimate_only}",
         hint=f"use `fastcar estimate`, or compile for one of: {', '.join(builds)}",
     )
+
+
+def has_accelerator(config: CompileConfig, board: Target) -> bool:
+    """Return whether kernels are emitted: the target has a fabric, and the numbers are int8."""
+    return board.kind == "fpga" and quant_format(config.quant).accelerated
+
+
+def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | None:
+    """Return the options with offload "all"; None: the target has no such accelerator, or the options exclude it.
+
+    It is what `compile` tries and `estimate` predicts where nobody says what the accelerator computes.
+    """
+    try:
+        config = CompileConfig(target=board.name, **options, offload="all")
+    except CompileError:
+        return None
+    return config if has_accelerator(config, board) else None
 
 
 def _unknown(name: str) -> TargetError:
