@@ -70,8 +70,9 @@ def published() -> list[dict[str, Any]]:
         rows.append(
             {
                 "decoder": name, "quant": quant, "board": board, "whole_steps": whole.tokens_per_second,
-                "published": figure, "ceiling": ceiling, "of_measured_bandwidth": whole.measured_utilisation,
-                "gb_per_step": whole.bytes_per_step / 1e9, "power_w": whole.power_w,
+                "published": figure, "ceiling": ceiling, "of_ceiling": whole.tokens_per_second / ceiling,
+                "of_measured_bandwidth": whole.measured_utilisation, "gb_per_step": whole.bytes_per_step / 1e9,
+                "power_w": whole.power_w,
                 "linears": linears.tokens_per_second, "their_attention": linears.shares["attention"],
                 "their_launches": linears.shares["launch"], "source": source,
             }
@@ -110,8 +111,8 @@ def vila_u_on_zcu102() -> list[dict[str, Any]]:
             replayed = predict(shape, "w4a8", "zcu102", context, offload=offload, replay=REPLAY)
             rows.append(
                 {
-                    "offload": offload, "context": context, "tokens_per_second": dense.tokens_per_second,
-                    "replay_tokens_per_second": replayed.tokens_per_second, "speedup": replayed.speedup_over_dense,
+                    "offload": offload, "context": context, "positions_per_second": dense.tokens_per_second,
+                    "replay_positions_per_second": replayed.tokens_per_second, "speedup": replayed.speedup_over_dense,
                     "launches": replayed.shares["launch"], "attention": replayed.shares["attention"],
                 }
             )  # fmt: skip
@@ -151,12 +152,13 @@ def whole_steps() -> list[dict[str, Any]]:
             parts = {name: sum(s.seconds for s in segments if s.unit == name) for name in ("attend", "vector")}
             rows.append(
                 {
-                    "board": board, "context": context, "tokens_per_second": result.tokens_per_second,
+                    "board": board, "context": context, "positions_per_second": result.tokens_per_second,
                     "clocks": int(result.clocks_per_step), "of_measured_bandwidth": result.measured_utilisation,
                     "attention": parts["attend"] / result.seconds_per_step,
                     "vector": parts["vector"] / result.seconds_per_step,
                     "closed_form": closed.seconds_per_step / result.seconds_per_step,
-                    "replay_tokens_per_second": replayed.tokens_per_second, "speedup": replayed.speedup_over_dense,
+                    "replay_positions_per_second": replayed.tokens_per_second,
+                    "speedup": replayed.speedup_over_dense,
                 }
             )  # fmt: skip
     return rows
@@ -279,13 +281,15 @@ def tables(report: dict[str, Any]) -> str:
     parts = ["<!-- Written by `python benchmarks/hardware.py --docs`; do not edit. -->"]
     parts.append(
         "All figures are predictions of designs that the compiler emits: "
-        "MLPs, linears or whole steps in the fabric, int8 KV."
+        "MLPs, linears or whole steps in the fabric, int8 KV.\n\n"
+        "VILA-U's figures are of its backbone, whose positions they count: the RQ head, which makes the codes of a "
+        "position, is a module of its own."
     )
     parts.append(
         "## Published boards\n\nContext 512. Theirs compute whole steps in the fabric. "
         "`linears`: ours with attention on the host;"
     )
-    parts[-1] += " `their_`: its shares.\n"
+    parts[-1] += " `their_`: its shares.\n`ceiling`: the theoretical bandwidth over our weight bytes of a token.\n"
     parts.append(_markdown(report["published"]))
     parts.append("## VILA-U 7B, w4a8, whole steps by the cycle model: dense, and 80 % replay in closed form\n")
     parts.append(_markdown(report["whole_steps"]))

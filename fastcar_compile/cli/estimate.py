@@ -183,18 +183,18 @@ def _show(result: Estimate, plot: Path | None) -> None:
 
 def _speed_fields(result: Estimate) -> dict[str, str]:
     shares = ", ".join(f"{unit} {share:.1%}" for unit, share in sorted(result.shares.items(), key=lambda s: -s[1]))
-    versus = result.comparison
+    versus, speed = result.comparison, f"{result.unit}s/s"
     asked = {"what if": f"NOT EMITTED by this compiler: {'; '.join(result.what_if)}"} if result.what_if else {}
     return asked | {
-        "predicted": f"{result.tokens_per_second:.2f} tokens/s, {result.seconds_per_step * 1e3:.2f} ms per step",
+        "predicted": f"{result.tokens_per_second:.2f} {speed}, {result.seconds_per_step * 1e3:.2f} ms per step",
         "workload": f"{result.shape} {result.quant}, {count_text(result.batch, 'row')}, context {result.context}, "
         f"{result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
-        "over dense": f"{result.speedup_over_dense:.2f}x ({versus['dense']:.2f} tokens/s)",
-        "static mapping": f"{versus['static_mapping']:.2f} tokens/s",
+        "over dense": f"{result.speedup_over_dense:.2f}x ({versus['dense']:.2f} {speed})",
+        "static mapping": f"{versus['static_mapping']:.2f} {speed}",
         "bound by": f"{result.bound_by} ({shares})",
         "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}; "
         f"{result.measured_utilisation:.1%} of what was measured",
-        "energy": f"{result.energy_per_token_j:.3f} J per token, {result.power_w:.1f} W",
+        "energy": f"{result.energy_per_token_j:.3f} J per {result.unit}, {result.power_w:.1f} W",
     }
 
 

@@ -89,11 +89,11 @@ def _show(result: Simulation) -> None:
         asked
         | {
             "predicted": f"{result.clocks_per_step:,.0f} clocks, {total * 1e3:.2f} ms per step, "
-            f"{result.tokens_per_second:.2f} tokens/s",
+            f"{result.tokens_per_second:.2f} {result.unit}s/s",
             "workload": f"{result.shape} {result.quant} on {result.target}, {result.batch} rows, context "
             f"{result.context}, {result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
             "time": shares,
-            "over dense": f"{result.speedup_over_dense:.2f}x ({result.comparison['dense']:.2f} tokens/s)",
+            "over dense": f"{result.speedup_over_dense:.2f}x ({result.comparison['dense']:.2f} {result.unit}s/s)",
             "weights": f"{result.stream_of_memory:.1%} of what the memory could deliver while the engine works",
             "passes": f"{result.passes:.2f} over a tile on {result.cores} cores, mapping {result.mapping}",
             "static over DRS": _gain(result.passes_by_mapping),

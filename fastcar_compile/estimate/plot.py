@@ -56,7 +56,7 @@ def plot_time_line(estimate: Estimate, path: Path) -> None:
     asked = f"what if (not emitted): {'; '.join(estimate.what_if)}\n" if estimate.what_if else ""
     axes[0].set_title(
         f"{asked}{estimate.shape} {estimate.quant} on {estimate.target}: "
-        f"{estimate.tokens_per_second:.2f} tokens/s predicted, "
+        f"{estimate.tokens_per_second:.2f} {estimate.unit}s/s predicted, "
         f"{estimate.replay_ratio:.0%} replay, bound by {estimate.bound_by}",
         fontsize=10,
     )

@@ -19,6 +19,7 @@ class Prediction:
     """A prediction for one step. Times in seconds; the mean of all forwards.
 
     Attributes:
+        unit: what `tokens_per_second` counts: "token", or "backbone position" where the head is no part of the decoder.
         what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
         table_load_seconds: of loading the control table, once per session and not part of a step.
         measured_utilisation: bytes moved over the whole step, against the measured bandwidth of the weight memories.
@@ -35,6 +36,7 @@ class Prediction:
     what_if: tuple[str, ...]
     target: str
     shape: str
+    unit: str
     quant: str
     offload: str
     batch: int
@@ -103,6 +105,7 @@ class Runs:
             "what_if": question.what_if,
             "target": question.target.name,
             "shape": work.shape.name,
+            "unit": work.shape.unit,
             "quant": work.quant,
             "offload": work.offload,
             "batch": work.batch,

@@ -76,6 +76,11 @@ class DecoderShape(BaseModel):
         return first, LinearShape("down", self.intermediate, self.hidden)
 
     @property
+    def unit(self) -> str:
+        """What one forward of a row decodes: a head that is a module of its own makes the tokens of a position."""
+        return "token" if self.vocab else "backbone position"
+
+    @property
     def head(self) -> LinearShape | None:
         """The product onto the vocabulary."""
         return LinearShape("head", self.hidden, self.vocab) if self.vocab else None

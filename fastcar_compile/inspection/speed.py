@@ -112,7 +112,7 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
 def _facts(result: Estimate, decided: str) -> list[Fact]:
     design = result.design
     return [
-        Fact(label="predicted", value=f"{result.tokens_per_second:,.1f} tokens/s", group="key"),
+        Fact(label="predicted", value=f"{result.tokens_per_second:,.1f} {result.unit}s/s", group="key"),
         Fact(label="one step", value=f"{result.seconds_per_step * 1e3:.3f} ms", group="key"),
         Fact(label="bound by", value=result.bound_by, group="key"),
         Fact(label="over dense", value=f"{result.speedup_over_dense:.2f}x", group="key"),
@@ -132,7 +132,7 @@ def _facts(result: Estimate, decided: str) -> list[Fact]:
             ),
         ),
         Fact(label="bandwidth", value=f"{result.bandwidth_utilisation:.1%} of the memory's peak"),
-        Fact(label="energy", value=f"{result.energy_per_token_j:.4f} J per token, {result.power_w:.1f} W"),
+        Fact(label="energy", value=f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W"),
     ]
 
 

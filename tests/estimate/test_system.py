@@ -46,6 +46,11 @@ def test_published_boards_within_ten_per_cent(shape: str, board: str, published:
     assert predict(shape, "w4a8", board).tokens_per_second < asked.tokens_per_second
 
 
+def test_a_decoder_without_a_head_decodes_positions() -> None:
+    assert predict("vila-u-7b", "w4a8", "zcu102", 64).unit == "backbone position"
+    assert predict("tinyllama-1.1b", "w4a8", "zcu102", 64).unit == "token"
+
+
 def test_tinyllama_stays_below_the_bandwidth_ceiling() -> None:
     ceiling = 17.064e9 / load_shape("tinyllama-1.1b").weight_bytes("w8a8")
     for offload in ("mlp", "linears"):
