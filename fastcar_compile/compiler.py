@@ -126,11 +126,12 @@ def compile(
             at most 256, so that frames as a prompt need no padding.
         offload: what the target's accelerator computes: "mlp"; "linears" (the MLPs, the projections and the head); or
             "all": the whole decode step, one launch per token, with kv="int8" and numerics="exact". Default: "all"
-            where it can, unless kv or numerics say otherwise; else "mlp", with a warning that gives the reasons.
+            where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step for
+            "linears"; where it cannot, "mlp", with a warning that gives the reasons.
         sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
         kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and
-            "int8" with offload="all".
+            "int8" where the accelerator computes whole steps or, by default, linears.
         numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
             prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md). Default: "native",
             and "exact" with offload="all".
@@ -183,7 +184,7 @@ def compile(
         program, passes = _analysed(model, config, say)
         original = None if writer is None and wish is None else copy.deepcopy(program)
         say("rewriting the graph")
-        program, config, refused = rewritten(program, original, config, wish)
+        program, config, refused = rewritten(program, original, config, wish, board)
         pipeline = pipeline_to_string([*passes, *rewrite_pipeline(config, len(program.sites))])
         fallbacks = [*assumed, *refused, *fallbacks_of(program, config, board)]
         if strict:

@@ -34,9 +34,8 @@ def test_a_published_decoder_is_found_whole(name: str, layers: str, billions: st
 
 def test_llama_2_7b_on_a_board_takes_less_than_a_minute() -> None:
     start = time.process_time()
-    found = fc.compile(
-        CONFIGS / "llama-2-7b", "u280", quant="w4a8", offload="linears", tokens_per_frame=256, dry_run=True
-    )
+    found = fc.compile(CONFIGS / "llama-2-7b", "u280", quant="w4a8", tokens_per_frame=256, dry_run=True)
+    assert (found.options.offload, found.options.kv) == ("linears", "int8"), "the host's attention is the faster one"
     assert time.process_time() - start < 60
     assert found.ok
     assert not [f for f in found.fallbacks if f.kind != "assumption"]

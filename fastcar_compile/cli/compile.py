@@ -80,7 +80,7 @@ def compile_command(
         str | None,
         typer.Option(
             help="What the accelerator computes: mlp; linears (also projections and head); all (the step). "
-            "Default: all where it can, else mlp."
+            "Default: all where it can, or linears where that is faster; else mlp."
         ),
     ] = None,
     max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,

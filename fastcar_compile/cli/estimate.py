@@ -61,24 +61,28 @@ def estimate_command(
     Nothing is run: the model of the hardware simulates one decode step.
     """
     from fastcar_compile.estimate.gate import GateModel
-    from fastcar_compile.estimate.system import estimate
+    from fastcar_compile.estimate.system import default_offload, estimate
     from fastcar_compile.estimate.trace import load_trace
 
     require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
+    free = offload is None and artifact is None
     if artifact is None:
-        work, board, design = of_shape(str(shape), target, kv, gate)
+        work, board, design = of_shape(str(shape), target)
     else:
         work, board, design = of_artifact(artifact, target)
         if design is None and offload is None:
-            work = as_compiled(artifact, work, board, kv)
+            given, work = work, as_compiled(artifact, work, board, kv)
+            free = work is not given
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
     if gate is not None or gate_units is not None:
         chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
+    if free and board.kind == "fpga":
+        chosen = replace(chosen, offload=default_offload(chosen, board, what_if=what_if))
     if (chosen.quant, chosen.batch, chosen.offload) != (work.quant, work.batch, work.offload):
         design = None
     with stages(as_json, "estimate") as show:
@@ -96,19 +100,13 @@ def estimate_command(
     return ExitCode.OK
 
 
-def of_shape(
-    name: str, target: str | None, kv: str | None = None, gate: str | None = None
-) -> tuple[Workload, Target, Design | None]:
-    """Return what a decoder shape asks of a board, offloaded as `compile` does it; there is no design yet."""
-    from fastcar_compile.estimate.gate import GateModel
+def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design | None]:
+    """Return what a decoder shape asks of a board; there is no design yet."""
     from fastcar_compile.estimate.shapes import load_shape
     from fastcar_compile.estimate.workload import Workload
-    from fastcar_compile.targets import load_target, whole_step
+    from fastcar_compile.targets import load_target
 
-    board, sizes = load_target(target or "zcu102"), {"tokens_per_frame": 1, "max_seq_len": 2, "quant": SHAPE_QUANT}
-    wish = whole_step(board, sizes if kv is None else sizes | {"kv": kv})
-    whole = wish is not None and not (gate is not None and GateModel.named(gate).on_host)
-    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT, offload="all" if whole else "mlp"), board, None
+    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), None
 
 
 def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.footprint import capacity
+from fastcar_compile.errors import UserError
 from fastcar_compile.estimate.engine import ClosedForm
 from fastcar_compile.estimate.prediction import Prediction, Runs
 from fastcar_compile.estimate.question import Question, ask
 from fastcar_compile.estimate.rows import Decisions
-from fastcar_compile.estimate.workload import Workload
+from fastcar_compile.estimate.workload import Offload, Workload
 from fastcar_compile.targets import Target
 
 
@@ -70,6 +71,24 @@ def estimate(
         CompileError: the decoder does not fit the board.
     """
     return estimate_question(ask(workload, target, decisions=decisions, design=design, what_if=what_if))
+
+
+def default_offload(workload: Workload, target: Target, *, what_if: bool = False) -> Offload:
+    """Return what the accelerator computes where nobody says: "all", or "linears" where that takes less time; or "mlp".
+
+    A whole step has int8 keys and values and decides in the fabric; other decoders have "mlp". The times are those of a
+    dense step, so the workload's replay plays no part. A form that does not fit the board is left out.
+    """
+    if workload.kv != "int8" or workload.gate.on_host:
+        return "mlp"
+    seconds = dict[Offload, float]()
+    for offload in ("all", "linears"):
+        work = replace(workload, offload=offload, replay=0.0)
+        try:
+            seconds[offload] = estimate(work, target, what_if=what_if).seconds_per_step
+        except UserError:
+            continue
+    return min(seconds, key=seconds.__getitem__) if seconds else "all"
 
 
 def estimate_question(question: Question) -> Estimate:

@@ -21,7 +21,7 @@ from typer.testing import Result
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
 from fastcar_compile.cli import opt
-from fastcar_compile.cli.estimate import as_compiled, of_shape
+from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
@@ -122,9 +122,11 @@ def test_an_artifact_uses_the_design_that_was_emitted(fastcar: Fastcar, compiled
 @pytest.mark.parametrize(
     ("board", "kv", "offload"), [("zcu102", None, "all"), ("zcu102", "int8", "all"), ("zcu102", "float16", "mlp")]
 )
-def test_a_shape_is_offloaded_as_compile_does_it(board: str, kv: str | None, offload: str) -> None:
+def test_a_shape_is_offloaded_as_compile_does_it(fastcar: Fastcar, board: str, kv: str | None, offload: str) -> None:
     report = fc.compile(heads_of_32(), board, tokens_per_frame=8, kv=kv, dry_run=True)
-    assert report.options.offload == of_shape("llama2-7b", board, kv)[0].offload == offload
+    words = ["estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--target", board, "--json"]
+    found = json.loads(fastcar(*words, *(["--kv", kv] if kv else [])).stdout)
+    assert report.options.offload == found["offload"] == offload
 
 
 @pytest.mark.parametrize(("model", "offload"), [(heads_of_32, "all"), (layer_norms, "mlp")])

@@ -16,7 +16,8 @@ from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError, InputError, TargetError
-from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
+from fastcar_compile.estimate import Estimate, Workload, default_offload, estimate, load_shape
+from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Mapping, passes_of
 from fastcar_compile.estimate.workload import Offload
@@ -44,6 +45,28 @@ def test_published_boards_within_ten_per_cent(shape: str, board: str, published:
     asked = estimate(work, load_target(board), what_if=True)
     assert asked.tokens_per_second == pytest.approx(published, rel=0.10)
     assert predict(shape, "w4a8", board).tokens_per_second < asked.tokens_per_second
+
+
+@pytest.mark.parametrize(("board", "expected"), [("u280", "linears"), ("kv260", "all")])
+def test_the_default_offload_takes_the_least_time(board: str, expected: str) -> None:
+    work, target = Workload(load_shape("vila-u-7b"), "w4a8", 1024, replay=0.8), load_target(board)
+    assert default_offload(work, target, what_if=True) == expected
+    seconds = {
+        offload: estimate(replace(work, offload=offload, replay=0.0), target, what_if=True).seconds_per_step
+        for offload in get_args(Offload)
+    }
+    assert min(seconds, key=seconds.__getitem__) == expected
+
+
+def test_the_default_offload_of_what_no_whole_step_has() -> None:
+    """A kernel of whole steps does not fit a KV260 without UltraRAM; keys and values are int8; the fabric decides."""
+    shape, board = load_shape("vila-u-7b").model_copy(update={"layers": 3}), load_target("kv260")
+    assert board.fabric is not None
+    small = board.model_copy(update={"fabric": board.fabric.model_copy(update={"uram": 0})})
+    assert default_offload(Workload(shape, "w4a8", 512), small) == "linears"
+    assert default_offload(Workload(TINY, "w4a8", 512), ZCU102) == "all"
+    for changed in ({"kv": "float16"}, {"gate": GateModel("elsewhere", on_host=True)}):
+        assert default_offload(replace(Workload(TINY, "w4a8", 512), **changed), ZCU102) == "mlp"
 
 
 def test_a_decoder_without_a_head_decodes_positions() -> None:
