@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
     from fastcar_compile.generation import TransformersDecoder as TransformersDecoder
+    from fastcar_compile.inspection.page import inspect as inspect
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
     from fastcar_compile.simulation.simulate import simulate as simulate
@@ -69,6 +70,7 @@ _MODULES = {
         "UserError",
     ),
     "generation": ("TransformersDecoder",),
+    "inspection.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
     "simulation.simulate": ("simulate",),
@@ -107,6 +109,7 @@ __all__ = [
     "compile",
     "diff",
     "doctor",
+    "inspect",
     "load",
     "load_target",
     "sign",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastcar_compile.artifact.digest import Digests, UserDigests
-from fastcar_compile.artifact.explain import explain
+from fastcar_compile.artifact.explain import Described, Description, decoder_fields, explain, gate_text
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, SIGNATURE
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig, State
@@ -68,7 +68,7 @@ def load(
     return artifact
 
 
-class Artifact(StoredArtifact):
+class Artifact(Described, StoredArtifact):
     """A compiled decoder. Sessions need neither torch nor the compiler; graphs and parameters need torch.
 
     Attributes:
@@ -122,7 +122,7 @@ class Artifact(StoredArtifact):
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The rewritten decode step, runnable in eager PyTorch."""
+        """The rewritten decode step, runnable in eager PyTorch; `graph.print_readable()` prints it."""
         return self.program.graph_module
 
     @cached_property
@@ -138,6 +138,11 @@ class Artifact(StoredArtifact):
         if self._original is not None:
             return self._original
         return program_from_json(self.json(GRAPH_BEFORE), self.params, missing_on_meta=True).graph_module
+
+    def _description(self) -> Description:
+        thresholds = self.manifest.layers.thresholds if self.thresholds is None else self.thresholds.values
+        gate = gate_text(self.manifest.layers.gates, thresholds)
+        return f"Artifact {self.path}", {**decoder_fields(self.manifest), "gate": gate, "digest": self.digest}
 
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
         """Return what was found, inserted and cached, and why: of every layer, one layer, or one node of the graph.

@@ -13,6 +13,7 @@ import torch
 from decoders import PlainDecoder, headless_llama, llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.explain import Described, Description
 from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.tvm_runtime import fill
@@ -41,6 +42,49 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact
         )
         for quant in ("none", "w8a8")
     }
+
+
+def test_artifacts_and_sessions_say_what_they_are(artifacts: dict[str, fc.Artifact]) -> None:
+    artifact = artifacts["w8a8"]
+    assert str(artifact) == "\n".join(
+        [
+            f"Artifact {artifact.path}",
+            "  target   cpu",
+            "  decoder  2 layers of 64, 8 tokens per frame, 65 positions, 2 rows",
+            "  numbers  weights w8a8, KV cache float32, numerics native",
+            "  gate     tas in 2 of 2 layers, threshold 0",
+            f"  digest   {artifact.digest}",
+        ]
+    )
+    session = artifact.session("eager")
+    decode(session, tokens(length=24), 1)
+    lines = str(session).splitlines()
+    assert lines[:4] == ["Session", "  backend  eager", f"  artifact {artifact.path}", f"  digest   {artifact.digest}"]
+    assert lines[-1] == f"  state    24 of 65 positions, {session.stats.replay_ratio:.1%} of the MLPs replayed"
+    session.set_threshold([0.25, None])
+    assert "  gate     tas in 2 of 2 layers, threshold 0.25 to inf" in str(session)
+    session.close()
+    assert str(session).startswith("Session, closed\n")
+    assert "<th>gate</th><td>tas in 2 of 2 layers" in session._repr_html_()
+
+
+def test_what_files_say_cannot_write_to_a_terminal_or_a_page() -> None:
+    class Named(Described):
+        def _description(self) -> Description:
+            return "A <b>", {"target": "x\x1b[2J<script>"}
+
+    assert str(Named()) == "A <b>\n  target   'x\\x1b[2J<script>'"
+    assert "<script>" not in Named()._repr_html_()
+    assert "A &lt;b&gt;" in Named()._repr_html_()
+
+
+def test_graphs_print_without_releases_of_memory(artifacts: dict[str, fc.Artifact]) -> None:
+    for graph in (artifacts["w8a8"].graph, artifacts["w8a8"].original_graph, fc.load(artifacts["none"].path).graph):
+        text = graph.print_readable(print_output=False)
+        assert "torch.ops.aten.embedding.default(" in text
+        assert "= None" not in text
+        assert "No stacktrace" not in text
+        assert "tokens = None" in graph.code, "the code that runs frees its values"
 
 
 def decode(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""What the compiler found, inserted and cached, per layer, as text for people."""
+"""What an artifact is, and what the compiler found, inserted and cached per layer, as text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import (
@@ -19,6 +21,54 @@ from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_byt
 from fastcar_compile.values import whole
 
 MIB = 2**20
+
+
+Description = tuple[str, Mapping[str, str]]
+"""A title, and fields by name."""
+
+
+class Described:
+    """Something that a terminal shows as a title with a line for each field, and a notebook as a table."""
+
+    @abstractmethod
+    def _description(self) -> Description: ...
+
+    def __repr__(self) -> str:
+        title, fields = self._description()
+        return "\n".join([title, *(f"  {name:<8} {_printable(value)}" for name, value in fields.items())])
+
+    def _repr_html_(self) -> str:
+        title, fields = self._description()
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in fields.items())
+        return f"<table><caption>{escape(title)}</caption>{rows}</table>"
+
+
+def _printable(text: str) -> str:
+    """Return a text of a file as a terminal may be given it: with a control character, all is written out."""
+    return text if text.isprintable() else ascii(text)
+
+
+def decoder_fields(sections: Sections) -> dict[str, str]:
+    """Return what an artifact was compiled for and from, by name."""
+    options, config = sections.options, sections.decoder.config
+    rows = "1 row" if config.batch_size == 1 else f"{config.batch_size} rows"
+    return {
+        "target": f"{options.target}, offload {options.offload}" if sections.accelerator else options.target,
+        "decoder": f"{config.num_layers} layers of {config.hidden_size}, {config.tokens_per_frame} tokens per frame, "
+        f"{config.max_seq_len} positions, {rows}",
+        "numbers": f"weights {options.quant}, KV cache {options.kv}, numerics {options.numerics}",
+    }
+
+
+def gate_text(gates: Sequence[str | None], thresholds: Sequence[float | None]) -> str:
+    """Return the gate, how many layers have it, and the range of their thresholds."""
+    found = [(gate, value) for gate, value in zip(gates, thresholds, strict=True) if gate is not None]
+    if not found:
+        return "none: the dense decoder"
+    values = sorted(value for _, value in found if value is not None)
+    ends = " to ".join(dict.fromkeys(f"{value:.4g}" for value in (*values[:1], *values[-1:])))
+    limits = f", threshold {ends}" if ends else ", no layer replays"
+    return f"{found[0][0]} in {len(found)} of {len(gates)} layers{limits}"
 
 
 def explain(sections: Sections, layer: int | None = None) -> str:

@@ -51,6 +51,7 @@ def inspect_command(
     With --html, write all of it as a page.
     """
     import fastcar_compile as fc
+    from fastcar_compile.estimate.trace import load_trace
 
     parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]
     require_one([*parts, ("--html", html is not None)])
@@ -64,7 +65,7 @@ def inspect_command(
         loaded = fc.load(str(artifact))
         if html is not None:
             show("writing the page")
-            _write_page(loaded, html, trace)
+            fc.inspect(loaded, html, None if trace is None else load_trace(existing(trace, "trace")))
     if html is not None:
         _show_page(html, as_json)
     elif sites:
@@ -77,13 +78,6 @@ def inspect_command(
     else:
         _show_summary(loaded, as_json)
     return ExitCode.OK
-
-
-def _write_page(loaded: Artifact, path: Path, trace: Path | None) -> None:
-    from fastcar_compile.estimate.trace import load_trace
-    from fastcar_compile.inspection.page import write_page
-
-    write_page(loaded, path, None if trace is None else load_trace(existing(trace, "trace")))
 
 
 def _show_page(path: Path, as_json: bool) -> None:

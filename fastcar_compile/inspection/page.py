@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+import numpy as np
+
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -20,6 +22,7 @@ from fastcar_compile.inspection.memory import memory_page
 from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
 from fastcar_compile.inspection.replay import Decisions, replay_page
 from fastcar_compile.inspection.speed import speed_page
+from fastcar_compile.values import check_kind, path_of
 
 LINK = f"{HLS}/link.cfg"
 STYLES = ("parts.css", "page.css", "graph.css")
@@ -32,20 +35,24 @@ SCRIPTS = (
 """In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
 
 
-def write_page(artifact: StoredArtifact, path: Path, decisions: Decisions | None = None) -> None:
-    """Write the page of an artifact. The same artifact and decisions give the same bytes.
+def inspect(artifact: StoredArtifact, path: str | Path, decisions: Decisions | None = None) -> None:
+    """Write an artifact's inspection page, one HTML file. The same artifact and decisions give the same bytes.
 
     Args:
-        decisions: recorded replay decisions, bool [forwards, layers, rows]; None: the page has no heat map.
+        artifact: what `compile` and `load` return.
+        decisions: replay decisions of a run, bool [forwards, layers, rows], such as `session.stats.decisions`; None:
+            the page has no heat map.
 
     Raises:
         InputError: the decisions are of another decoder, or the file cannot be written.
     """
+    check_kind("the artifact", artifact, StoredArtifact, "what `compile` or `load` returns")
+    page = path_of("the page", path)
     text = page_html(page_data(artifact, decisions))
     try:
-        path.write_text(text, "utf-8")
+        page.write_text(text, "utf-8")
     except OSError as error:
-        raise InputError(f"the page cannot be written: {error.strerror}", where=str(path)) from error
+        raise InputError(f"the page cannot be written: {error.strerror}", where=str(page)) from error
 
 
 def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> PageData:
@@ -111,10 +118,12 @@ def _hash(text: str) -> str:
 
 def _check(decisions: Decisions, manifest: Manifest) -> None:
     """Raise InputError for decisions of another decoder."""
+    check_kind("decisions", decisions, np.ndarray, "bool [forwards, layers, rows], or None")
     expected = (manifest.decoder.config.num_layers, manifest.decoder.config.batch_size)
-    if decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
+    if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
         raise InputError(
-            f"the decisions are {list(decisions.shape)}, the artifact has {expected[0]} layers and {expected[1]} rows",
+            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
+            f"the artifact has {expected[0]} layers and {expected[1]} rows",
             hint="record them with `fastcar run --trace` on this artifact",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -27,6 +28,20 @@ class _GraphModule(_LazyGraphModule):
         return type(self).forward(self, *args, **kwargs)
 
     forward = _lazy_forward
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """Return the code, without the releases of memory that fx writes behind a value's last use: `; x = None`."""
+        with ExitStack() as stack:
+            for part in self.modules():
+                if isinstance(part, fx.GraphModule):
+                    stack.enter_context(part.graph.on_generate_code(lambda _before: _without_releases))
+            return super().print_readable(print_output, *args, **kwargs)
+
+
+def _without_releases(body: list[str]) -> list[str]:
+    """Return the lines of a body that fx has generated; a release is an item of its own."""
+    kept = (line for line in body if not line.strip().startswith("# No stacktrace found"))
+    return ["\n" if line.startswith(";  ") else line for line in kept]
 
 
 def placeholder_names(module: fx.GraphModule) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from fastcar_compile.artifact.explain import Described, Description, decoder_fields, gate_text
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.artifact.thresholds import Thresholds
@@ -43,16 +44,20 @@ def open_session(
     open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers = artifact.manifest.layers
     gates = {gate for gate in layers.gates if gate is not None}
-    return Session(
+    session = Session(
         open_stepper(artifact, options),
         artifact.manifest.decoder.config,
         layers.thresholds,
         record=record,
         gate=gates.pop() if gates else None,
     )
+    name = backend if isinstance(backend, str) else "a backend of the caller's"
+    place = {"artifact": str(artifact.path), "digest": artifact.digest}
+    session.origin = {"backend": name, **place, **decoder_fields(artifact.manifest)}
+    return session
 
 
-class Session:
+class Session(Described):
     """One video at a time, on one backend. Sessions share weights, never state.
 
     Inputs are numpy arrays, torch tensors, or anything that speaks DLPack. Torch tensors in give torch tensors out;
@@ -67,6 +72,7 @@ class Session:
     Attributes:
         stats: replay statistics since the last reset.
         thresholds: float32 [L]; where the layer never replays, the value that no score passes (inf for TAS).
+        origin: backend and artifact, as printing shows them.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Session:
         self._can_replay = [t is not None for t in thresholds]
         self.thresholds = self._filled(thresholds)
         self._has_context = False
+        self.origin: Mapping[str, str] = {}
         self._reset()
 
     def __enter__(self) -> Self:
@@ -99,6 +106,17 @@ class Session:
             "a session cannot be copied, nor sent to another process",
             hint="send the artifact's path and open a session there",
         )
+
+    def _description(self) -> Description:
+        gates = [self._gate if can else None for can in self._can_replay]
+        replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
+        position = f"{self._position} of {self._config.max_seq_len} positions, {replayed}"
+        closed = "" if hasattr(self, "_stepper") else ", closed"
+        return f"Session{closed}", {
+            **self.origin,
+            "gate": gate_text(gates, self.thresholds.tolist()),
+            "state": position,
+        }
 
     def close(self) -> None:
         """Give back the session's state, libraries, threads and device now; closing again does nothing.

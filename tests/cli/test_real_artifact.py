@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -92,6 +92,18 @@ def page_file(compiled: tuple[Path, dict[str, Any]]) -> Path:
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout) == {"html": str(html), "bytes": html.stat().st_size}
     return html
+
+
+def test_the_page_from_python_is_the_command_s(page_file: Path, compiled: tuple[Path, dict[str, Any]]) -> None:
+    artifact, page = fc.load(compiled[0]), page_file.with_name("python.html")
+    fc.inspect(artifact, page, np.load(page_file.with_name("trace.npy")))
+    assert page.read_bytes() == page_file.read_bytes()
+    with pytest.raises(fc.InputError, match=r"decisions are float64 \[4, 2, 2\], the artifact has 2 layers and 2 rows"):
+        fc.inspect(artifact, page, cast(Any, np.zeros((4, 2, 2))))
+    with pytest.raises(fc.InputError, match=r"the artifact is '.*'\n.*give what `compile` or `load` returns"):
+        fc.inspect(cast(Any, str(compiled[0])), page)
+    with pytest.raises(fc.InputError, match="the page cannot be written: No such file"):
+        fc.inspect(artifact, page.parent / "none" / "page.html")
 
 
 def test_page_shows_node_source_pass_and_reason(page_file: Path) -> None:

@@ -72,6 +72,17 @@ def test_the_readme_is_short_and_its_figures_are_the_measured_ones() -> None:
         assert re.search(rf"^- {names[name]}, context 512, replay 0.800: .*\({replay} within a round\)", speed, re.M)
 
 
+def test_the_citation_is_of_the_paper_that_the_readme_names(require_module: Callable[[str], None]) -> None:
+    require_module("yaml")
+    import yaml
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys(), "what the format requires"
+    (paper,) = cited["references"]
+    assert "FastCar (arXiv " + paper["doi"].removeprefix("10.48550/arXiv.") in README
+    assert len(paper["authors"]) == 14
+
+
 def test_commands_and_exit_codes_are_those_of_the_program() -> None:
     text = (ROOT / "docs" / "reference" / "command_line.md").read_text("utf-8")
     commands, codes, _ = text.split("\n## ", 2)
