@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,9 @@ Picture = NDArray[np.uint8]
 _NOWHERE = "/proc/self/no-such-folder"
 """Where onnxruntime looks for weights outside of the model, so that the model reads no file of this machine."""
 
+_REPEATS = re.compile(rb"[\0\4](Loop|Scan)")
+"""An operator that may run for ever. ONNX stores a name as its length, 4 or 4 in more bytes, and its letters."""
+
 
 class Pixels:
     """Makes pictures of image codes. Several threads may use it at once.
@@ -32,6 +36,8 @@ class Pixels:
 
     def __init__(self, world: World, threads: int | None = None) -> None:
         self._image, self._where = world.file.image, str(world.folder / PIXELS)
+        if repeats := _REPEATS.search(world.pixels):
+            raise self._error(f"has the operator {repeats[1].decode()}, which may never end")
         onnxruntime: Any = import_module("onnxruntime")  # it has no types
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = thread_count(threads)

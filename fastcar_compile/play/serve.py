@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from threading import Thread
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastcar_compile import limits
 from fastcar_compile.errors import InputError, InternalError
@@ -17,6 +19,24 @@ from fastcar_compile.play.server import application
 
 SPARE = 32
 """Connections beyond those of players: pages, and visitors who are told that it is full."""
+
+REQUEST_SECONDS = 10.0
+"""From a connection to its first request."""
+
+UNREAD_SECONDS = 60
+"""A connection that reads nothing for so long is closed by the kernel."""
+
+
+class _Bounded(H11Protocol):
+    """HTTP that closes connections without a request, of which a few dozen would take all places."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_SECONDS, self._closed_unless_asked)
+
+    def _closed_unless_asked(self) -> None:
+        if self.scope is None:
+            self.transport.close()
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ def serving(stage: Stage, *, host: str, port: int, visitors: int) -> Generator[L
     with listener:  # it listens already: whoever connects before the server has started waits for it
         config = uvicorn.Config(
             application(stage, visitors, host),
+            http=_Bounded,
             ws="websockets-sansio",
             ws_max_size=limits.MESSAGE_BYTES,
             ws_per_message_deflate=False,  # PNG is compressed
@@ -76,10 +97,12 @@ def _listener(host: str, port: int) -> socket.socket:
     hint = "give --host an address of this machine, and --port another number, or 0 for a free one"
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except (OSError, UnicodeError, OverflowError) as error:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InputError(f"the server cannot listen: {text}", where=f"{host}:{port}", hint=hint) from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)  # connections inherit it
+    return listener
 
 
 def _url(host: str, port: int) -> str:

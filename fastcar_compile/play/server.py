@@ -57,7 +57,7 @@ RATE, BURST = 300.0, 600.0
 """Messages of one page per second, lately and at once. A page draws 120 frames per second at most."""
 
 OUTBOX = 16
-"""Messages that wait for a page that does not read, from which on it is told nothing but its frames."""
+"""Messages that wait for a page that does not read, from which on its game waits."""
 
 POLICY_VIOLATION, TOO_BIG, TRY_AGAIN = 1008, 1009, 1013
 """Close codes of RFC 6455 and of the IANA registry."""

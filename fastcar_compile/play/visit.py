@@ -41,6 +41,9 @@ GONE_SECONDS = 1200.0
 WAITING = 512
 """Messages of a page that may wait for the game."""
 
+LOOK_SECONDS = 0.05
+"""Between looks whether a page has read what was sent."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +52,7 @@ class Visit:
 
     Args:
         send: takes messages for the page, from this thread.
-        congested: the page does not take what was sent; then nothing but frames' headers tells it of changes.
+        congested: the page does not read what was sent; the game waits for it.
     """
 
     def __init__(self, stage: Stage, send: Callable[[str | bytes], None], congested: Callable[[], bool]) -> None:
@@ -93,9 +96,11 @@ class Visit:
         self._tell(game)
         while (requests := self._next()) is not None:
             for request in requests:
+                if not self._until_read():  # each may be answered by a frame
+                    return
                 self._handle(game, request)
             self._rest()
-            if self._stale and not self._congested():
+            if self._stale:
                 self._tell(game)
             if self._pace.wait(monotonic()) == 0:
                 self._frame(game)
@@ -111,6 +116,16 @@ class Visit:
                 self._changed.wait(left if seconds is None else min(seconds, left))
             found, self._inbox = self._inbox, []
             return None if self._stopped else found
+
+    def _until_read(self) -> bool:
+        """Wait while too much of what was sent is unread; return False where the game ends meanwhile.
+
+        The page's messages pile up then, until `post` refuses them.
+        """
+        with self._changed:
+            while self._congested() and not self._stopped:
+                self._changed.wait(LOOK_SECONDS)
+            return not self._stopped
 
     def _rest(self) -> None:
         """Pause, and later end, a game that nobody plays.

@@ -233,6 +233,20 @@ def test_a_stalled_page_gets_few_frames_and_an_unseen_one_none(stage: Stage) -> 
     assert len(hidden) == 1
 
 
+def test_a_page_that_reads_nothing_is_not_answered(stage: Stage) -> None:
+    sent: list[str | bytes] = []
+
+    def congested() -> bool:
+        guest.stop()
+        return True
+
+    guest = Visit(stage, sent.append, congested)
+    for seed in range(100):
+        guest.post(Restart(type="restart", start=0, seed=seed, temperature=1.0, top_k=0))
+    guest.run()
+    assert len(sent) < 5
+
+
 def test_a_refused_request_is_a_note_and_the_game_goes_on(stage: Stage) -> None:
     bad = Restart(type="restart", start=9, seed=0, temperature=1.0, top_k=0)
     sent = visited(stage, bad, Run(type="run", value=True))

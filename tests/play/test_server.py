@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from fastcar_compile.cli import play
 from fastcar_compile.errors import InputError
-from fastcar_compile.play import server
+from fastcar_compile.play import serve, server
 from fastcar_compile.play.game import Stage
 from fastcar_compile.play.serve import serving
 from fastcar_compile.play.server import ASSETS, BURST, HEADERS, Budget, OwnNames, application, same_origin
@@ -186,6 +189,20 @@ def test_places_are_limited_and_free_again(client: TestClient) -> None:
                 return
         time.sleep(0.05)
     pytest.fail("no place was given back")
+
+
+def test_idle_connections_give_their_places_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REQUEST_SECONDS", 0.5)
+    with serving(stage, host=HOST, port=0, visitors=1) as listening, ExitStack() as idle:
+        address = (HOST, urlsplit(listening.url).port)
+        for _ in range(60):
+            idle.enter_context(socket.create_connection(address))
+        status, deadline = 503, time.monotonic() + 30
+        while status == 503 and time.monotonic() < deadline:
+            with suppress(HTTPError), urlopen(listening.url) as answer:
+                status = answer.status
+            time.sleep(0.1)
+    assert status == 200
 
 
 def test_a_port_that_is_taken_is_a_named_error(stage: Stage) -> None:

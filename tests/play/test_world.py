@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, external_data_helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from fastcar_compile import limits
 from fastcar_compile.artifact.sections import DecoderConfig
@@ -149,6 +149,24 @@ def test_what_makes_no_pictures_is_refused(folder: Path) -> None:
     flat.graph.initializer[0].CopyFrom(numpy_helper.from_array(COLOURS[:, :2], "colours"))
     flat.graph.output[0].type.tensor_type.shape.dim[3].dim_value = 2
     assert "does not make uint8 [1, 2, 2, 3]" in refused_pixels(world, flat.SerializeToString())
+
+
+@pytest.mark.timeout(120)
+def test_an_operator_that_may_never_end_is_refused(folder: Path) -> None:
+    """A loop whose condition stays true, in a branch. Without the refusal the first picture takes for ever."""
+    flag = {name: helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("on", "still", "v", "w", "x")}
+    count = helper.make_tensor_value_info("count", TensorProto.INT64, [])
+    same = [
+        helper.make_node("Identity", [name], [other]) for name, other in (("on", "still"), ("v", "w"), ("yes", "x"))
+    ]
+    body = helper.make_graph(same[:2], "body", [count, flag["on"], flag["v"]], [flag["still"], flag["w"]])
+    loop = helper.make_node("Loop", ["", "yes", "yes"], ["x"], body=body)
+    branches = [helper.make_graph([node], "branch", [], [flag["x"]]) for node in (loop, same[2])]
+    model, yes = colour_model(), helper.make_tensor("value", TensorProto.BOOL, [], [True])
+    model.graph.node.append(helper.make_node("Constant", [], ["yes"], value=yes))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["x"], then_branch=branches[0], else_branch=branches[1]))
+    model.graph.output.append(flag["x"])
+    assert "has the operator Loop, which may never end" in refused_pixels(load_world(folder), model.SerializeToString())
 
 
 def test_the_pixels_read_no_other_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
