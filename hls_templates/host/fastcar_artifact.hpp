@@ -218,6 +218,13 @@ private:
                 entry.sha256 = item.value().at("sha256").get<std::string>();
                 entry.size = whole_number(item.value().at("size"), where);
             }
+            // The checksum is of the text without its own line.
+            const std::string sum = fields.at("checksum").get<std::string>(), line = "\n  \"checksum\": \"" + sum + "\",";
+            const size_t begin = manifest.find(line);
+            const std::string rest = begin == std::string::npos ? "" : std::string(manifest).erase(begin, line.size());
+            if (sha256(rest.data(), rest.size()) != sum) {
+                throw Error("the manifest is damaged: its checksum is not that of its content", where, hint);
+            }
         } catch (const nlohmann::json::exception& error) {
             throw Error(std::string("the manifest is damaged: ") + error.what(), where, hint);
         }

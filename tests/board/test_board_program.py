@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from trust.conftest import Keys
 
 import fastcar_compile as fc
 from board.conftest import Machine
+from fastcar_compile.artifact.manifest import sealed
 from fastcar_compile.drs.table import Status
 from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
 from fastcar_compile.runtime.backends.board.memory import buffer_bytes
@@ -71,7 +73,7 @@ class Built:
         assert len(data) == len(good)
         try:
             file.write_bytes(data)
-            manifest.write_bytes(fields.replace(old, new))
+            manifest.write_bytes(sealed(json.loads(fields.replace(old, new))))
             yield
         finally:
             file.write_bytes(good)

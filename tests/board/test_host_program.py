@@ -98,6 +98,9 @@ def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, progra
     (tmp_path / "a" / "weights").unlink()
     shutil.copytree(artifact.path / "weights", tmp_path / "a" / "weights")
     refused("the file cannot be opened: No such file or directory", "/host/aarch64-linux-gnu/decoder.so")
+    manifest = (artifact.path / "manifest.json").read_bytes()
+    (tmp_path / "a" / "manifest.json").write_bytes(manifest.replace(b'"python": "3', b'"python": "2'))
+    refused("the manifest is damaged: its checksum is not that of its content", "/manifest.json")
     (tmp_path / "a" / "manifest.json").write_text('{"schema_version": 3, "files": {}}')
     refused("the artifact has schema version 3, this program reads version", "/manifest.json")
 
