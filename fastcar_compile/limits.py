@@ -41,7 +41,7 @@ LAYERS = 1000
 """Several times the layers of any published decoder."""
 
 ARRAYS_BYTES = 1 << 30
-"""Of all arrays of a .npz file, unpacked."""
+"""Of all arrays of a .npz file, unpacked; of the input of one prefill call."""
 
 TENSORS = 1_000_000
 """Tensors of one file."""

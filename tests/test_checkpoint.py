@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,14 @@ def test_adapters_are_not_left_out_silently(damaged: Path) -> None:
 def test_a_malformed_index(damaged: Path, index: str) -> None:
     (damaged / "model.safetensors.index.json").write_text(index)
     assert "the index of the shards " in problems(damaged)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(damaged: Path) -> None:
+    for file in damaged.glob("*.safetensors*"):
+        file.unlink()
+    os.mkfifo(damaged / "model.safetensors")
+    assert "it is a pipe, not a plain file" in problems(damaged)
 
 
 def test_a_refused_folder_leaves_nothing_behind(damaged: Path, tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_missing_tokens_per_frame_warns(tmp_path: Path) -> None:
         (torch.zeros(1, 4), "tokens are float32, expected int64"),
         (torch.zeros(2, 4, dtype=torch.int64), r"shape \[2, 4\], expected \[1, P\]"),
         (torch.zeros(1, 70, dtype=torch.int64), "70 tokens, but max_seq_len is 65"),
+        (torch.full((1, 1), 17).expand(1, 10**6), "1000000 tokens, but max_seq_len is 65"),  # its ids are not read
         (torch.full((1, 4), 17), "token 17 is outside the vocabulary of 17"),
     ],
 )

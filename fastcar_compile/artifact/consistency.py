@@ -68,6 +68,11 @@ def _sizes(config: DecoderConfig) -> Iterator[str]:
             yield f"decoder.config.{field.name} is {value}, not {least} to {limits.SIZE}"
     if config.num_layers > limits.LAYERS:
         yield f"decoder.config.num_layers is {config.num_layers}, more than {limits.LAYERS}"
+    if config.prefill_chunk > config.max_seq_len:
+        yield f"decoder.config.prefill_chunk is {config.prefill_chunk}, max_seq_len is {config.max_seq_len}"
+    row = 4 * config.hidden_size if config.takes_embeddings else 8
+    if config.batch_size * config.prefill_chunk * row > limits.ARRAYS_BYTES:
+        yield "the input of a prefill call is larger than 1 GiB"
     ring = config.ring
     if ring is not None and not (0 <= ring.sinks <= limits.SIZE and 1 <= ring.window <= ring.rows <= limits.SIZE):
         yield "decoder.config.ring has sizes that no ring has"

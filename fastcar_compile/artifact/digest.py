@@ -183,8 +183,17 @@ class UserDigests(Digests):
 
 
 def cache_folder() -> Path:
-    """Return where this package keeps what it need not make again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile."""
-    return Path(os.environ.get(CACHE, Path.home() / ".cache" / "fastcar_compile"))
+    """Return where this package keeps what it need not make again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile.
+
+    Raises:
+        UserError: the variable is not set, and the user has no home folder.
+    """
+    if CACHE in os.environ:
+        return Path(os.environ[CACHE])
+    try:
+        return Path.home() / ".cache" / "fastcar_compile"
+    except RuntimeError as error:
+        raise UserError("the user has no home folder", hint=f"set {CACHE} to a folder that can be written") from error
 
 
 def manifest_digest(data: bytes) -> str:

@@ -102,7 +102,7 @@ def _constants(folder: Path) -> dict[str, Tensor]:
     import torch
 
     found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in sorted(path for path in folder.glob("model*.safetensors") if path.is_file()):
         with cast("Any", safetensors.safe_open(file, framework="pt")) as tensors:  # its stub has no types
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 shape = torch.Size(tensors.get_slice(name).get_shape())

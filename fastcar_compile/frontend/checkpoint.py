@@ -19,6 +19,7 @@ from fastcar_compile.frontend.config_json import CONFIG, read_config_json
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
 from fastcar_compile.frontend.stored_names import StoredNames
 from fastcar_compile.strict_json import read_json
+from fastcar_compile.values import refuse_pipe
 
 T = TypeVar("T")
 
@@ -236,6 +237,7 @@ def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -
     found: dict[str, StoredTensor] = {}
     for name in files:
         try:
+            refuse_pipe(folder / name)
             with safetensors.safe_open(folder / name, framework="pt") as file:
                 for tensor in file.keys():  # noqa: SIM118  (not a mapping)
                     view = file.get_slice(tensor)

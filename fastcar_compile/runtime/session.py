@@ -230,7 +230,6 @@ class Session(Described):
             raise InputError("the session already holds tokens", hint="call reset() before the next prompt")
         array = self._checked(inputs, steps=None)
         length = array.shape[1]
-        self._require_room(length, "the prompt has")
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
@@ -346,6 +345,8 @@ class Session(Described):
         array = to_numpy(inputs)
         if steps != 1 or array.shape != self._step_shape or array.dtype != self._dtype:
             self._check_array(array, steps)
+        if steps is None and array.shape[1] > config.max_seq_len:  # before its ids are read
+            self._require_room(array.shape[1], "the prompt has")
         if config.token_ids is not None:
             self._check_ids(array, config.token_ids)
         return np.ascontiguousarray(array[:, None] if steps == 1 else array)

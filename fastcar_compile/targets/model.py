@@ -11,6 +11,8 @@ from fastcar_compile.checked import checked
 from fastcar_compile.errors import TargetError
 
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Line = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A name: it stands in tables, messages and comments of generated files."""
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:\[\]\-]{0,99}$")]
 """What stands in generated configurations, in a compiler's name or in its options."""
 _EXACT = 1 << 53
@@ -37,7 +39,7 @@ class Connection(_Frozen):
     """
 
     tag: Word
-    controller: Text
+    controller: Line
 
 
 class Measurement(_Frozen):
@@ -66,7 +68,7 @@ class Memory(_Frozen):
         source: where the figures come from.
     """
 
-    name: Text
+    name: Line
     capacity_bytes: PositiveCount
     peak_bandwidth: Positive
     ports: PositiveCount
@@ -152,7 +154,7 @@ class Target(_Frozen):
         estimate_only: why no artifact can be built for it; none: artifacts can be.
     """
 
-    name: Text
+    name: Line
     description: Text
     kind: Literal["fpga", "cpu"]
     part: Word | None = None

@@ -133,6 +133,7 @@ HUGE = [
     {"dtype": "float32", "layer": 0, "name": str(number), "role": "gate_cache", "shape": [4, 2, 2**30]}
     for number in range(40)
 ]
+HUGE_CALL = {"max_seq_len": 2**28, "prefill_chunk": 2**28}
 EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "max_seq_len of a million": (put(*CONFIG, "max_seq_len", value=10**6), "options.max_seq_len is 32"),
     "another frame": (put(*CONFIG, "tokens_per_frame", value=5), "options.tokens_per_frame is 4"),
@@ -142,6 +143,8 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a size as a text": (put(*CONFIG, "vocab_size", value="17"), "another type"),
     "a size as a float": (put(*CONFIG, "vocab_size", value=17.0), "another type"),
     "a size as a boolean": (put(*CONFIG, "prefill_chunk", value=True), "another type"),
+    "a prefill chunk beyond the cache": (put(*CONFIG, "prefill_chunk", value=2**28), "prefill_chunk is 268435456, max"),
+    "a huge prefill call": (lambda data: data["decoder"]["config"].update(HUGE_CALL), "larger than 1 GiB"),
     "no size": (put(*CONFIG, "vocab_size", value="many"), "decoder.config.vocab_size"),
     "a shape of another rank": (put(*STATE, "shape", value=[2, 4, 32]), "layer 0 says"),
     "an empty shape": (put(*STATE, "shape", value=[2, 4, 0, 32]), "impossible shape"),

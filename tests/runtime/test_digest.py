@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import threading
 import time
 from collections.abc import Generator
@@ -93,6 +94,19 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path, readings
     digests.of_path(path)
     digests.of_path(path)
     assert len(readings) == 2
+
+
+def test_a_user_without_a_home_folder_sets_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(_number: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setenv(digest.CACHE, str(tmp_path))
+    assert digest.cache_folder() == tmp_path
+    monkeypatch.delenv(digest.CACHE)
+    with pytest.raises(UserError, match=r"no home folder(.|\n)*set FASTCAR_CACHE"):
+        digest.cache_folder()
 
 
 def test_a_user_keeps_digests_from_process_to_process(
