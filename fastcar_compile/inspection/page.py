@@ -163,7 +163,7 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
         "options": {
             "board": target.description,
             "offload": options.offload,
-            "weights": options.quant,
+            "weights": "float32" if options.quant == "none" else options.quant,
             "keys and values": options.kv,
             "numerics": options.numerics,
             "attention reads": window,

@@ -181,6 +181,10 @@ def test_page_switches_between_decode_and_prefill(page_file: Path) -> None:
         page.keyboard.type("tas layer 0")
         page.locator("#results [role=option]").first.click()
         assert page.locator('[data-step="decode"]').get_attribute("aria-pressed") == "true"
+        assert page.locator("#subtitle").inner_text() == "2 layers · w8a8 · zcu102"
+        page.locator("#query").fill("gate")
+        words = [text.split("\n")[0] for text in page.locator("#results [role=option]").all_inner_texts()]
+        assert words[:5] == ["gate", "gate", "tas", "tas", "module"], "operators and their kind before gate_proj"
         page.locator("#query").fill("self_attn.q_proj")
         assert page.locator("#results [role=option]").first.inner_text().startswith("module")
 

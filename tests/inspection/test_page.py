@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import sections
 
 import fastcar_compile.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.sections import PipelineSection
 from fastcar_compile.inspection.graphs import page_graphs, reason_key, type_text
 from fastcar_compile.inspection.models import MemoryPage, PageData, ReplayPage, SpeedPage
-from fastcar_compile.inspection.page import page_html
+from fastcar_compile.inspection.page import _facts, page_html
 from fastcar_compile.inspection.replay import heat_map
 from fastcar_compile.ops.operator import REASONS
 from fastcar_compile.passes.pipeline import PASSES
@@ -197,6 +199,11 @@ def test_no_text_of_the_model_is_markup() -> None:
     start = html.index(">", html.index('id="data"')) + 1
     data = json.loads(html[start : html.index("</script>", start)])
     assert data["name"] == HOSTILE
+
+
+def test_weights_of_no_quantisation_are_named_by_their_type() -> None:
+    facts = {fact.label: fact.value for fact in _facts(Manifest(**dict(sections()), producer={}, files={}))}
+    assert facts["weights"] == "float32"
 
 
 def test_same_data_same_bytes() -> None:

@@ -5,7 +5,7 @@
   document.getElementById("name").textContent = page.data.name;
   document.title = `${page.data.name} · fastcar_compile`;
   document.getElementById("subtitle").textContent =
-    `${figure("layers")} layers · ${figure("weights")} · ${figure("target")}`;
+    `${page.plural(Number(figure("layers")), "layer")} · ${figure("weights")} · ${figure("target")}`;
   page.startTabs();
   page.startTheme();
   page.startSearch();

@@ -1,10 +1,12 @@
 /* Search over the nodes of all graphs, and over modules, source lines and passes. Every word must be in the name,
-   operator, module, source, pass or type; "layer 3" finds the nodes of that layer. */
+   operator, kind, module, source, pass or type; "layer 3" finds the nodes of that layer. A single word that is an
+   operator or a kind finds those nodes first. */
 (() => {
   "use strict";
   const { el } = page;
   const MOST = 80;
   const MOST_GROUPS = 2; // of each kind
+  const MOST_EXACT = 6; // above the groups: nodes whose operator or kind is the word itself
   const KINDS = { state: "state", input: "input", weight: "parameter" };
   let texts = null;
   let parts = null;
@@ -17,6 +19,7 @@
           side,
           node,
           text: [node.id, node.op, node.module, node.source, node.made_by, node.type, node.role, node.step]
+            .concat(page.family(node), KINDS[node.kind] ?? "")
             .join(" ")
             .toLowerCase(),
         })),
@@ -57,8 +60,14 @@
     const above = ["pass", "module", "line"].flatMap((kind) =>
       layer === null ? fits.filter((part) => part.kind === kind).slice(0, MOST_GROUPS) : [],
     );
+    const word = words.length === 1 ? words[0] : "";
+    const fit = (node) => {
+      if ([node.id.toLowerCase(), page.stem(node.op)].includes(word)) return 0;
+      if ([page.family(node), KINDS[node.kind]].includes(word)) return 0.5;
+      return words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2;
+    };
     const rank = ({ node, side }) =>
-      (node.id.toLowerCase() === words[0] ? 0 : words.length && page.stem(node.op).startsWith(words[0]) ? 1 : 2) +
+      fit(node) +
       (side === "before" && node.change === "kept" ? 4 : 0) +
       (node.step === "prefill" ? 8 : 0) +
       (node.kind === "weight" ? 1 : 0);
@@ -66,7 +75,8 @@
       .map((entry) => [rank(entry), entry])
       .sort((a, b) => a[0] - b[0])
       .map(([, entry]) => entry);
-    return [...above, ...nodes];
+    const best = nodes.filter(({ node }) => fit(node) < 1).slice(0, MOST_EXACT);
+    return [...best, ...above, ...nodes.filter((entry) => !best.includes(entry))];
   }
 
   /* What is said of a node, or of a part of the model. */
