@@ -23,7 +23,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.dry_run.build import Rewritten, dry_run_of
 from fastcar_compile.dry_run.fallbacks import assumed_frame, fallbacks_of, refuse_fallbacks
 from fastcar_compile.dry_run.report import DryRun, Fallback
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.config_folder import open_folder
@@ -232,7 +232,8 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
     if merged := merged_weights(program):
-        text = f"LoRA adapters are merged into {len(merged)} weights, such as {merged[0]}; others need another build"
+        number = count_text(len(merged), "weight")
+        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; others need another build"
         warnings.warn(text, UserWarning, stacklevel=5)
     return program, passes
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fastcar_compile.checked import checked
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable
-from fastcar_compile.errors import BackendError
+from fastcar_compile.errors import BackendError, count_text
 from fastcar_compile.parallel import usable_cores
 from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
 from fastcar_compile.runtime.cpu_flags import cpu_flags
@@ -226,7 +226,7 @@ def _cpu() -> Check:
     names = [isa.name for isa in runnable(INSTRUCTION_SETS, machine, flags)]
     cores = usable_cores()
     if names:
-        return Check(name="cpu", severity="ok", message=f"{machine}, {cores} cores: {', '.join(names)}")
+        return Check(name="cpu", severity="ok", message=f"{machine}, {count_text(cores, 'core')}: {', '.join(names)}")
     what = f"{machine} has none of the instruction sets that libraries are built for"
     return Check(name="cpu", severity="error", message=what, hint="use a CPU with SSE4.2 or NEON")
 

@@ -121,6 +121,11 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def count_text(number: int, what: str) -> str:
+    """Return a number with its noun, for example `1 row` or `2 rows`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 LISTED = 50
 """Refused fields that an error names; of more it gives the number. A damaged file may have a fault in every value."""
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutput
 
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.values import check_kind
 
@@ -118,7 +118,8 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         """
         rows = self._pairs(input_ids, first) if self._guidance else input_ids
         if rows.shape[0] != self.session.config.batch_size:
-            what = f"the call has {rows.shape[0]} rows, the artifact decodes {self.session.config.batch_size}"
+            given = count_text(rows.shape[0], "row")
+            what = f"the call has {given}, the artifact decodes {self.session.config.batch_size}"
             hint = "num_return_sequences multiplies the rows, and guidance doubles them"
             raise InputError(what, where="input_ids", hint=hint)
         if first:
@@ -208,5 +209,6 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         capacity, wanted = self.session.config.max_seq_len, generation_config.max_length
         if wanted is not None and wanted - 1 > capacity:
             new = wanted - input_ids_length
-            what = f"{input_ids_length} prompt tokens and {new} new ones do not fit max_seq_len {capacity}"
+            given = count_text(input_ids_length, "prompt token")
+            what = f"{given} and {new} new ones do not fit max_seq_len {capacity}"
             raise InputError(what, hint="give fewer max_new_tokens, or compile with a larger max_seq_len")

@@ -33,7 +33,7 @@ def test_thresholds_one_number_none_and_list() -> None:
 def test_thresholds_of_wrong_length_name_both_numbers() -> None:
     with pytest.raises(UserError) as caught:
         ReplayConfig(threshold=[1.0, 2.0]).thresholds(4)
-    assert "2 thresholds were given for a decoder of 4 layers" in str(caught.value)
+    assert "2 thresholds for a decoder of 4 layers" in str(caught.value)
     assert "exactly 4" in caught.value.hint
 
 

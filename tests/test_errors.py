@@ -67,7 +67,7 @@ def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
         ({"quant": "int3"}, ["quant: unknown quantisation 'int3'; known: none, bf16, w8a8, w4a8"]),
         ({"batch_size": 33}, ["batch_size: Input should be less than or equal to 32"]),
         ({"replay": fc.ReplayConfig(couple_cfg=True)}, ["couple_cfg pairs row b with row b + batch_size / 2"]),
-        ({"replay": fc.ReplayConfig(threshold=[1.0])}, ["1 thresholds were given for a decoder of 2 layers"]),
+        ({"replay": fc.ReplayConfig(threshold=[1.0])}, ["1 threshold for a decoder of 2 layers"]),
         (
             {"max_seq_len": 99},
             ["4 problems were found", "'blocks.0.key_cache' holds 33 positions, but max_seq_len"],
@@ -166,7 +166,7 @@ def test_a_bad_step_changes_nothing(artifact: fc.Artifact, ids: Tensor, text: st
 def test_a_full_cache_takes_no_more(artifact: fc.Artifact) -> None:
     session = artifact.session("eager")
     session.prefill(torch.zeros(1, 65, dtype=torch.int64))
-    with pytest.raises(fc.InputError, match="after 65 tokens the step adds 1 tokens, but max_seq_len is 65"):
+    with pytest.raises(fc.InputError, match="after 65 tokens the step adds 1 token, but max_seq_len is 65"):
         session.step(torch.zeros(1, dtype=torch.int64))
     with pytest.raises(fc.InputError, match="already holds tokens"):
         session.prefill(torch.zeros(1, 1, dtype=torch.int64))
@@ -183,7 +183,7 @@ def test_generation_that_does_not_fit(artifact: fc.Artifact, count: int, text: s
 
 @pytest.mark.parametrize(
     ("thresholds", "text"),
-    [([1.0], "1 thresholds for 2 layers"), (float("nan"), "is NaN")],
+    [([1.0], "1 threshold for 2 layers"), (float("nan"), "is NaN")],
 )
 def test_bad_thresholds(artifact: fc.Artifact, thresholds: Any, text: str) -> None:
     with pytest.raises(fc.InputError, match=text):

@@ -114,7 +114,7 @@ def dynamic() -> ExportedProgram:
             dynamic,
             ["2 problems", "input input_ids has the dynamic shape [1, s", "input cache_position has"],
         ),
-        (lambda: export(PlainDecoder().double()), ["tensors of float64, the first of them embed.weight", "float()"]),
+        (lambda: export(PlainDecoder().double()), ["tensors of float64, first embed.weight", "float()"]),
         (lambda: export(PlainDecoder().bfloat16(), 2), ["2 problems", "tensors of bfloat16", "has shape [1, 2]"]),
         (lambda: export(Renamed(), keywords=False), ["the step module takes ['ids', 'where'], but the step protocol"]),
         (lambda: export(PlainDecoder()).run_decompositions(), ["4 mutated buffers", "without run_decompositions"]),

@@ -15,7 +15,7 @@ from fastcar_compile.artifact.sections import (
     ReplayPart,
     State,
 )
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
 from fastcar_compile.values import whole
@@ -83,7 +83,7 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         if layer >= len(layers):
             raise InputError(f"there is no layer {layer}", hint=f"layers are 0 .. {len(layers) - 1}")
     head = (
-        f"decoder of {config.num_layers} layers, hidden {config.hidden_size}, batch {config.batch_size}, "
+        f"decoder of {count_text(config.num_layers, 'layer')}, hidden {config.hidden_size}, batch {config.batch_size}, "
         f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\n"
         f"pipeline: {sections.pipeline.passes}\n"
     )

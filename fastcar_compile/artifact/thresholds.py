@@ -18,7 +18,7 @@ from pydantic import (
 
 from fastcar_compile.checked import checked
 from fastcar_compile.config import Threshold, describe_validation
-from fastcar_compile.errors import ArtifactError
+from fastcar_compile.errors import ArtifactError, count_text
 from fastcar_compile.outputs import os_errors
 from fastcar_compile.strict_json import read_json
 from fastcar_compile.values import path_of
@@ -109,6 +109,6 @@ class Thresholds(BaseModel):
         """Raise ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""
         compiled = sorted({g for g in gates if g is not None})
         if len(gates) != len(self.values) or compiled not in ([], [self.gate]):
-            what = f"thresholds of gate {self.gate} for {len(self.values)} layers do not fit "
-            what += f"an artifact of {len(gates)} layers with gate {', '.join(compiled) or 'none'}"
+            what = f"thresholds of gate {self.gate} for {count_text(len(self.values), 'layer')} do not fit "
+            what += f"an artifact of {count_text(len(gates), 'layer')} with gate {', '.join(compiled) or 'none'}"
             raise ArtifactError(what, where=where, hint="calibrate this artifact")

@@ -21,7 +21,7 @@ from fastcar_compile.calibration.layers import Attend, Stages
 from fastcar_compile.calibration.masks import MaskedAttention
 from fastcar_compile.calibration.measurement import Details, Measurement, counts, token_losses
 from fastcar_compile.calibration.rule import Fresh, LayerRule, Rules, Span
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import Gate
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.rings import ring_of
@@ -142,7 +142,7 @@ class Evaluator:
         if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
             raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
         if self._rules.couple_cfg and (len(videos) % 2 or config.batch_size % 2):
-            what = f"couple_cfg pairs video b with video b + N / 2, but there are {len(videos)} videos"
+            what = f"couple_cfg pairs video b with video b + N / 2, but there are {count_text(len(videos), 'video')}"
             what += f" in batches of {config.batch_size}"
             hint = "give the conditional videos, then the unconditional ones, and an even batch_size"
             raise InputError(what, hint=hint)

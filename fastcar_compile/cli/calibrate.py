@@ -12,7 +12,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import parse_ids, read_tokens
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.cli.places import Writes
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile import Thresholds
@@ -103,7 +103,7 @@ def _measured(found: Expected | None) -> str:
     """Return what the calibration did, in words."""
     if found is None:
         return "one video"
-    all_videos = f"{found.videos} videos"
+    all_videos = count_text(found.videos, "video")
     if found.searched in (None, found.videos):
         return all_videos
     return f"{all_videos}, of which {found.searched} found the layers' shares"
@@ -116,4 +116,4 @@ def _expected(found: Expected | None) -> str:
     text = f"{found.replay:.1%} expected, {found.low:.1%} to {found.high:.1%} with {found.confidence:.0%} probability"
     if found.videos_needed <= found.videos:
         return text
-    return f"{text}; two points to either side would take about {found.videos_needed} videos"
+    return f"{text}; two points to either side would take about {count_text(found.videos_needed, 'video')}"

@@ -9,10 +9,10 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_heads, parse_thresholds
-from fastcar_compile.cli.output import count_text, print_json, print_text, size_text
+from fastcar_compile.cli.output import print_json, print_text, size_text
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact, ReplayConfig, SparseAttention

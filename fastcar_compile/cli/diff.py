@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
-from fastcar_compile.errors import UserError
+from fastcar_compile.cli.output import Column, print_json, print_table, print_text
+from fastcar_compile.errors import UserError, count_text
 
 PARTS = "options,versions,figures,graphs,weights,sections,files"
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fastcar_compile.cli.output import Column, count_text, print_fields, print_table, print_text, size_text
+from fastcar_compile.cli.output import Column, print_fields, print_table, print_text, size_text
+from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.sections import LayerPart
@@ -33,7 +34,7 @@ def _summary(report: DryRun) -> dict[str, str]:
         "dry run": "would be built; nothing was written" if report.ok else "would be REFUSED, see below",
         "decoder": f"{count_text(decoder.num_layers, 'layer')}, hidden {decoder.hidden_size}, "
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
-        f"{decoder.tokens_per_frame} tokens per frame, {count_text(decoder.batch_size, 'row')}",
+        f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {count_text(decoder.batch_size, 'row')}",
         "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
         f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",

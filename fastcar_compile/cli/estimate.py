@@ -10,10 +10,10 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
-from fastcar_compile.cli.output import count_text, print_fields, print_json, print_text
+from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -213,7 +213,7 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         found = result.exploration
         why = f" (a faster design needs {', '.join(found['faster'])})" if found["faster"] else ""
         fields["exploration"] = (
-            f"{found['tried']} designs, {found['rejected']} do not fit; bound by {found['bound_by']}{why}"
+            f"{count_text(found['tried'], 'design')}, {found['rejected']} too large; bound by {found['bound_by']}{why}"
         )
     return fields
 

@@ -13,7 +13,6 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import (
     Column,
-    count_text,
     print_fields,
     print_json,
     print_table,
@@ -22,7 +21,7 @@ from fastcar_compile.cli.output import (
     size_text,
 )
 from fastcar_compile.cli.places import Writes
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
@@ -176,8 +175,8 @@ def _replay_fields(replay: Mapping[str, Any] | None) -> dict[str, str]:
     fields["threshold"] = _per_layer(replay.get("threshold"), _threshold_text, ", ")
     if replay.get("heads"):
         fields["heads"] = _per_layer(replay["heads"], _heads_text, "; ")
-    rules = [f"at most {chain} replays in a row" if chain else "any number of replays in a row"]
-    rules += [f"every {refresh}th frame computes" if refresh else ""]
+    rules = [f"at most {count_text(chain, 'replay')} in a row" if chain else "any number of replays in a row"]
+    rules += [f"one frame in {refresh} computes" if refresh else ""]
     rules += ["guidance pairs together" if replay.get("couple_cfg") else ""]
     fields["replay"] = ", ".join(filter(None, rules))
     return fields

@@ -134,11 +134,6 @@ def short_digest(digest: str) -> str:
     return f"sha256:{digest.removeprefix('sha256:')[:DIGEST_DIGITS]}..."
 
 
-def count_text(number: int, what: str) -> str:
-    """Return a number with its noun, for example `1 row` or `2 rows`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def size_text(count: int) -> str:
     """Return a number of bytes as a person reads it, for example `5.3 MB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -14,7 +14,7 @@ from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.outputs import os_errors
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = 
         raise UserError("--negative-prompt is for pairs of rows", hint=hint)
     other = parse_prompt(negative)
     if len(other) != table.shape[1]:
-        what = f"the prompt has {table.shape[1]} tokens, the negative prompt {len(other)}"
+        what = f"the prompt has {count_text(table.shape[1], 'token')}, the negative prompt {len(other)}"
         raise UserError(what, hint="give as many: both rows of a pair have the same position")
     return np.concatenate([_repeated(table, rows // 2), _repeated(np.atleast_2d(other), rows // 2)])
 
@@ -211,6 +211,7 @@ def _repeated(table: Tokens, rows: int) -> Tokens:
 
     if table.shape[0] not in (1, rows):
         raise UserError(
-            f"the prompt has {table.shape[0]} rows, the artifact decodes {rows}", hint=f"give 1 or {rows} rows"
+            f"the prompt has {count_text(table.shape[0], 'row')}, the artifact decodes {rows}",
+            hint=f"give 1 or {rows} rows",
         )
     return np.ascontiguousarray(np.broadcast_to(table, (rows, table.shape[1])))

@@ -12,6 +12,7 @@ from fastcar_compile.cli.estimate import prefill_text
 from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
 from fastcar_compile.cli.places import Writes
+from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.simulation.simulate import Simulation
@@ -90,7 +91,7 @@ def _show(result: Simulation) -> None:
         | {
             "predicted": f"{result.clocks_per_step:,.0f} clocks, {total * 1e3:.2f} ms per step, "
             f"{result.tokens_per_second:.2f} {result.unit}s/s",
-            "workload": f"{result.shape} {result.quant} on {result.target}, {result.batch} rows, context "
+            "workload": f"{result.shape} {result.quant} on {result.target}, {count_text(result.batch, 'row')}, context "
             f"{result.context}, {result.replay_ratio:.1%} replay, in the fabric: {result.offload}",
             "time": shares,
             "over dense": f"{result.speedup_over_dense:.2f}x ({result.comparison['dense']:.2f} {result.unit}s/s)",

@@ -8,6 +8,7 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
+from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.targets import Memory, Target
@@ -82,7 +83,9 @@ def _show_one(target: Target) -> None:
 def _memory_facts(memory: Memory) -> list[tuple[str, str, str]]:
     """Return name, text and source of what is known of a memory."""
     size, speed = memory.capacity_bytes / 2**30, memory.peak_bandwidth / 1e9
-    ports = f"{memory.ports} ports of {memory.width_bits} bits, bursts of at most {memory.burst_bytes} bytes"
+    ports = (
+        f"{count_text(memory.ports, 'port')} of {memory.width_bits} bits, bursts of up to {memory.burst_bytes} bytes"
+    )
     facts = [(f"memory {memory.name}", f"{size:g} GiB, {speed:.1f} GB/s peak, {ports}", memory.source)]
     if memory.measured is not None:
         share = memory.measured.share

@@ -10,8 +10,8 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import require_one
-from fastcar_compile.cli.output import count_text, print_fields, print_json
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.cli.output import print_fields, print_json
+from fastcar_compile.errors import InputError, UserError, count_text
 
 if TYPE_CHECKING:
     from pydantic import SecretStr

@@ -13,9 +13,9 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import parse_thresholds
-from fastcar_compile.cli.output import Column, count_text, print_json, print_table, print_text
+from fastcar_compile.cli.output import Column, print_json, print_table, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     import numpy as np

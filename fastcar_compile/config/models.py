@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from fastcar_compile import limits
 from fastcar_compile.config.base import Config
 from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
-from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.errors import CompileError, UserError, count_text
 from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.gates import GATES, gate_named
@@ -106,7 +106,7 @@ class ReplayConfig(Config):
             return self.heads * num_layers
         if len(self.heads) != num_layers:
             raise UserError(
-                f"heads of {len(self.heads)} layers were given for a decoder of {num_layers} layers",
+                f"heads of {count_text(len(self.heads), 'layer')} for a decoder of {count_text(num_layers, 'layer')}",
                 where="ReplayConfig.heads",
                 hint=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
             )
@@ -122,7 +122,7 @@ class ReplayConfig(Config):
             return (self.threshold,) * num_layers
         if len(self.threshold) != num_layers:
             raise UserError(
-                f"{len(self.threshold)} thresholds were given for a decoder of {num_layers} layers",
+                f"{count_text(len(self.threshold), 'threshold')} for a decoder of {count_text(num_layers, 'layer')}",
                 where="ReplayConfig.threshold",
                 hint=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastcar_compile import limits
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.config_json import CONFIG, read_config_json
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
 from fastcar_compile.frontend.stored_names import StoredNames
@@ -227,7 +227,7 @@ def _shards(folder: Path, listed: Mapping[str, str], problems: list[CompileError
     present = [n for n in names if (folder / n).is_file()]
     for name in sorted(set(names) - set(present)):
         held = sum(shard == name for shard in listed.values())
-        what = f"shard {name} is missing; {INDEX} puts {held} tensors there"
+        what = f"shard {name} is missing; {INDEX} puts {count_text(held, 'tensor')} there"
         problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
     return present
 

@@ -6,7 +6,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.export import ExportedProgram
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.module_names import check_paths
 
 TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
@@ -26,7 +26,7 @@ def check_exported(exported: ExportedProgram) -> None:
     if other:
         dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in other.values()})
         first = next(iter(other))
-        what = f"the exported program holds {len(other)} tensors of {', '.join(dtypes)}, the first of them {first}"
+        what = f"the exported program holds {count_text(len(other), 'tensor')} of {', '.join(dtypes)}, first {first}"
         problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
     if problems:
         raise CompileError.collect(problems)

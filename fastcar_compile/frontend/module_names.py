@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.ir.names import is_path
 
 _HINT = "rename it: letters, digits, blanks and . _ - + : / @ [ ], at most 1,000 in a whole path"
@@ -24,4 +24,6 @@ def check_paths(names: Iterable[str]) -> None:
     if wrong:
         # Sorted by length: a module's name comes before those of its parameters.
         first = min(wrong, key=len)
-        raise CompileError(f"{len(wrong)} names of the model cannot be written", where=f"{first!a:.200}", hint=_HINT)
+        raise CompileError(
+            f"{count_text(len(wrong), 'name')} of the model cannot be written", where=f"{first!a:.200}", hint=_HINT
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,8 @@ class GateWeights:
                 what = f"layer {layer}: w1 is [{units}, {inputs}], but the decoder's hidden size is {width}"
                 problems.append(f"{what}: it must be [units, {2 * width}]")
         if extra := sorted(set(self.layers) - set(range(len(hidden)))):
-            problems.append(f"the gate's weights have a layer {extra[0]}, but the decoder has {len(hidden)} layers")
+            own = count_text(len(hidden), "layer")
+            problems.append(f"the gate's weights have a layer {extra[0]}, but the decoder has {own}")
         if problems:
             hint = "train the gate on this decoder"
             raise CompileError.collect([CompileError(p, where="gate_weights", hint=hint) for p in problems])

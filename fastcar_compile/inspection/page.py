@@ -16,7 +16,7 @@ import numpy as np
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.inspection.graphs import page_graphs, prefill_graphs
 from fastcar_compile.inspection.memory import memory_page
 from fastcar_compile.inspection.models import Fact, FileLine, PageData, PageGraph, PassLine
@@ -122,8 +122,8 @@ def _check(decisions: Decisions, manifest: Manifest) -> None:
     expected = (manifest.decoder.config.num_layers, manifest.decoder.config.batch_size)
     if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
         raise InputError(
-            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
-            f"the artifact has {expected[0]} layers and {expected[1]} rows",
+            f"the decisions are {decisions.dtype} {list(decisions.shape)}, the artifact has "
+            f"{count_text(expected[0], 'layer')} and {count_text(expected[1], 'row')}",
             hint="record them with `fastcar run --trace` on this artifact",
         )
 

@@ -101,7 +101,7 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> list[Fact]:
         Fact(label="replays in a row", value=f"at most {options.max_chain}" if options.max_chain else "no limit"),
     ]
     if options.refresh_every:
-        facts.append(Fact(label="refresh", value=f"every {options.refresh_every}th frame computes"))
+        facts.append(Fact(label="refresh", value=f"one frame in {options.refresh_every} computes"))
     if options.couple_cfg:
         facts.append(Fact(label="guidance", value="both rows of a pair replay together"))
     if (stored := manifest.thresholds) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.errors import InternalError
+from fastcar_compile.errors import InternalError, count_text
 from fastcar_compile.ir.layers import LAYER, Role, layer_of, operators_with_roles, replay_of, role_of
 from fastcar_compile.ir.modules import branches_of, get_attribute, placeholder_names, with_branches
 from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
@@ -88,7 +88,7 @@ def _signature_problems(program: DecoderProgram) -> Problems:
         else:
             yield from _state_problems(spec, nodes[spec.name], made_by[spec.name])
     if len(outputs) != len(program.outputs):
-        yield f"{len(outputs)} outputs in the graph, {len(program.outputs)} named"
+        yield f"{count_text(len(outputs), 'output')} in the graph, {len(program.outputs)} named"
     if len(set(names)) != len(names):
         yield "two placeholders share a name"
 
@@ -128,7 +128,7 @@ def _layer_problems(module: fx.GraphModule, count: int, label: str) -> Problems:
     if not found:
         return
     if sorted(found) != list(range(count)):
-        yield f"{label}: layers {sorted(found)} have roles, but the decoder has {count} layers"
+        yield f"{label}: layers {sorted(found)} have roles, but the decoder has {count_text(count, 'layer')}"
     for layer, roles in sorted(found.items()):
         needed = [*_ALWAYS, Role.MLP] if Role.MLP in roles else [*_ALWAYS, *_COMPUTED]
         yield from (f"{label}: layer {layer} has no node of role {r}" for r in needed if r not in roles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates import GATES, Gate, GateWeights, gate_named
 from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
@@ -69,10 +69,11 @@ class InsertReplay(Pass):
     def _check(self, program: DecoderProgram, attentions: list[AttentionSite]) -> None:
         if "decisions" in program.outputs:
             raise CompileError("insert-replay ran already", hint="name it once in the pipeline")
+        layers = count_text(len(attentions), "layer")
         if len(self.thresholds) != len(attentions):
-            raise CompileError(f"{len(self.thresholds)} thresholds for {len(attentions)} layers")
+            raise CompileError(f"{count_text(len(self.thresholds), 'threshold')} for {layers}")
         if self.heads and len(self.heads) != len(attentions):
-            raise CompileError(f"heads of {len(self.heads)} layers for {len(attentions)} layers")
+            raise CompileError(f"heads of {count_text(len(self.heads), 'layer')} for {layers}")
         for layer, (attention, heads) in enumerate(zip(attentions, self.heads, strict=False)):
             if wrong := [head for head, _ in heads or () if not 0 <= head < attention.num_heads]:
                 hint = f"query heads are 0 .. {attention.num_heads - 1}"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile import limits
 from fastcar_compile.checked import checked
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.values import number, whole
 
 Sampler = Callable[[Any], Any]
@@ -137,7 +137,7 @@ class TokenChoice:
         self._sampling = sampling
         self._paired = sampling.guidance != 1
         if self._paired and len(prompt) % 2:
-            what = f"guidance pairs row b with row b + B / 2, but there are {len(prompt)} rows"
+            what = f"guidance pairs row b with row b + B / 2, but there are {count_text(len(prompt), 'row')}"
             raise InputError(what, hint="compile with an even batch_size, and give the unconditional prompts last")
         self._seen = prompt[: len(prompt) // 2] if self._paired else prompt
         self._random = np.random.default_rng(sampling.seed)

@@ -11,7 +11,7 @@ from fastcar_compile.artifact.explain import Described, Description, decoder_fie
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_class
 from fastcar_compile.runtime.arrays import like, to_numpy
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
@@ -177,7 +177,7 @@ class Session(Described):
             return
         values = sequence("the threshold", given)
         if len(values) != len(self.thresholds):
-            what = f"{len(values)} thresholds for {len(self.thresholds)} layers"
+            what = f"{count_text(len(values), 'threshold')} for {count_text(len(self.thresholds), 'layer')}"
             raise InputError(what, hint="give one number, or one per layer")
         self.thresholds = self._filled([self._threshold(layer, value) for layer, value in enumerate(values)])
 
@@ -266,7 +266,7 @@ class Session(Described):
     def _decode(self, inputs: Any) -> Any:
         array = self._checked(inputs, steps=1)
         if self._position >= self._config.max_seq_len:
-            self._require_room(1, f"after {self._position} tokens the step adds")
+            self._require_room(1, f"after {count_text(self._position, 'token')} the step adds")
         result = self._stepper.decode(array, self._position, self._step, self.thresholds)
         self._position += 1
         self._step += 1
@@ -307,7 +307,7 @@ class Session(Described):
         ids = self._checked(prompt, steps=None)
         if ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             raise InputError(
-                f"{ids.shape[1]} prompt tokens and {num_tokens} new ones do not fit "
+                f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones do not fit "
                 f"max_seq_len {self._config.max_seq_len}",
                 hint="ask for fewer, or compile with a larger max_seq_len",
             )
@@ -330,7 +330,7 @@ class Session(Described):
         capacity = self._config.max_seq_len
         if self._position + count > capacity:
             hint = "shorten it, reset() the session, or compile with a larger max_seq_len"
-            raise InputError(f"{who} {count} tokens, but max_seq_len is {capacity}", hint=hint)
+            raise InputError(f"{who} {count_text(count, 'token')}, but max_seq_len is {capacity}", hint=hint)
 
     def _checked(self, inputs: Any, steps: int | None) -> Array:
         """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from fastcar_compile.checked import checked
-from fastcar_compile.errors import TargetError
+from fastcar_compile.errors import TargetError, count_text
 
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Line = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -85,7 +85,7 @@ class Memory(_Frozen):
     @model_validator(mode="after")
     def _every_port_is_connected(self) -> Self:
         if self.connections and len(self.connections) != self.ports:
-            raise ValueError(f"{len(self.connections)} connections are named for {self.ports} ports")
+            raise ValueError(f"{len(self.connections)} connections are named for {count_text(self.ports, 'port')}")
         tags = [connection.tag for connection in self.connections]
         if len(set(tags)) != len(tags):
             raise ValueError(f"tags are not unique: {', '.join(tags)}")

@@ -68,7 +68,8 @@ inline void check_prompt(const DecoderSpec& spec, const std::vector<std::vector<
     }
     const int64_t length = static_cast<int64_t>(prompt.front().size()) + count - 1;
     if (count < 1 || length > spec.max_seq_len) {
-        throw Error(std::to_string(prompt.front().size()) + " prompt tokens and " + std::to_string(count) +
+        const auto given = prompt.front().size();
+        throw Error(std::to_string(given) + (given == 1 ? " prompt token and " : " prompt tokens and ") + std::to_string(count) +
                         " new ones do not fit max_seq_len " + std::to_string(spec.max_seq_len),
                     "", "ask for fewer tokens");
     }

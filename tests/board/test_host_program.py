@@ -67,7 +67,7 @@ def test_tokens_equal_those_of_the_session_here(
         (("--prompt", "17"), "token 17 is outside the vocabulary of 17\n  hint:  use ids 0 .. 16"),
         (("--prompt", "1", "--prompt", "2,3"), "the rows of the prompt have different lengths"),
         (("--prompt", "1", "--prompt", "2", "--prompt", "3"), "the prompt has 3 row(s)\n  hint:  give 2 of one length"),
-        (("--prompt", "1", "--num-tokens", LENGTH + 1), "1 prompt tokens and 66 new ones do not fit max_seq_len 65"),
+        (("--prompt", "1", "--num-tokens", LENGTH + 1), "1 prompt token and 66 new ones do not fit max_seq_len 65"),
         (("--prompt", "1", "--speed", "2"), "`--speed` is not understood\n  hint:  fastcar_decode ARTIFACT --prompt"),
         (("--num-tokens", "2"), "an artifact and a prompt are needed"),
     ],

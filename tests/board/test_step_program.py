@@ -55,7 +55,7 @@ def test_a_launch_per_position_gives_the_tokens_of_the_session(built: Built, tmp
 def test_a_prompt_that_does_not_fit_is_refused(built: Built) -> None:
     for words, text in (
         (("--prompt", "17"), "token 17 is outside the vocabulary of 17\n  hint:  use ids 0 .. 16"),
-        (("--prompt", "1", "--num-tokens", 66), "1 prompt tokens and 66 new ones do not fit max_seq_len 65"),
+        (("--prompt", "1", "--num-tokens", 66), "1 prompt token and 66 new ones do not fit max_seq_len 65"),
     ):
         done = built.run("--xclbin", built.xclbin, *words)
         assert (done.returncode, done.stdout) == (2, "")

@@ -91,7 +91,7 @@ def test_the_passes_with_their_options(fastcar: Fastcar) -> None:
             "option couple_cfg of pass 'skip-rows' is 'perhaps': Input should be a valid boolean, unable to interpret "
             "input\n  hint:  its type is bool",
         ),
-        (["{graph}", "-p", "insert-replay"], "0 thresholds for 1 layers"),
+        (["{graph}", "-p", "insert-replay"], "0 thresholds for 1 layer"),
         (["{graph}", "-p", "bfloat16-embedding"], "bfloat16-embedding needs the values of embed.weight"),
         (["{graph}", "-o", "{graph}/x.json"], "the result cannot be written: Not a directory"),
     ],

@@ -116,7 +116,7 @@ def test_weights_must_fit_the_decoder() -> None:
         weights.check([8, 6, 8])
     assert "layer 1: w1 is [2, 16], but the decoder's hidden size is 6: it must be [units, 12]" in str(raised.value)
     assert "the gate's weights have no layer 2; they have 0, 1" in str(raised.value)
-    with pytest.raises(CompileError, match="the gate's weights have a layer 1, but the decoder has 1 layers"):
+    with pytest.raises(CompileError, match="the gate's weights have a layer 1, but the decoder has 1 layer"):
         weights.check([8])
     with pytest.raises(CompileError, match="the gate's weights have no layer 5; they have 0, 1"):
         weights.layer(5)

@@ -139,7 +139,7 @@ def queries_and_keys(program: DecoderProgram) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_thresholds_must_fit_the_layers() -> None:
-    with pytest.raises(CompileError, match="2 thresholds for 1 layers"):
+    with pytest.raises(CompileError, match="2 thresholds for 1 layer"):
         InsertReplay((1.0, 2.0)).apply(after(*analysis_pipeline()))
 
 
