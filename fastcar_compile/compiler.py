@@ -27,8 +27,9 @@ from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.config_folder import open_folder
+from fastcar_compile.frontend.huggingface import is_huggingface
 from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.frontend.structures import explained
+from fastcar_compile.frontend.structures import check_signature, explained
 from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -169,14 +170,14 @@ def compile(
     options: dict[str, Any] = {
         **sizes,
         "batch_size": batch_size,
-        "quant": quant or ("w8a8" if board.kind == "fpga" else "none"),
+        "quant": ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant,
         "replay": replay,
         "prefill_chunk": prefill_chunk,
         "sparse_attention": sparse_attention,
     }
     options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
     _check_target(board, offload)
-    config = CompileConfig(target=board.name, **options, offload=offload or "mlp")
+    config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
     with collector_paused(), nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
         if writer is not None:
@@ -209,13 +210,17 @@ def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     try:
         return _captured(model, config, say)
     except CompileError as error:
-        if isinstance(model, ExportedProgram):
-            raise
-        module = model.model() if isinstance(model, Checkpoint) else model
-        reason = explained(module, error)
+        reason = _explained(model, error)
         if reason is error:
             raise
         raise reason from error
+
+
+def _explained(model: Model, error: CompileError) -> CompileError:
+    """Return the error with the structures of the model that are its reason; else the error itself."""
+    if isinstance(model, ExportedProgram):
+        return error
+    return explained(model.model() if isinstance(model, Checkpoint) else model, error)
 
 
 def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
@@ -244,18 +249,21 @@ def _sizes(
     """Return the caller's sizes, or those that the model states; and what had to be assumed.
 
     Raises:
-        CompileError: the model is none, or nobody says max_seq_len.
+        CompileError: the model is none, or no decoder, or nobody says max_seq_len.
     """
     if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
         hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
         raise CompileError(what, hint=hint)
     facts = ModelFacts.of(model)
-    length = max_seq_len or facts.max_seq_len
+    length = facts.max_seq_len if max_seq_len is None else max_seq_len
     if length is None:
         hint = "give max_seq_len, or set it on the model's config"
-        raise CompileError("the model does not say its max_seq_len", hint=hint)
-    frame, assumed = tokens_per_frame or facts.tokens_per_frame, list[Fallback]()
+        if isinstance(model, nn.Module) and not is_huggingface(model):
+            check_signature(model)
+        raise _explained(model, CompileError("the model does not say its max_seq_len", hint=hint))
+    frame = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame
+    assumed: list[Fallback] = []
     if frame is None:
         frame = DEFAULT_TOKENS_PER_FRAME
         assumed.append(assumed_frame(frame))

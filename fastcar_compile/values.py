@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, cast
@@ -78,6 +79,14 @@ def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
     if not text or "\0" in text:
         raise error(f"{what} is {shown(text)}", hint="give a path, as a text or a pathlib.Path")
     return Path(text)
+
+
+def model_hint(path: Path) -> str:
+    """Return how to correct the path of a model folder that does not exist, which may be a name on the Hub."""
+    hint = "give a Hugging Face folder (config.json and *.safetensors)"
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path)):
+        return hint
+    return f"{hint}. A model of the Hugging Face Hub is downloaded first: hf download {path} --local-dir {path.name}"
 
 
 def refuse_pipe(path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from decoders import PlainBlock, PlainDecoder, llama
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastcar_compile as fc
 from fastcar_compile.errors import TargetError
@@ -60,6 +62,10 @@ def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+GATE = fc.ReplayConfig(threshold=[0.1, 0.2, 0.3], heads=[[0], [0], [0]])
+"""As `TrainedGate.replay_config` gives it."""
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
@@ -70,8 +76,17 @@ def test_unknown_target_names_the_nearest(tmp_path: Path) -> None:
         ({"replay": fc.ReplayConfig(threshold=[1.0])}, ["1 threshold for a decoder of 2 layers"]),
         (
             {"max_seq_len": 99},
-            ["4 problems were found", "'blocks.0.key_cache' holds 33 positions, but max_seq_len"],
+            [
+                "buffer 'blocks.0.key_cache' (and 3 more) holds 33 positions, but max_seq_len is 99",
+                "give max_seq_len=33",
+            ],
         ),
+        ({"tokens_per_frame": 0}, ["tokens_per_frame: Input should be greater than or equal to 1 (given: 0)"]),
+        ({"max_seq_len": 0}, ["max_seq_len: Input should be greater than or equal to 2 (given: 0)"]),
+        ({"quant": ""}, ["quant: unknown quantisation ''"]),
+        ({"offload": ""}, ["offload: Input should be 'mlp', 'linears' or 'all'"]),
+        ({"replay": GATE}, ["the gate is of another decoder: it has 3 layers, but this decoder has 2", "train-gate"]),
+        ({"batch_size": 2}, ["in each of batch_size rows, with static caches of as many"]),
     ],
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any], texts: list[str]) -> None:
@@ -106,6 +121,7 @@ class Third(PlainDecoder):
     [
         (3, "cannot compile a int"),
         ("a name", "there is no model folder\n  where: a name"),
+        ("org/model-1.5b", r"there is no model folder\n.*\n.*: hf download org/model-1.5b --local-dir model-1.5b"),
         (TwoOutputs(), "the step returns 2 tensors"),
         (LastToken(), r"the step returns shape \(1, 11\); expected \[B, T, V\] or \[B, T, H\]"),
         (Third(), "the decode step cannot be traced: TypeError: missing a required argument: 'extra'"),
@@ -115,6 +131,78 @@ def test_models_that_break_the_protocol(tmp_path: Path, model: Any, text: str) -
     with pytest.raises(fc.CompileError, match=text):
         fc.compile(model, "cpu", tokens_per_frame=8, max_seq_len=33, output=tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+class UnsizedDecoder(PlainDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.max_seq_len
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return make()
+
+    return made
+
+
+T5 = hf.T5Config(vocab_size=17, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "hint"),
+    [
+        (lambda: nn.Linear(4, 4), "Linear.forward takes (input), which is no decode step", "cache_position"),
+        (lambda: hf.T5ForConditionalGeneration(T5), "the model has an encoder and a decoder", "as `context`"),
+        (
+            on_meta(llama),
+            "tensors are on the device meta, such as model.embed_tokens.weight",
+            "config.json only",
+        ),
+        (on_meta(PlainDecoder), "tensors on the meta device have no values", "from_pretrained"),
+        (UnsizedDecoder, "the model does not say its max_seq_len", "give max_seq_len"),
+    ],
+)
+def test_what_is_no_decoder_says_so(make: Callable[[], nn.Module], text: str, hint: str) -> None:
+    """It is asked for no max_seq_len, which would not help."""
+    with pytest.raises(fc.CompileError) as error:
+        fc.compile(make(), "cpu", tokens_per_frame=8, dry_run=True)
+    assert text in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_a_frame_of_no_tokens_is_not_the_default(tmp_path: Path) -> None:
+    """Neither where the model's config says so."""
+    model = llama()
+    model.config.tokens_per_frame = 0
+    with pytest.raises(fc.CompileError, match="tokens_per_frame: Input should be greater than or equal to 1"):
+        fc.compile(model, "cpu", output=tmp_path / "a")
+    for tune in (fc.calibrate, fc.train_gate):
+        with pytest.raises(fc.InputError, match="tokens_per_frame is 0"):
+            tune(model, torch.zeros(2, 40, dtype=torch.int64), target_replay=0.5)
+
+
+@pytest.mark.parametrize(
+    ("names", "hints"),
+    [
+        (["native"], [r"apt install g\+\+ \(Debian\)$"]),
+        (
+            ["avx2", "neon"],
+            [r"g\+\+ \(Debian\), or .* host_cpus=\['neon'\]", r"g\+\+-aarch64-linux-gnu \(Debian\), or"],
+        ),
+    ],
+)
+def test_a_missing_linker_names_its_package(
+    names: list[str], hints: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(fc.CompileError) as error:
+        fc.compile(PlainDecoder(), "cpu", tokens_per_frame=8, host_cpus=names, dry_run=True)
+    problems = error.value.problems or (error.value,)
+    assert len(problems) == len(hints)
+    assert all(re.search(hint, problem.hint) for hint, problem in zip(hints, problems, strict=True))
 
 
 def test_a_file_in_the_place_of_the_output_is_kept(tmp_path: Path) -> None:

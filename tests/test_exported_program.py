@@ -120,7 +120,7 @@ def dynamic() -> ExportedProgram:
         (lambda: export(PlainDecoder()).run_decompositions(), ["4 mutated buffers", "without run_decompositions"]),
         (
             lambda: export(PlainDecoder(65)),
-            ["4 problems", "'blocks.1.value_cache' holds 65 positions, but"],
+            ["'blocks.0.key_cache' (and 3 more) holds 65 positions, but"],
         ),
     ],
 )

@@ -234,9 +234,10 @@ def program_of(
     """
     check_precision(quant)
     facts = ModelFacts.of(model)
-    frame, length = tokens_per_frame or facts.tokens_per_frame, facts.max_seq_len
+    frame, length = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame, facts.max_seq_len
     if frame is None or length is None:
         raise InputError("the model does not say its tokens_per_frame and max_seq_len", hint="give tokens_per_frame")
+    frame = whole("tokens_per_frame", frame, 1)
     length = min(length, max(videos[1] - 1, frame))
     chunk = min(frame, length)
     rows = batch_rows(videos[0], chunk, coupled=False)

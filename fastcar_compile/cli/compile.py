@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, parse_heads, parse_thresholds
+from fastcar_compile.cli.options import parse_heads, parse_thresholds
 from fastcar_compile.cli.output import print_json, print_text, size_text
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError, count_text
+from fastcar_compile.values import model_hint
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact, ReplayConfig, SparseAttention
@@ -220,7 +221,8 @@ def load_model(path: Path, *, weights: bool = True) -> Any:
     Raises:
         UserError: nothing usable is there.
     """
-    existing(path, "model")
+    if not path.exists():
+        raise UserError("the model does not exist", where=str(path), hint=model_hint(path))
     if path.is_dir():
         from fastcar_compile.frontend.config_folder import open_folder
 

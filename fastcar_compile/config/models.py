@@ -120,9 +120,15 @@ class ReplayConfig(Config):
         """
         if not isinstance(self.threshold, Sequence):
             return (self.threshold,) * num_layers
-        if len(self.threshold) != num_layers:
+        count = len(self.threshold)
+        weighted = 0 if self.gate_weights is None else len(self.gate_weights.layers)
+        if 1 < count != num_layers and count in (len(self.heads or ()), weighted):
+            what = f"the gate is of another decoder: it has {count} layers, but this decoder has {num_layers}"
+            hint = "train a gate for this decoder (fc.train_gate, fastcar train-gate)"
+            raise UserError(what, where="ReplayConfig", hint=hint)
+        if count != num_layers:
             raise UserError(
-                f"{count_text(len(self.threshold), 'threshold')} for a decoder of {count_text(num_layers, 'layer')}",
+                f"{count_text(count, 'threshold')} for a decoder of {count_text(num_layers, 'layer')}",
                 where="ReplayConfig.threshold",
                 hint=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
             )

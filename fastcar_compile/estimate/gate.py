@@ -13,6 +13,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.shapes import DecoderShape
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.weights import weight_bytes
+from fastcar_compile.values import whole
 
 CHANGE_FLOPS = 4
 """Per element of the MLP's input: a subtraction, two absolute values, a sum; the relative change and what a network
@@ -46,7 +47,9 @@ class GateModel:
             raise InputError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
         if units is not None and not GATES[name].takes_weights:
             raise InputError(f"gate {name!r} has no hidden units", hint="leave them out, or choose gate learned")
-        own = (units or DEFAULT_UNITS) if GATES[name].takes_weights else 0
+        own = (
+            whole("the gate's units", DEFAULT_UNITS if units is None else units, 1) if GATES[name].takes_weights else 0
+        )
         return cls(name, own, not decided_on_accelerator(name))
 
     @classmethod

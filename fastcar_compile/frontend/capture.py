@@ -24,7 +24,7 @@ from fastcar_compile.frontend.importer import REASONS, import_exported
 from fastcar_compile.frontend.inspect_model import ModelFacts
 from fastcar_compile.frontend.module_names import check_module_names
 from fastcar_compile.frontend.randomness import check_deterministic
-from fastcar_compile.frontend.structures import check_signature
+from fastcar_compile.frontend.structures import check_device, check_signature
 from fastcar_compile.frontend.unwrap import as_written, unwrapped
 from fastcar_compile.ir.program import ContextInput, DecoderConfig, DecoderProgram
 from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
@@ -58,6 +58,7 @@ def capture(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
         check_module_names(model)
+        check_device(model)
     if isinstance(model, ExportedProgram):
         check_exported(model)
         graph = import_exported(model)

@@ -19,7 +19,7 @@ from fastcar_compile.frontend.config_json import CONFIG, read_config_json
 from fastcar_compile.frontend.skeleton import Skeleton, load_config
 from fastcar_compile.frontend.stored_names import StoredNames
 from fastcar_compile.strict_json import read_json
-from fastcar_compile.values import refuse_pipe
+from fastcar_compile.values import model_hint, refuse_pipe
 
 T = TypeVar("T")
 
@@ -55,8 +55,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            hint = "give a Hugging Face folder (config.json and *.safetensors)"
-            raise CompileError("there is no model folder", where=str(folder), hint=hint)
+            raise CompileError("there is no model folder", where=str(folder), hint=model_hint(folder))
         self.folder = folder
         problems: list[CompileError] = []
         skeleton = _attempt(problems, lambda: read_skeleton(folder))

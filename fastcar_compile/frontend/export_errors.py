@@ -52,7 +52,9 @@ def export_error(step: nn.Module, error: Exception) -> CompileError:
         return CompileError(what, where=place, hint=hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     what = f"the decode step cannot be traced: {type(error).__name__}: {lines[0][:_LONGEST]}"
-    hint = f"the forward must run on one token per row with a static cache; see {_PROTOCOL}"
+    hint = (
+        f"the forward must run on one token in each of batch_size rows, with static caches of as many; see {_PROTOCOL}"
+    )
     return CompileError(what, where=place, hint=hint)
 
 

@@ -37,7 +37,7 @@ class ModelFacts:
         config = getattr(model, "config", None)
 
         def ask(*names: str) -> int | None:
-            found = [getattr(config, n, None) or getattr(model, n, None) for n in names]
+            found = [getattr(place, n, None) for n in names for place in (config, model)]
             return next((int(v) for v in found if isinstance(v, int)), None)
 
         taken = _arguments(model)

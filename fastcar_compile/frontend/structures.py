@@ -188,6 +188,24 @@ def _source(module: nn.Module) -> str:
     return f"{importable_path(code.co_filename)}:{code.co_firstlineno}"
 
 
+def check_device(model: nn.Module) -> None:
+    """Raise CompileError where parameters or buffers are elsewhere than in main memory, or have no values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    elsewhere = [(name, t) for name, t in tensors if t.device.type != "cpu"]
+    if not elsewhere:
+        return
+    name, tensor = elsewhere[0]
+    what = f"{len(elsewhere)} of the model's {len(tensors)} tensors are on the device {tensor.device}, such as {name}"
+    hint = "give model.cpu()"
+    if tensor.is_meta:
+        what += ": tensors on the meta device have no values"
+        hint = (
+            "load the weights (from_pretrained without device_map), or give the path of the model's folder, which is "
+        )
+        hint += "read tensor by tensor; a dry run of a folder needs its config.json only"
+    raise CompileError(what, where=type(model).__name__, hint=hint)
+
+
 def check_signature(model: nn.Module) -> None:
     """Raise CompileError where a plain module's forward is no step over one token per row."""
     taken = inspect.signature(model.forward).parameters

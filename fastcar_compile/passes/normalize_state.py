@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -140,22 +141,24 @@ class _Normalizer:
         return evaluate(self.module, node, {self.position: torch.tensor([position])})
 
     def _check_indices(self) -> None:
+        """Note the buffers of another size or index than caches have: one problem for all that are wrong alike."""
+        wrong: dict[tuple[str, str], dict[str, fx.Node]] = defaultdict(dict)
         for write in self.functional.writes:
             capacity, steps = shape_of(write.buffer)[2], shape_of(node_arg(write.node, 1))[2]
             if capacity != self.max_seq_len:
-                what = f"buffer '{write.root}' holds {capacity} positions, but max_seq_len is {self.max_seq_len}"
+                what = f"holds {capacity} positions, but max_seq_len is {self.max_seq_len}"
                 hint = f"give max_seq_len={capacity}, or build the module with {self.max_seq_len} positions"
-                self._problem(write.origin, what, hint)
-                continue
-            for start in self._probe_positions(capacity, steps):
-                index = self._at(write.index, start)
-                if index is None or not torch.equal(index.reshape(-1), torch.arange(start, start + steps)):
-                    self._problem(
-                        write.origin,
-                        f"buffer '{write.root}' is not written at cache_position",
-                        "write new keys and values at cache_position",
-                    )
-                    break
+                wrong[what, hint].setdefault(write.root, write.origin)
+            elif not all(self._is_written_at(write, start, steps) for start in self._probe_positions(capacity, steps)):
+                key = "is not written at cache_position", "write new keys and values at cache_position"
+                wrong[key].setdefault(write.root, write.origin)
+        for (what, hint), (first, *others) in ((key, list(found)) for key, found in wrong.items()):
+            more = f" (and {len(others)} more)" if others else ""
+            self._problem(wrong[what, hint][first], f"buffer '{first}'{more} {what}", hint)
+
+    def _is_written_at(self, write: CacheWrite, start: int, steps: int) -> bool:
+        index = self._at(write.index, start)
+        return index is not None and torch.equal(index.reshape(-1), torch.arange(start, start + steps))
 
     def _attention(
         self, layer: int, site: AttentionCall, writes: dict[fx.Node, CacheWrite]

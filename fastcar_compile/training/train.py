@@ -164,10 +164,10 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     tokens = token_table("the videos", videos)
     prompt = whole("prompt", setup.prompt, 1)
     given = setup.tokens_per_frame
-    frame = None if given is None else whole("tokens_per_frame", given, 1)
-    frame = frame or ModelFacts.of(model).tokens_per_frame
+    frame = ModelFacts.of(model).tokens_per_frame if given is None else given
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
+    frame = whole("tokens_per_frame", frame, 1)
     decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
     facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
     key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)

@@ -188,3 +188,9 @@ def test_bad_file(fastcar: Callable[..., Result], tmp_path: Path, name: str, tex
     result = fastcar("compile", tmp_path / name, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert text in result.stderr
+
+
+def test_a_name_on_the_hub(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+    result = fastcar("compile", "org/model", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "downloaded first: hf download org/model --local-dir model" in result.stderr.replace("\n", " ")

@@ -38,16 +38,15 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
     """
     variants = instruction_sets(names)
     machine = f"{platform.machine()}-linux-gnu"
-    needed = {isa.name: cross_compiler(isa.triple, machine) for isa in variants}
-    problems = [
-        CompileError(
-            f"{compiler} is not on PATH, so no library for {name} can be linked",
-            where="host_cpus",
-            hint=f"install it, or leave {name} out",
-        )
-        for name, compiler in needed.items()
-        if shutil.which(compiler) is None
-    ]
+    problems: list[CompileError] = []
+    for isa in variants:
+        compiler = cross_compiler(isa.triple, machine)
+        if shutil.which(compiler) is None:
+            package = "g++" if isa.triple == machine else f"g++-{isa.triple.replace('_', '-')}"
+            others = [name for name in names if name != isa.name]
+            instead = f", or compile without it: host_cpus={others}" if others and isa.name in names else ""
+            what = f"{compiler} is not on PATH, so no library for {isa.name} can be linked"
+            problems.append(CompileError(what, where="host_cpus", hint=f"apt install {package} (Debian){instead}"))
     if problems:
         raise CompileError.collect(problems)
     return variants

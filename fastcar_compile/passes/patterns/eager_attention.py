@@ -147,7 +147,7 @@ def _of_operator(node: fx.Node) -> AttentionCall:
     options = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (node_arg(node, i) for i in range(3))
     given, mask = options["scale"], options["attn_mask"]
-    scale = float(given) if isinstance(given, int | float) and given else shape_of(query)[-1] ** -0.5
+    scale = float(given) if isinstance(given, int | float) else shape_of(query)[-1] ** -0.5
     problem = "" if options["dropout_p"] == 0.0 else f"attention dropout {options['dropout_p']} in a decode step"
     return AttentionCall(
         node, query, key, value, Mask(mask) if isinstance(mask, fx.Node) else None, scale, problem=problem
