@@ -21,19 +21,24 @@ BROKEN_PIPE = 141
 TERMINATED = 143
 """128 + SIGTERM."""
 
+RECEIVED: list[int] = []
+"""Exit codes of the signals that came. Libraries may make another error of the exception, such as an ImportError."""
+
 _WORDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 
 
 def main() -> None:
     """Run the command line of this process; the entry point of the console script.
 
-    What ends a command early is an exception, so that `with` and `finally` clean up: SIGINT is Python's own
-    KeyboardInterrupt, SIGTERM becomes SystemExit, and a reader that has gone, as in `fastcar inspect … | head`, is a
-    BrokenPipeError.
+    What ends a command early is an exception, so that `with` and `finally` clean up: SIGINT is KeyboardInterrupt,
+    SIGTERM is SystemExit, and a reader that has gone, as in `fastcar inspect … | head`, is BrokenPipeError.
     """
     try:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a parent may have had it ignored
-            signal.signal(signal.SIGTERM, _terminate)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as it is in the background of a script
+                signal.signal(number, _raise)
+        signal.signal(signal.SIGALRM, _raise)
+        sys.unraisablehook = _raise_later
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the shell: `>&-`
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the end)
@@ -52,13 +57,24 @@ def main() -> None:
         code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else report_error(error, as_json=False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the work is done, and its exit code stands
+    code = RECEIVED[0] if RECEIVED else code
     if code in _WORDS:
         print(_WORDS[code], file=sys.stderr)
     sys.exit(code)
 
 
-def _terminate(_number: int, _frame: object) -> None:
-    raise SystemExit(TERMINATED)
+def _raise(number: int, _frame: object) -> None:
+    if number != signal.SIGALRM:
+        RECEIVED.append(128 + number)
+    raise KeyboardInterrupt if RECEIVED[0] == INTERRUPTED else SystemExit(TERMINATED)
+
+
+def _raise_later(ignored: sys.UnraisableHookArgs) -> None:
+    """Raise a signal's exception again where it came inside of a finaliser or a callback, which can pass none on."""
+    if not RECEIVED:
+        sys.__unraisablehook__(ignored)
+    else:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
 def __getattr__(name: str) -> object:

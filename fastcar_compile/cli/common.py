@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, TERMINATED
+from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.places import check_places, path_options
 from fastcar_compile.errors import FastcarError, UserError
@@ -112,6 +112,8 @@ def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
         except BrokenPipeError:
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
+            if RECEIVED:
+                raise typer.Exit(RECEIVED[0]) from None
             _raise_if_asked(error)
             code = report_error(error, bool(kwargs.get("as_json")))
         raise typer.Exit(int(code))

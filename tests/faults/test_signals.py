@@ -62,6 +62,16 @@ def test_a_signal_inside_a_linker(tmp_path: Path, number: signal.Signals, code: 
     assert running(group) == []
 
 
+def test_a_library_that_makes_another_error_of_it(tmp_path: Path) -> None:
+    code = "import signal, sys, fastcar_compile, fastcar_compile.cli as cli\n"
+    code += "def load(path):\n"
+    code += "    try: signal.raise_signal(signal.SIGINT)\n"
+    code += "    except BaseException as error: raise ImportError('numpy failed to import') from error\n"
+    code += "fastcar_compile.load = load\nsys.argv = ['fastcar', 'inspect', 'x']\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_signal_that_was_ignored_stays_ignored() -> None:
     code = "import signal, sys, fastcar_compile.cli.commands as c; import fastcar_compile.cli as cli\n"
     code += "c.app = lambda **_: print(signal.getsignal(signal.SIGINT).name)\ncli.main()"
