@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -106,6 +108,27 @@ class SignatureError(ArtifactError):
 
 class BackendError(UserError):
     """The backend cannot run here (missing tool, device or package)."""
+
+
+@contextmanager
+def os_errors(what: str, path: str | Path, hint: str = "") -> Generator[None]:
+    """Raise a UserError that names the path where the operating system refuses what the block does.
+
+    Args:
+        what: the subject of the error, for example "the trace cannot be written".
+
+    Raises:
+        UserError: an OSError, or a path that no file can have.
+    """
+    hint = hint or "choose another place, or correct its permissions"
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}", where=str(path), hint=hint) from error
+    except ValueError as error:
+        if "null" not in str(error):
+            raise
+        raise UserError(f"{what}: the name has a NUL in it", where=repr(str(path)), hint=hint) from error
 
 
 class InternalError(FastcarError):

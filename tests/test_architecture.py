@@ -25,7 +25,6 @@ LIGHT = (
         "errors",
         "limits",
         "strict_json",
-        "outputs",
         "values",
         "checked",
         "array_files",

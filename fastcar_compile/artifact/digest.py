@@ -15,8 +15,7 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import os_errors
+from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.strict_json import parse_json
 
 SETTLED_NS = 1_000_000_000

@@ -18,8 +18,7 @@ from pydantic import (
 
 from fastcar_compile.checked import checked
 from fastcar_compile.config import Threshold, describe_validation
-from fastcar_compile.errors import ArtifactError, count_text
-from fastcar_compile.outputs import os_errors
+from fastcar_compile.errors import ArtifactError, count_text, os_errors
 from fastcar_compile.strict_json import read_json
 from fastcar_compile.values import path_of
 

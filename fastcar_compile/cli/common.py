@@ -16,7 +16,7 @@ import typer
 
 from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
-from fastcar_compile.cli.places import check_places, path_options
+from fastcar_compile.cli.places import check_places
 from fastcar_compile.errors import FastcarError, UserError
 from fastcar_compile.values import LOGGER
 
@@ -98,12 +98,10 @@ def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
     The function must have a parameter `as_json`. Its paths are checked first: see `fastcar_compile.cli.places`.
     """
 
-    options = functools.cache(lambda: path_options(function))
-
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            check_places(options(), kwargs)
+            check_places(function, kwargs)
             code = function(*args, **kwargs)
         except typer.Exit:
             raise

@@ -44,7 +44,7 @@ def kv_names() -> list[str]:
 def compile_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the artifact."), Writes("artifact", replaced=True)
+        Path | None, typer.Option("--output", "-o", help="Folder of the artifact."), Writes("artifact", folder=True)
     ] = None,
     target: Annotated[
         str,

@@ -12,8 +12,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import existing, parse_heads, parse_ids, read_tokens
 from fastcar_compile.cli.output import Column, print_json, print_table
 from fastcar_compile.cli.places import MayRead, Writes
-from fastcar_compile.errors import UserError
-from fastcar_compile.outputs import os_errors
+from fastcar_compile.errors import UserError, os_errors
 
 if TYPE_CHECKING:
     from torch import nn

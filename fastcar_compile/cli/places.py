@@ -1,4 +1,4 @@
-"""The files and folders of a command: what its options write and read, checked before the work.
+"""The files and folders of a command: none that it writes is one that it reads, and each can be made.
 
 An option that writes says so in its annotation: `Annotated[Path, typer.Option(...), Writes("trace")]`. Every other
 path is read.
@@ -6,17 +6,13 @@ path is read.
 
 from __future__ import annotations
 
-import inspect
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from typer.models import ArgumentInfo, ParameterInfo
-
-from fastcar_compile.outputs import Place, check_apart, check_writable
+from fastcar_compile.errors import UserError, os_errors
 
 
 @dataclass(frozen=True)
@@ -25,87 +21,62 @@ class Writes:
 
     Args:
         what: the file in an error, for example "trace".
-        folder: it is a folder that files are put into.
-        replaced: it is a folder that is replaced as a whole. Its writer checks that it can be written.
+        folder: it is a folder, whose writer makes those above it too.
     """
 
     what: str = "output"
     folder: bool = False
-    replaced: bool = False
 
 
 class MayRead:
     """Marks an option of text that may name a file, alone or before a colon."""
 
 
-@dataclass(frozen=True)
-class PathOption:
-    """One parameter of a command that has paths.
-
-    Args:
-        name: as a user writes it. writes: None: it is read. text: it may also be something else than a path.
-    """
-
-    name: str
-    writes: Writes | None
-    text: bool
-
-
-def path_options(function: Callable[..., Any]) -> dict[str, PathOption]:
-    """Return the parameters of a command that have paths, by their names in Python."""
-    found = dict[str, PathOption]()
-    for name, hint in get_type_hints(function, include_extras=True).items():
-        extras: tuple[Any, ...] = getattr(hint, "__metadata__", ())
-        text = any(isinstance(extra, MayRead) for extra in extras)
-        if text or "Path" in inspect.formatannotation(getattr(hint, "__origin__", hint)):
-            writes = next((extra for extra in extras if isinstance(extra, Writes)), None)
-            found[name] = PathOption(_as_written(name, extras), writes, text)
-    return found
-
-
-def _as_written(name: str, extras: tuple[Any, ...]) -> str:
-    info = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
-    if isinstance(info, ArgumentInfo):
-        return name.upper()
-    # In an annotation typer takes the first name as the default.
-    names = () if info is None else (info.default, *(info.param_decls or ()))
-    long = (text for text in map(str, names) if text.startswith("--"))
-    return next(long, "--" + name.replace("_", "-"))
-
-
-def check_places(options: Mapping[str, PathOption], given: Mapping[str, object]) -> None:
-    """Raise unless every output of a command can be written, and none is also another output or an input.
+def check_places(function: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Raise unless every output of a command has a folder, and none would overwrite an input or another output.
 
     Raises:
         UserError: with the option, the path and what to do.
     """
-    writes, reads = list[Place](), list[Place]()
-    for name, option in options.items():
-        kind = option.writes
-        for path in _paths(given.get(name), option.text):
-            place = Place(option.name, path, replaced=kind is not None and kind.replaced)
-            (reads if kind is None else writes).append(place)
-    check_apart([*writes, *_standard_output()], reads)
-    for name, option in options.items():
-        kind = option.writes
-        if kind is not None and not kind.replaced:
-            check_writable(cast("Path | None", given.get(name)), kind.what, folder=kind.folder)
+    hints = get_type_hints(function, include_extras=True)
+    marks: dict[str, tuple[Any, ...]] = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    paths = {name: [*_paths(given.get(name), marks[name])] for name in marks}
+    written = {name: mark for name in marks for mark in marks[name] if isinstance(mark, Writes)}
+    for name, mark in written.items():
+        for path in paths[name]:
+            for other, places in paths.items():
+                if other != name and any(_overwrites(path, place, other not in written) for place in places):
+                    what = f"--{name} would overwrite {other}".replace("_", "-")
+                    raise UserError(what, where=str(path), hint="give a place of its own")
+            _check_folder(path, mark)
 
 
-def _paths(value: object, text: bool) -> Iterator[Path]:
+def _paths(value: object, marks: tuple[Any, ...]) -> Iterator[Path]:
     if isinstance(value, Path):
         yield value
     elif isinstance(value, list):
         yield from (item for item in cast("list[object]", value) if isinstance(item, Path))
-    elif text and isinstance(value, str):
-        yield from (Path(part) for part in (value, value.rpartition(":")[0]) if part and "\0" not in part)
+    elif isinstance(value, str) and any(isinstance(mark, MayRead) for mark in marks):
+        yield from (Path(part) for part in (value, value.rpartition(":")[0]) if part)
 
 
-def _standard_output() -> Iterator[Place]:
-    """Yield the file that the shell sends the standard output to, if it is one."""
-    try:
-        mode = os.fstat(1).st_mode
-    except OSError:
-        return
-    if stat.S_ISREG(mode):
-        yield Place("the standard output", Path("/dev/fd/1"))
+def _overwrites(output: Path, other: Path, read: bool) -> bool:
+    """Whether an output is the same file or folder, through links too.
+
+    Args:
+        read: it may be no file in an input's folder either, nor a new one in an artifact, which has no other files.
+    """
+    if output.is_char_device() or "\0" in f"{output}{other}":
+        return False
+    output, other = Path(os.path.realpath(output)), Path(os.path.realpath(other))
+    if output == other or (output.exists() and other.exists() and output.samefile(other)):
+        return True
+    return read and other in output.parents and (output.is_file() or (other / "manifest.json").is_file())
+
+
+def _check_folder(path: Path, mark: Writes) -> None:
+    parent = path.absolute().parent
+    while mark.folder and not os.path.lexists(parent):
+        parent = parent.parent
+    with os_errors(f"the {mark.what} cannot be written", path):
+        os.scandir(parent).close()

@@ -14,8 +14,7 @@ from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
-from fastcar_compile.errors import UserError, count_text
-from fastcar_compile.outputs import os_errors
+from fastcar_compile.errors import UserError, count_text, os_errors
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,10 +12,9 @@ from typing import Any
 
 from fastcar_compile.calibration.search import Search
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.outputs import os_errors
 from fastcar_compile.strict_json import read_json
 
 CALIBRATIONS = ("calibrated", "uniform", "random")

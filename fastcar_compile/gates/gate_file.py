@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastcar_compile.errors import CompileError, InputError, UserError
+from fastcar_compile.errors import CompileError, InputError, UserError, os_errors
 from fastcar_compile.gates.weights import FORMAT, HINT, VERSION
-from fastcar_compile.outputs import os_errors
 from fastcar_compile.values import path_of, refuse_pipe
 
 __all__ = ["HINT", "read_gate_file", "replace_file", "write_gate_file"]

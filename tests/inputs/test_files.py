@@ -1,8 +1,7 @@
-"""What is read is bounded; whether an output can be written is known before the work."""
+"""What is read is bounded."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.errors import ArtifactError, UserError
-from fastcar_compile.outputs import check_writable
+from fastcar_compile.errors import ArtifactError
 from fastcar_compile.strict_json import parse_json, read_json
 
 REFUSED = {
@@ -62,44 +60,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ArtifactError, match="the report cannot be read") as caught:
         read_json(tmp_path / name, "report", ArtifactError)
     assert name in caught.value.where
-
-
-@pytest.mark.parametrize("name", ["file", "new", "/dev/null"])
-def test_a_file_that_can_be_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("kept")
-    check_writable(tmp_path / name)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.parametrize("name", ["folder", "new", "new/below"])
-def test_a_folder_that_can_be_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / "folder").mkdir()
-    check_writable(tmp_path / name, folder=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
-    assert not list((tmp_path / "folder").iterdir())
-
-
-@pytest.mark.parametrize("folder", [False, True])
-@pytest.mark.parametrize("name", ["file/x", "x" * 300, "/proc/self/none", "nul\0", "fifo", "/dev/full/x", "dangling"])
-def test_a_place_that_cannot_be_written(tmp_path: Path, name: str, folder: bool) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to(tmp_path / "none" / "x")
-    os.mkfifo(tmp_path / "fifo")
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="the trace cannot be written") as caught:
-        check_writable(tmp_path / name, "trace", folder=folder)
-    assert caught.value.hint
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(("name", "folder"), [("file", True), ("folder", False), ("none/x", False)])
-def test_a_place_of_another_kind(tmp_path: Path, name: str, folder: bool) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
-        check_writable(tmp_path / name, folder=folder)
-
-
-def test_nothing_to_write() -> None:
-    check_writable(None)

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from fastcar_compile.artifact.digest import CACHE, cache_folder
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.outputs import os_errors
+from fastcar_compile.errors import os_errors
 from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of, stepper_on
 from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
 from fastcar_compile.runtime.backends.hls_csim.build import SOURCES, open_library
