@@ -13,11 +13,11 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderConfig, State
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.writer import store_thresholds
-from fastcar_compile.errors import SignatureError
+from fastcar_compile.errors import InputError, SignatureError
 from fastcar_compile.extras import needs
 from fastcar_compile.runtime.backends.base import OpenStepper
 from fastcar_compile.runtime.session import Session, open_session
-from fastcar_compile.trust import Policy, Requirements, Signer
+from fastcar_compile.trust import SUCCESSOR, Requirements
 from fastcar_compile.values import check_kind, path_of
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def load(
     path: str | Path,
     *,
     digest: str | None = None,
-    require_signature: str | Path | Signer | None = None,
-    policy: str | Path | Policy | None = None,
+    require_signature: str | Path | None = None,
+    policy: None = None,
     reread: bool = True,
 ) -> Artifact:
     """Open an artifact. Every file's sha256 is checked before anything is loaded.
@@ -45,8 +45,8 @@ def load(
 
     Args:
         digest: the only one to accept, as `compile` printed it: `sha256:` and 64 hex digits.
-        require_signature: who must have signed: a public key's file, or a Signer of `fastcar_compile.trust`.
-        policy: a Policy of `fastcar_compile.trust`, or its TOML file.
+        require_signature: the public key (PEM file) of who must have signed.
+        policy: gone; the error names what takes its place.
         reread: False: a large file that was read before with `reread=False`, and whose device, inode, size and times
             are the same by now, is not read again. The digests are in $FASTCAR_CACHE. It is for big models on a file
             system that only you and root can write.
@@ -54,12 +54,14 @@ def load(
     Raises:
         ArtifactError: missing, damaged, tampered with, or of another schema version.
         SignatureError: an ArtifactError: another digest, no signature, or one of somebody or something else.
-        InputError: a digest, key or policy that cannot be read.
+        InputError: a digest or key that cannot be read.
         UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
     """
     place = path_of("the artifact", path)
     check_kind("reread", reread, bool, "True or False")
-    trust = Requirements.of(digest=digest, require_signature=require_signature, policy=policy)
+    if policy is not None:
+        raise InputError("policies are gone", where="policy", hint=SUCCESSOR.format("key"))
+    trust = Requirements.of(digest=digest, require_signature=require_signature)
     if reread:
         return Artifact(place, trust=trust)
     digests = UserDigests()
@@ -169,8 +171,8 @@ class Artifact(Described, StoredArtifact):
         other videos are expected to replay is not kept.
 
         Args:
-            drop_signature: go on where the artifact is signed, or was opened with a pinned digest or a policy. Its
-                signature is removed, as it would not hold any more.
+            drop_signature: go on where the artifact is signed, or was opened with a pinned digest. Its signature
+                is removed, as it would not hold any more.
 
         Raises:
             SignatureError: it is signed or pinned, and `drop_signature` is not given.
@@ -188,7 +190,7 @@ class Artifact(Described, StoredArtifact):
     def _refuse_to_break_trust(self) -> None:
         signed = (self.path / SIGNATURE).exists()
         if signed or self._trusted:
-            kind = "signed" if signed else "trusted by its digest or a policy"
+            kind = "signed" if signed else "trusted by its digest"
             what = f"the artifact is {kind}, and other thresholds in its manifest would end that"
             hint = "keep the thresholds in a file for sessions, or drop the signature and sign again afterwards"
             raise SignatureError(what, where=str(self.path), hint=hint)

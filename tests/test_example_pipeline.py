@@ -99,7 +99,7 @@ def test_the_container_file_names_what_the_script_writes() -> None:
     assert {name for name, _ in found} <= {"FROM", "ARG", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
     assert found[0][0] == "FROM"
     copied = {source for name, text in found if name == "COPY" for source in text.split()[:-1]}
-    assert copied == {"${WHEEL}", "artifact", "policy.toml", "signing.pub"}
+    assert copied == {"${WHEEL}", "artifact", "signing.pub"}
     script = (FOLDER / "release.sh").read_text()
     assert all(f"$output/{name}" in script for name in copied - {"${WHEEL}"})
     for name, text in found:

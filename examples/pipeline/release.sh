@@ -3,7 +3,7 @@
 #
 #   release.sh MODEL OUTPUT PRIVATE_KEY PUBLIC_KEY [options of `fastcar compile` ...]
 #
-# OUTPUT gets the artifact, the policy and the public key that devices need, and the JSON of every step. The first step that
+# OUTPUT gets the artifact and the public key that devices need, and the JSON of every step. The first step that
 # fails ends the script with its exit code: 1 where a backend differs, 2 for an error of the call or a file, 3 for a defect.
 # FASTCAR_KEY_PASSPHRASE is the key's passphrase, VERIFY_TOKENS the number of steps that are compared, PROMPT the first token.
 set -euo pipefail
@@ -45,7 +45,6 @@ if [ "$(field sign digest)" != "$digest" ]; then
 fi
 
 cp "$public_key" "$output/signing.pub"
-cp "$(dirname "$0")/policy.toml" "$output/policy.toml"
-step verify_signature verify-signature "$artifact" --policy "$output/policy.toml" --digest "$digest"
-step run run "$artifact" --policy "$output/policy.toml" --prompt "${PROMPT:-16}" --num-tokens 16
+step verify_signature verify-signature "$artifact" --key "$output/signing.pub" --digest "$digest"
+step run run "$artifact" --public-key "$output/signing.pub" --prompt "${PROMPT:-16}" --num-tokens 16
 echo "$digest"

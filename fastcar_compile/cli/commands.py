@@ -71,6 +71,8 @@ class FastcarGroup(TyperGroup):
             code: Any = super().main(words, prog_name, complete_var, False, windows_expand_args, **extra)
         except TyperException as error:
             code = report_error(_usage_error(error), "--json" in words)
+        except UserError as error:  # of an option's callback
+            code = report_error(error, "--json" in words)
         if not standalone_mode:
             return code
         sys.exit(int(code or 0))

@@ -63,7 +63,7 @@ def play_command(
     places = min(usable_cores(), limits.VISITORS) if visitors is None else visitors
     with stages(as_json, "play") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, policy, reread)
+        loaded = open_artifact(artifact, digest, public_key, reread)
         show("generating the first frames")
         stage = _stage(loaded, world, backend, threads)
         if not _is_local(host):

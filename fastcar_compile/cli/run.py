@@ -102,7 +102,7 @@ def run_command(
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, policy, reread)
+        loaded = open_artifact(artifact, digest, public_key, reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}

@@ -102,7 +102,7 @@ def verify_command(
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "verify") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, policy)
+        loaded = open_artifact(artifact, digest, public_key)
         names = names or default_backends(loaded.manifest)
         sizes = loaded.config
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)

@@ -44,22 +44,6 @@ THRESHOLDS = {
     "goal": "none",
     "inputs": "ab",
 }
-POLICY = """digests = ["sha256:{digest}"]
-[[signer]]
-kind = "key"
-public_key = "release.pub"
-[[signer]]
-kind = "certificate"
-roots = ["root.crt"]
-identity = "release@example.com"
-accept_expired = true
-[[signer]]
-kind = "keyless"
-identity = "a"
-issuer = "b"
-trust_config = "c.json"
-"""
-
 MESSAGES = (
     {"type": "visible", "value": True},
     {"type": "limit", "value": False},
@@ -104,8 +88,7 @@ def _table() -> dict[str, bytes]:
 
 def _toml() -> dict[str, bytes]:
     folder = files("fastcar_compile.targets")
-    found = {name: (folder / name).read_bytes() for name in TARGETS}
-    return found | {"policy.toml": POLICY.format(digest="ab" * 32).encode()}
+    return {name: (folder / name).read_bytes() for name in TARGETS}
 
 
 def _signature() -> dict[str, bytes]:

@@ -1,13 +1,11 @@
-"""The signer of the fuzzed signatures: a key that anybody can compute, and its certificate."""
+"""The signer of the fuzzed signatures: a key that anybody can compute."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from datetime import UTC, datetime
 from hashlib import sha256
 
-from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from manifests import sections
@@ -15,7 +13,7 @@ from manifests import sections
 from fastcar_compile.artifact.files import FileEntry
 from fastcar_compile.artifact.manifest import Manifest
 
-_ROOT, _KEY = (ec.derive_private_key(number, ec.SECP256R1()) for number in (2026, 2027))
+_KEY = ec.derive_private_key(2027, ec.SECP256R1())
 _TYPE = "application/vnd.in-toto+json"
 
 
@@ -31,11 +29,6 @@ def public_key() -> bytes:
     return _KEY.public_key().public_bytes(*form)
 
 
-def root() -> bytes:
-    """The certificate that vouches for the signer's, in PEM."""
-    return _certificate("root", _ROOT, authority=True).public_bytes(serialization.Encoding.PEM)
-
-
 def sign(payload: bytes) -> bytes:
     """The signature of an envelope with this payload."""
     message = f"DSSEv1 {len(_TYPE)} {_TYPE} {len(payload)} ".encode() + payload
@@ -43,16 +36,11 @@ def sign(payload: bytes) -> bytes:
 
 
 def bundles() -> dict[str, bytes]:
-    """A signature by the key, and one by the certificate, of the manifest and its files."""
+    """A signature by the key of the manifest and its files."""
     made = manifest()
     digests = {"manifest.json": sha256(made.to_bytes()).hexdigest()}
     digests |= {name: entry.sha256 for name, entry in made.files.items()}
-    leaf = _certificate("signer", _KEY, authority=False).public_bytes(serialization.Encoding.DER)
-    raw = {"rawBytes": b64encode(leaf).decode()}
-    return {
-        "key": _bundle(digests, {"publicKey": {"hint": sha256(public_key()).hexdigest()}}),
-        "certificate": _bundle(digests, {"x509CertificateChain": {"certificates": [raw, raw]}}),
-    }
+    return {"key": _bundle(digests, {"publicKey": {"hint": sha256(public_key()).hexdigest()}})}
 
 
 def _bundle(digests: dict[str, str], material: dict[str, object]) -> bytes:
@@ -79,22 +67,3 @@ def _bundle(digests: dict[str, str], material: dict[str, object]) -> bytes:
         },
     }
     return json.dumps(bundle).encode()
-
-
-def _certificate(name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool) -> x509.Certificate:
-    others = "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only"
-    usage = dict.fromkeys(others.split(), False)
-    usage |= {"digital_signature": not authority, "key_cert_sign": authority, "crl_sign": authority}
-    subject, issuer = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (name, "root"))
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(1 if authority else 2)
-        .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
-        .not_valid_after(datetime(2120, 1, 1, tzinfo=UTC))
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-        .add_extension(x509.KeyUsage(**usage), critical=True)
-    )
-    return builder.sign(_ROOT, hashes.SHA256())

@@ -34,7 +34,6 @@ from fastcar_compile.ir.program_json import read_graph_file
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.targets import load_target
 from fastcar_compile.training.trained import TrainedGate, TrainingState
-from fastcar_compile.trust import Policy
 
 from . import evil
 from .test_manifest import BYTES
@@ -116,7 +115,6 @@ RANDOM_ACCESS = (".npy", ".npz", ".pt2", ".safetensors")
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "target": ("t.toml", load_target),
-    "policy": ("p.toml", Policy.load),
     "thresholds": ("t.json", Thresholds.load),
     "manifest": ("manifest.json", lambda path: parse_manifest(path.read_bytes(), str(path))),
     "graph": ("g.json", lambda path: read_graph_file(path, {}, missing_on_meta=True)),

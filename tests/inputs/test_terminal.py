@@ -87,8 +87,8 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
 
 READ = {
     *("artifact", "videos", "calibration_videos", "gate_weights", "cases", "model", "decoder", "start", "path"),
-    *("a", "b", "prompt_file", "thresholds", "context", "context_mask", "trace", "policy", "public_key", "key"),
-    *("certificate", "trust_config", "passphrase_file", "identity_token_file", "roots", "signature", "world"),
+    *("a", "b", "prompt_file", "thresholds", "context", "context_mask", "trace", "public_key", "key"),
+    *("passphrase_file", "signature", "world"),
 }
 """Paths that commands read. `run` writes its `trace`."""
 

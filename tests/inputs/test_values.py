@@ -228,11 +228,10 @@ CALLS: dict[str, dict[str, Call]] = {
         for name in inspect.signature(fc.tune_decoder).parameters
         if name not in ("model", "videos")
     },
-    "sign": {"path": lambda v: fc.sign(v, "/nowhere")},
+    "sign": {"path": lambda v: fc.sign(v, "/nowhere"), "private_key": lambda v: fc.sign("/nowhere", v)},
     "verify_signature": {
         "path": lambda v: fc.verify_signature(v, "/nowhere"),
-        "signer": lambda v: fc.verify_signature("/nowhere", v),
-        "policy": lambda v: fc.verify_signature("/nowhere", policy=v),
+        "public_key": lambda v: fc.verify_signature("/nowhere", v),
         "digest": lambda v: fc.verify_signature("/nowhere", digest=v),
     },
     "TrainedGate": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -14,17 +15,10 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from pydantic import SecretStr
 
 import fastcar_compile as fc
-from fastcar_compile.trust import (
-    CertificateSigner,
-    KeylessSigner,
-    SigningCertificate,
-    SigningIdentity,
-    SigningKey,
-)
-from trust.conftest import FILES, Authority, Keys, make_authority, write_artifact, write_key
+import fastcar_compile.trust
+from trust.conftest import FILES, Keys, write_artifact, write_key
 
 
 def digest_of(artifact: Path) -> str:
@@ -47,7 +41,7 @@ def test_a_signed_artifact_opens_with_the_key_and_not_with_another(artifact: Pat
     opened = fc.load(artifact, require_signature=keys.public, digest=signed.digest)
     assert opened.digest == signed.digest
     assert fc.load(artifact).digest == signed.digest, "a signature nobody asks for is no hindrance"
-    with pytest.raises(fc.SignatureError, match=r"signed with the key sha256:.*, not with the key required, sha256:"):
+    with pytest.raises(fc.SignatureError, match=r"signed with another key than the one required, sha256:"):
         fc.load(artifact, require_signature=keys.other_public)
     again = fc.sign(artifact, keys.other_private)
     assert again.signer != signed.signer
@@ -88,10 +82,10 @@ def test_a_private_key_with_a_passphrase(artifact: Path, tmp_path: Path, curve: 
     with pytest.raises(fc.InputError, match="Password was not given but private key is encrypted"):
         fc.sign(artifact, tmp_path / "locked.pem")
     for wrong in ("guess", ""):
-        with pytest.raises(fc.InputError, match=r"the file holds no private key|Password was not given"):
-            fc.sign(artifact, SigningKey(private_key=tmp_path / "locked.pem", passphrase=SecretStr(wrong)))
+        with pytest.raises(fc.InputError, match=r"holds no private key that can be used"):
+            fc.sign(artifact, tmp_path / "locked.pem", passphrase=wrong)
     assert not (artifact / "signature.json").exists()
-    fc.sign(artifact, SigningKey(private_key=tmp_path / "locked.pem", passphrase=SecretStr("open sesame")))
+    fc.sign(artifact, tmp_path / "locked.pem", passphrase="open sesame")
     fc.load(artifact, require_signature=tmp_path / "locked.pub")
 
 
@@ -111,6 +105,8 @@ def test_every_flip_of_manifest_or_signature_is_refused(artifact: Path, keys: Ke
             changed = bytearray(data)
             changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
             file.write_bytes(changed)
+            if name == "signature.json" and _says_the_same(changed, data):
+                continue
             with pytest.raises(fc.ArtifactError):
                 fc.load(artifact, **required)
         for _ in range(20):
@@ -119,6 +115,21 @@ def test_every_flip_of_manifest_or_signature_is_refused(artifact: Path, keys: Ke
                 fc.load(artifact, **required)
         file.write_bytes(data)
     fc.load(artifact, require_signature=keys.public, digest=pinned)
+
+
+def _says_the_same(changed: bytes, data: bytes) -> bool:
+    """Return whether a flip left key, payload and signature as they are: spare bits of base64, or what nobody reads."""
+    try:
+        found, before = json.loads(changed), json.loads(data)
+        return _signed(found) == _signed(before)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _signed(bundle: Any) -> tuple[object, ...]:
+    envelope = bundle["dsseEnvelope"]
+    texts = envelope["payload"], envelope["signatures"][0]["sig"]
+    return bundle["mediaType"], envelope["payloadType"], *(base64.b64decode(text, validate=True) for text in texts)
 
 
 def test_a_changed_file_is_refused_signed_or_not(artifact: Path, keys: Keys) -> None:
@@ -149,10 +160,10 @@ def test_the_signature_of_another_artifact_is_refused(artifact: Path, keys: Keys
     [
         (None, "the artifact has no signature"),
         (b"", "the signature is damaged"),
-        (b"{}", "the signature is damaged: mediaType: Field required"),
+        (b"{}", "the signature is damaged: 'verificationMaterial'"),
         (b"[" * 100_000, "the signature is damaged"),
         (b"\xff", "the signature is damaged"),
-        (b" " * (16 << 20) + b"{}", "the signature has more than 16777216 bytes"),
+        (b" " * (16 << 20) + b"{}", "the signature is no plain file of at most 16777216 bytes"),
     ],
     ids=["none", "empty", "object", "deep", "no text", "long"],
 )
@@ -170,7 +181,7 @@ def test_a_signature_must_be_a_plain_file(artifact: Path, keys: Keys, tmp_path: 
     file.symlink_to(tmp_path / "elsewhere")
     requirements: list[dict[str, Any]] = [{}, {"require_signature": keys.public}]
     for required in requirements:
-        with pytest.raises(fc.ArtifactError, match=r"signature\.json|signature cannot be read"):
+        with pytest.raises(fc.ArtifactError, match=r"signature\.json"):
             fc.load(artifact, **required)
     file.unlink()
     os.mkfifo(file)
@@ -198,97 +209,6 @@ def _struct(value: object) -> object:
     return json_format.Parse(json.dumps(value), struct_pb2.Value())
 
 
-# certificates
-
-
-def signed_with(artifact: Path, authority: Authority, name: str, email: str = "release@example.com") -> None:
-    key, certificate = authority.issue(name, email=email)
-    chain = (authority.intermediate,)
-    fc.sign(artifact, SigningCertificate(private_key=key, certificate=certificate, chain=chain))
-
-
-def test_a_certificate_of_the_root_is_accepted(artifact: Path, authority: Authority, keys: Keys) -> None:
-    signed_with(artifact, authority, "release")
-    for identity in (None, "release", "release@example.com"):
-        report = fc.verify_signature(artifact, CertificateSigner(roots=(authority.root,), identity=identity))
-        assert (report.by, report.signer) == ("certificate", "CN=release")
-    done = model_signing(
-        *("verify", "certificate", "--certificate_chain", authority.root),
-        *("--signature", artifact / "signature.json", artifact),
-    )
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(fc.SignatureError, match=r"signed by release, release@example\.com, not by other@example\.com"):
-        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,), identity="other@example.com"))
-    with pytest.raises(fc.SignatureError, match="signature is of kind certificate, and kind key is required"):
-        fc.load(artifact, require_signature=keys.public)
-
-
-def test_a_certificate_of_another_root_is_refused(artifact: Path, authority: Authority, tmp_path: Path) -> None:
-    other = make_authority(tmp_path)
-    signed_with(artifact, other, "impostor")
-    with pytest.raises(fc.SignatureError, match="not one that the roots vouch for"):
-        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,)))
-
-
-def test_an_expired_certificate(artifact: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = authority.issue("old", days=-2)
-    signer = SigningCertificate(private_key=key, certificate=certificate, chain=(authority.intermediate,))
-    with pytest.raises(fc.InputError, match="the certificate CN=old expired on"):
-        fc.sign(artifact, signer)
-    with monkeypatch.context() as patch:
-        patch.setattr("fastcar_compile.trust.keys.validity_problem", lambda certificate: None)
-        fc.sign(artifact, signer)  # as it was before it expired
-    with pytest.raises(fc.SignatureError, match="the certificate CN=old expired on"):
-        fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,)))
-    fc.load(artifact, require_signature=CertificateSigner(roots=(authority.root,), accept_expired=True))
-
-
-def test_a_certificate_that_cannot_sign(artifact: Path, authority: Authority, keys: Keys) -> None:
-    _, certificate = authority.issue("sign")
-    with pytest.raises(fc.InputError, match="the certificate is of another key"):
-        fc.sign(artifact, SigningCertificate(private_key=keys.private, certificate=certificate))
-    signer = SigningCertificate(private_key=authority.folder / "intermediate.pem", certificate=authority.intermediate)
-    with pytest.raises(fc.InputError, match="not made for signatures"):
-        fc.sign(artifact, signer)
-
-
-# without a key
-
-
-def test_keyless_signing_says_what_it_lacks(artifact: Path, tmp_path: Path) -> None:
-    with pytest.raises(fc.InputError, match="there is no identity to sign with"):
-        fc.sign(artifact, SigningIdentity())
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(fc.InputError, match="the file is no trust configuration"):
-        fc.sign(artifact, SigningIdentity(token=SecretStr("x"), trust_config=tmp_path / "config.json"))
-    assert not (artifact / "signature.json").exists()
-
-
-def test_keyless_without_a_network_is_named(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sigstore.errors import TUFError
-    from sigstore.models import ClientTrustConfig
-
-    def unreachable(offline: bool = False) -> ClientTrustConfig:
-        raise TUFError("Failed to refresh TUF metadata")
-
-    monkeypatch.setattr(ClientTrustConfig, "production", unreachable)
-    with pytest.raises(fc.BackendError, match=r"Sigstore cannot be reached: Failed to refresh TUF metadata"):
-        fc.sign(artifact, SigningIdentity(token=SecretStr("x")))
-    bundle = {
-        "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
-        "verificationMaterial": {"certificate": {"rawBytes": "AAAA"}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": "e30=",
-            "payloadType": "application/vnd.in-toto+json",
-            "signatures": [{"sig": "AAAA"}],
-        },
-    }
-    (artifact / "signature.json").write_text(json.dumps(bundle))
-    signer = KeylessSigner(identity="a@example.com", issuer="https://example.com")
-    with pytest.raises(fc.BackendError, match="Sigstore cannot be reached"):
-        fc.verify_signature(artifact, signer)
-
-
 # keys that cannot be used
 
 
@@ -296,8 +216,8 @@ def test_keyless_without_a_network_is_named(artifact: Path, monkeypatch: pytest.
     ("content", "text"),
     [
         (None, "the public key cannot be read"),
-        (b"no key", "the file holds no public key in PEM"),
-        (b"-" * (2 << 20), "the public key has more than 1048576 bytes"),
+        (b"no key", "the file holds no public key that can be used"),
+        (b"-" * (2 << 20), "no public key that can be used: it has more than 1048576 bytes"),
     ],
 )
 def test_public_keys_that_cannot_be_used(
@@ -317,7 +237,7 @@ def test_keys_of_another_kind(artifact: Path, keys: Keys, tmp_path: Path) -> Non
         lambda: fc.verify_signature(artifact, tmp_path / "small.pub"),
     ):
         fc.sign(artifact, keys.private)
-        with pytest.raises(fc.InputError, match="the key is of another kind"):
+        with pytest.raises(fc.InputError, match="Unsupported key for curve 'secp256k1'"):
             call()
 
 
@@ -331,3 +251,16 @@ def test_values_that_are_no_signer(artifact: Path, value: object) -> None:
     ):
         with pytest.raises(fc.InputError):
             call()
+
+
+def test_what_is_gone_names_its_successor(artifact: Path, keys: Keys) -> None:
+    for name, successor in (
+        ("Policy", "python -m model_signing verify key"),
+        ("CertificateSigner", "python -m model_signing verify certificate"),
+        ("KeylessSigner", "python -m model_signing verify sigstore"),
+        ("SigningKey", "give the key's path to fc.sign"),
+    ):
+        with pytest.raises(AttributeError, match=successor):
+            getattr(fastcar_compile.trust, name)
+    with pytest.raises(fc.InputError, match="policies are gone"):
+        fc.load(artifact, policy="policy.toml")  # pyright: ignore[reportArgumentType]
