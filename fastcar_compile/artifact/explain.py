@@ -61,14 +61,13 @@ def decoder_fields(sections: Sections) -> dict[str, str]:
 
 
 def gate_text(gates: Sequence[str | None], thresholds: Sequence[float | None]) -> str:
-    """Return the gate, how many layers have it, and the range of their thresholds."""
-    found = [(gate, value) for gate, value in zip(gates, thresholds, strict=True) if gate is not None]
-    if not found:
+    """Return the gate, how many layers may replay, and the range of their thresholds; None: a layer never replays."""
+    if not any(gates):
         return "none: the dense decoder"
-    values = sorted(value for _, value in found if value is not None)
+    values = sorted(v for gate, v in zip(gates, thresholds, strict=True) if gate is not None and v is not None)
     ends = " to ".join(dict.fromkeys(f"{value:.4g}" for value in (*values[:1], *values[-1:])))
-    limits = f", threshold {ends}" if ends else ", no layer replays"
-    return f"{found[0][0]} in {len(found)} of {len(gates)} layers{limits}"
+    limits = f", threshold {ends}" if ends else ""
+    return f"{next(filter(None, gates))} in {len(values)} of {len(gates)} layers{limits}"
 
 
 def explain(sections: Sections, layer: int | None = None) -> str:

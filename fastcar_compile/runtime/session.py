@@ -112,11 +112,8 @@ class Session(Described):
         replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
         position = f"{self._position} of {self._config.max_seq_len} positions, {replayed}"
         closed = "" if hasattr(self, "_stepper") else ", closed"
-        return f"Session{closed}", {
-            **self.origin,
-            "gate": gate_text(gates, self.thresholds.tolist()),
-            "state": position,
-        }
+        limits = [None if value == self._never else value for value in self.thresholds.tolist()]
+        return f"Session{closed}", {**self.origin, "gate": gate_text(gates, limits), "state": position}
 
     def close(self) -> None:
         """Give back the session's state, libraries, threads and device now; closing again does nothing.

@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|python)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"\n\n```\n(.*?)\n```", re.DOTALL)
+"""What the README says that its commands print."""
 NOT_RUN = {
     "README.md": ["on a fresh machine"],
     "docs/tutorial/index.md": ["once", "some minutes", "hours"],
@@ -56,7 +58,9 @@ def test_only_listed_blocks_are_not_run(document: str) -> None:
     assert {b.language for b in found if not b.title} == {"sh", "python"}
 
 
-@pytest.mark.parametrize("part", ["diff", "--dry-run", "doctor", "inspect build/a --html", "TransformersDecoder"])
+@pytest.mark.parametrize(
+    "part", ["diff", "--dry-run", "doctor", "inspect build/a --html", "TransformersDecoder", "fc.calibrate"]
+)
 def test_the_readme_names_the_ways_in(part: str) -> None:
     assert any(part in block.text for block in blocks("README.md") if not block.title)
 
@@ -78,3 +82,9 @@ def test_every_command_runs(
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    if document == "README.md":
+        (shown,) = SHOWN.findall((ROOT / document).read_text("utf-8"))
+        for line in shown.splitlines():  # its words; figures may differ by machine
+            pattern = re.sub(r"(\\\.|\d)+", r"[\\d.]+", re.escape(line))
+            assert re.search(f"^{pattern}$", done.stdout, re.MULTILINE), line
+        assert re.search(r"^over dense +1\.[1-9]", done.stdout, re.MULTILINE), "the gain of replay"
