@@ -18,6 +18,8 @@ from hypothesis import settings
 
 gc.disable()  # until the tests are collected: while modules are imported hardly anything becomes garbage
 
+os.environ.pop("COLUMNS", None)  # some shells export it, and it folds what commands print
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker per core: threads of torch would only wait for each other. Set before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ import typer
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import parse_ids, read_tokens
-from fastcar_compile.cli.output import print_fields, print_json
+from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError, count_text
 
@@ -85,9 +85,10 @@ def calibrate_command(
 def _show(found: Thresholds, digest: str) -> None:
     """Print what was found. `digest`: of the artifact that keeps it; empty: none does."""
     increase = found.nll / found.nll_dense - 1
+    if digest:
+        print_text(f"digest  {digest}\n")
     print_fields(
-        ({"digest": digest} if digest else {})
-        | {
+        {
             "replay": f"{found.replay:.1%} of the forwards t >= F",
             "on other videos": _expected(found.expected),
             "measured on": _measured(found.expected),

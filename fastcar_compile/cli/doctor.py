@@ -33,9 +33,9 @@ def doctor_command(as_json: JsonOption = False) -> ExitCode:
 def _show(checks: tuple[Check, ...]) -> None:
     """Print the checks, the worst first."""
     rows = [
-        [check.severity, check.name, check.message, check.hint]
+        [check.severity, check.name, check.message + (f"; hint: {check.hint}" if check.hint else "")]
         for check in sorted(checks, key=lambda check: ORDER.index(check.severity))
     ]
-    print_table([Column("severity"), Column("what"), Column("found"), Column("hint")], rows)
+    print_table([Column("severity"), Column("what"), Column("found")], rows)
     counts = Counter(check.severity for check in checks)
     print_text("\n" + ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name]))

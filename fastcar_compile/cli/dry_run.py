@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fastcar_compile.cli.output import Column, print_fields, print_table, print_text, size_text
@@ -38,7 +39,7 @@ def _summary(report: DryRun) -> dict[str, str]:
         "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
         f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",
-        "pipeline": re.sub(r"\{.*?\}(?=,|$)", "", report.pipeline),
+        "pipeline": re.sub(r"\{.*?\}(?=,|$)", "", report.pipeline).replace(",", ", "),
     }
     return fields | _engine(report)
 
@@ -65,14 +66,13 @@ def _show_layers(layers: Sequence[LayerPart]) -> None:
         rows.append(
             [
                 span([layer.layer for layer in group]),
-                _pattern(first, len(group)),
-                first.source,
-                f"{attention.num_heads}/{attention.num_kv_heads} x {attention.head_dim}",
-                f"{kind} {mlp.hidden} -> {mlp.intermediate}",
+                f"{_pattern(first, len(group))}\n{PurePosixPath(first.source).name}",
+                f"{kind} {mlp.hidden} -> {mlp.intermediate}\n"
+                f"heads {attention.num_heads}, kv {attention.num_kv_heads}, dim {attention.head_dim}",
                 "computes always" if replay is None else f"{replay.gate}, threshold {replay.threshold:g}",
             ]
         )
-    titles = ("layers", "MLP", "source", "heads/kv x dim", "kind and size", "replay")
+    titles = ("layers", "MLP, source", "size", "replay")
     print_table([Column(title) for title in titles], rows)
 
 
@@ -136,7 +136,7 @@ def _show_speed(report: DryRun) -> None:
         for s in report.speed
     ]
     print_text("")
-    titles = ("replays", "of all MLPs", "tokens/s", "ms per step", "bandwidth", "J per token")
+    titles = ("replays", "MLPs", "tokens/s", "ms/step", "bandwidth", "J/token")
     print_table([Column("predicted"), *(Column(t, right=True) for t in titles[1:]), Column("bound by")], rows)
 
 

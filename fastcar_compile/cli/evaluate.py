@@ -214,7 +214,7 @@ def parse_attentions(text: str) -> list[SinkWindow | None]:
 
 
 _TEXT = ("gate", "calibration", "attention")
-_NUMBERS = ("replay of t >= F", "NLL", "of dense", "agreement", "PSNR", "SSIM")
+_NUMBERS = ("replay", "NLL", "of dense", "agreement", "PSNR", "SSIM")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from posixpath import basename, dirname
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -105,7 +108,7 @@ def _show_sites(sites: Iterable[LayerPart], as_json: bool) -> None:
         print_json({"sites": rows})
         return
     names = ("layer", "module_path", "hidden", "intermediate", "activation", "source")
-    rows = [row | row["mlp"] for row in rows]
+    rows = [row | row["mlp"] | {"source": PurePosixPath(row["source"]).name} for row in rows]
     columns = [Column(name.replace("_", " "), right=name in ("layer", "hidden", "intermediate")) for name in names]
     print_table(columns, ([str(row.get(name, "-")) for name in names] for row in rows))
 
@@ -138,15 +141,22 @@ def _show_summary(loaded: Artifact, as_json: bool) -> None:
     libraries = host_lines(manifest.host)
     if libraries:
         fields["libraries"] = "; ".join(libraries)
-    fields["digest"] = loaded.digest
     if is_signed(loaded.path):
         fields["signed"] = "by whom, `fastcar verify-signature` checks"
     fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
     print_fields(fields)
-    print_text("")
-    columns = (Column("file"), Column("size", right=True), Column("digest", dim=True))
-    entries = sorted(manifest.files.items())
-    print_table(columns, ([name, size_text(entry.size), short_digest(entry.sha256)] for name, entry in entries))
+    print_text(f"\ndigest  {loaded.digest}\n")
+    columns = (Column("folder"), Column("files", right=True), Column("size", right=True), Column("kinds"))
+    print_table(columns, _folders({name: entry.size for name, entry in manifest.files.items()}))
+
+
+def _folders(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield a row for each folder: the number of its files, their bytes, and how many there are of the usual kinds."""
+    for folder, names in groupby(sorted(sizes, key=lambda name: (dirname(name), name)), key=dirname):
+        files = list(names)
+        kinds = Counter(PurePosixPath(name).suffix or basename(name) for name in files).most_common()
+        text = ", ".join(f"{number} {kind}" for kind, number in kinds[:3]) + ", ..." * (len(kinds) > 3)
+        yield [f"{folder or '.'}/", str(len(files)), size_text(sum(sizes[name] for name in files)), text]
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,10 +1,14 @@
-"""What every command writes with: consoles, tables and JSON. Piped output has no colour, no box and no line break."""
+"""What every command writes with: consoles, tables and JSON. Piped output has no colour and no box.
+
+It has no line break of ours either, unless COLUMNS says how wide it may be.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,7 +83,7 @@ def print_text(text: str) -> None:
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a header: folded to a terminal's width, at its natural width otherwise."""
+    """Print a table with a header: folded to a terminal's width or COLUMNS, at its natural width otherwise."""
     from rich.table import Table
     from rich.text import Text
 
@@ -91,9 +95,14 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     table.padding = (0, 2, 0, 0)
-    if sys.stdout.isatty() and _natural_width(table) > stdout().width:
+    if _bounded() and _natural_width(table) > stdout().width:
         table.padding = (0, 1, 0, 0)
     _print_whole(table)
+
+
+def _bounded() -> bool:
+    """Return whether lines have a width that they must fit."""
+    return sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
 
 
 def print_fields(fields: Mapping[str, str]) -> None:
@@ -118,14 +127,11 @@ def _natural_width(table: Table) -> int:
 
 
 def _print_whole(table: Table) -> None:
-    if sys.stdout.isatty():
-        stdout().print(table)
-        return
     from rich.console import Console
 
-    wide = Console(file=sys.stdout, width=_natural_width(table))
-    with wide.capture() as captured:
-        wide.print(table)
+    console = stdout() if _bounded() else Console(file=sys.stdout, width=_natural_width(table))
+    with console.capture() as captured:
+        console.print(table)
     sys.stdout.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 

@@ -96,7 +96,7 @@ def _show(result: Simulation) -> None:
             "time": shares,
             "over dense": f"{result.speedup_over_dense:.2f}x ({result.comparison['dense']:.2f} {result.unit}s/s)",
             "weights": f"{result.stream_of_memory:.1%} of what the memory could deliver while the engine works",
-            "passes": f"{result.passes:.2f} over a tile on {result.cores} cores, mapping {result.mapping}",
+            "passes": f"{result.passes:.2f} over a tile, {count_text(result.cores, 'core')}, mapping {result.mapping}",
             "static over DRS": _gain(result.passes_by_mapping),
             "multipliers wait": ", ".join(f"{root} {clocks:,.0f}" for root, clocks in waiting) or "never",
             "deadlock": result.deadlock,
@@ -119,7 +119,7 @@ def _gain(passes: dict[str, float]) -> str:
 
 
 def _columns() -> list[Column]:
-    return [Column("process"), *(Column(title, right=True) for title in ("busy", *STALL_KINDS))]
+    return [Column("process"), *(Column(title.replace(" ", "\n"), right=True) for title in ("busy", *STALL_KINDS))]
 
 
 def _row(result: Simulation, name: str) -> list[str]:

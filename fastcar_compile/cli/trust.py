@@ -10,7 +10,7 @@ import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import require_one
-from fastcar_compile.cli.output import print_fields, print_json
+from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.errors import InputError, UserError, count_text
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def _show(report: SignatureReport, as_json: bool) -> None:
     if as_json:
         print_json(report.model_dump(mode="json"))
         return
-    fields = {"artifact": str(report.path), "digest": report.digest}
+    print_text(f"digest  {report.digest}\n")
+    fields = {"artifact": str(report.path)}
     fields |= {"trusted by": report.by, "signer": report.signer, "covers": count_text(report.files, "file")}
     print_fields(fields)

@@ -254,8 +254,8 @@ def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> C
 
 _COLUMNS = (
     Column("backend"),
-    *(Column(title, right=True) for title in ("max |error|", "tokens differ", "decisions differ")),
-    Column("first mismatch"),
+    *(Column(title, right=True) for title in ("max\n|error|", "tokens\ndiffer", "decisions\ndiffer")),
+    Column("first\nmismatch"),
     Column("replay", right=True),
     Column("verdict"),
 )

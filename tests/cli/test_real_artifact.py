@@ -69,6 +69,26 @@ def test_inspect(compiled: tuple[Path, dict[str, Any]]) -> None:
     assert "modeling_llama.py:" in node
 
 
+COMMANDS = (
+    *(("inspect", "{path}"), ("inspect", "{path}", "--sites"), ("estimate", "{path}", "--replay", "0.5")),
+    *(("targets",), ("targets", "zcu102"), ("doctor",), ("verify", "{path}", "--backends", "cpu", "--tokens", "4")),
+    ("compile", "{path}/../model", "--tokens-per-frame", "8", "--offload", "mlp", "--dry-run"),
+    ("diff", "{path}/graph/before.json", "{path}/graph/after.json"),
+    ("simulate", "{path}", "--replay", "0.5"),
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_80_columns_are_enough(words: tuple[str, ...], compiled: tuple[Path, dict[str, Any]]) -> None:
+    """Nothing is cut off: what stands in a column without a bound stands there with one, folded."""
+    given = [word.format(path=compiled[0]) for word in words]
+    natural = fastcar(*given).stdout
+    narrow = CliRunner().invoke(app, given, env={"COLUMNS": "80"}).stdout
+    lines = narrow.replace(str(compiled[0].parent), "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sorted(re.sub(r"\s", "", narrow)) == sorted(re.sub(r"\s", "", natural))
+
+
 def test_run(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, _ = compiled
     reports = {}
