@@ -1,4 +1,4 @@
-"""Memory that this process may still take: of the machine, and of its control groups."""
+"""Memory that this process may still take: of the machine, and of its container."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fastcar_compile.errors import UserError
-from fastcar_compile.parallel import control_groups
 
-_UNLIMITED = 1 << 60
-"""Version 1 writes the largest multiple of a page instead of "max"."""
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Of the container, where it has version 2 of the control groups."""
 
 
 def require_memory(needed: int, what: str, hint: str = "") -> None:
@@ -24,44 +23,21 @@ def require_memory(needed: int, what: str, hint: str = "") -> None:
         UserError: it may not.
     """
     free = available_memory()
-    if free is not None and free < needed:
+    if free < needed:
         text = hint or "end other programs, or raise the limit of the container"
         raise UserError(f"{what} needs at least {needed:,} bytes of memory, and {free:,} are available", hint=text)
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still take; None where the system does not say.
+def available_memory() -> int:
+    """Return the bytes that this process may still take; other processes of its container are not counted."""
+    import psutil  # here: most commands ask for no memory
 
-    Args:
-        root: folder that holds `proc` and `sys`.
-    """
-    found = [free for group in control_groups("memory", root) if (free := _group_free(group)) is not None]
+    free, used = psutil.virtual_memory().available, psutil.Process().memory_info()
     try:
-        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text("ascii").splitlines())
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, ValueError, KeyError):
-        pass
-    return min(found, default=None)
-
-
-def _group_free(group: Path) -> int | None:
-    """Return what a group's limit leaves, page cache that can be given back included; None: it has no limit."""
-    version2 = (group / "memory.max").is_file()
-    limit_name, used_name, prefix = (
-        ("memory.max", "memory.current", "")
-        if version2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-    )
-    try:
-        limit = (group / limit_name).read_text("ascii").strip()
-        if limit == "max" or int(limit) >= _UNLIMITED:
-            return None
-        used = int((group / used_name).read_text("ascii"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-        cache = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        return max(0, int(limit) - used + cache)
-    except (OSError, ValueError):
-        return None
+        limit = int(LIMIT.read_text("ascii"))
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return free
+    return max(0, min(free, limit - (used.rss - used.shared)))  # pages of files can be given back
 
 
 @contextmanager

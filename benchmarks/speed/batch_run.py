@@ -25,9 +25,8 @@ def measure(
         for size in sizes:
             say(f"{precision}, {size.workload} {size.number}")
             jobs = plan.jobs(precision, size)
-            free = available_memory()
             parts: list[list[Result]] = []
-            for part in together(precision, jobs, float("inf") if free is None else free - SPARE):
+            for part in together(precision, jobs, available_memory() - SPARE):
                 parts.append(run_group(part, say))
             kept.add(rows_of(precision, parts, _reference(plan, size, parts)))
         if not keep:

@@ -75,7 +75,7 @@ def _reserved(size: int) -> mmap.mmap:
     except (OSError, OverflowError) as error:
         raise BackendError(f"the state of a session takes {size:,} bytes: {error}", hint=hint) from error
     free = available_memory()
-    if free is not None and free < size:
+    if free < size:
         text = f"the state of this session takes {size:,} bytes when its caches are full, and {free:,} are available"
         warnings.warn(f"{text}; {hint}", UserWarning, stacklevel=2)
     return memory

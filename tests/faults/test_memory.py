@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from runtime.test_threads import root
 
 from fastcar_compile import memory
 from fastcar_compile.artifact.sections import State, StateRole
@@ -16,32 +16,21 @@ from fastcar_compile.memory import available_memory, collector_paused, require_m
 from fastcar_compile.runtime import state as state_module
 from fastcar_compile.runtime.state import StateArena
 
-MACHINE = {"proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:  1000 kB\n"}
-TOP = "sys/fs/cgroup"
 
-
-def test_the_machine(tmp_path: Path) -> None:
-    assert available_memory(root(tmp_path, "", **MACHINE)) == 1_024_000
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 1 kB\n")
-    assert available_memory(tmp_path) is None
-
-
-def test_a_group_of_version_2(tmp_path: Path) -> None:
-    files = {f"{TOP}/a/memory.max": "500000\n", f"{TOP}/a/memory.current": "400000\n"}
-    files |= {
-        f"{TOP}/a/memory.stat": "anon 5\nactive_file 1000\ninactive_file 2000\n",
-        f"{TOP}/a/b/memory.max": "max\n",
-    }
-    assert available_memory(root(tmp_path, "0::/a/b\n", **MACHINE, **files)) == 103_000
-
-
-def test_a_group_of_version_1(tmp_path: Path) -> None:
-    group = f"{TOP}/memory/a"
-    files = {f"{group}/memory.limit_in_bytes": "500000\n", f"{group}/memory.usage_in_bytes": "600000\n"}
-    files |= {f"{group}/memory.stat": "total_inactive_file 50000\n"}
-    assert available_memory(root(tmp_path, "4:memory:/a\n", **MACHINE, **files)) == 0
-    (tmp_path / group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert available_memory(tmp_path) == 1_024_000
+@pytest.mark.parametrize(
+    ("limit", "free"),
+    [(None, 1 << 30), ("max\n", 1 << 30), (f"{1 << 40}\n", 1 << 30), ("5000000\n", 4_000_000), ("9\n", 0)],
+)
+def test_the_least_of_machine_and_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str | None, free: int
+) -> None:
+    usage = SimpleNamespace(rss=3_000_000, shared=2_000_000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: usage))
+    monkeypatch.setattr(memory, "LIMIT", tmp_path / "memory.max")
+    if limit is not None:
+        memory.LIMIT.write_text(limit)
+    assert available_memory() == free
 
 
 def test_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
