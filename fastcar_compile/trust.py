@@ -78,7 +78,8 @@ class Requirements:
         Raises:
             InputError: the digest has another form, or what is required is no path.
         """
-        if digest is not None and not (isinstance(digest, str) and re.fullmatch(DIGEST_PATTERN, digest)):
+        given: Any = digest
+        if given is not None and not (isinstance(given, str) and re.fullmatch(DIGEST_PATTERN, given)):
             hint = "give what `fastcar compile` printed: sha256: and 64 hexadecimal digits"
             raise InputError(f"{shown(digest)} is no digest of an artifact", where="digest", hint=hint)
         key = None if require_signature is None else path_of("require_signature", require_signature)
@@ -151,7 +152,7 @@ def sign(path: str | Path, private_key: str | Path, *, passphrase: str | None = 
     with needs("sign"):
         from model_signing import signing
 
-        config = signing.Config().set_hashing_config(_known(digests))
+        config: Any = signing.Config().set_hashing_config(_known(digests))
         secret: Any = passphrase.encode() if passphrase else None  # the library hands it to cryptography, as bytes
         with _usable(key, "private key", MAKE_KEY):
             config.use_elliptic_key_signer(private_key=key, password=secret)
@@ -170,7 +171,7 @@ def _verify(root: Path, digests: Mapping[str, str], public_key: Path) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
     from model_signing import verifying
 
-    config = verifying.Config().set_hashing_config(_known(digests))
+    config: Any = verifying.Config().set_hashing_config(_known(digests))
     with _usable(public_key, "public key", MAKE_PUBLIC):
         config.use_elliptic_key_verifier(public_key=public_key)
         key = load_pem_public_key(public_key.read_bytes())
@@ -259,8 +260,11 @@ def _written(root: Path, make: Callable[[Path], None]) -> Any:
             raise ArtifactError(f"the signature cannot be written: {error}", where=str(root)) from error
 
 
-_GONE = {"CertificateSigner": "certificate", "SigningCertificate": "certificate", "KeylessSigner": "sigstore"}
-_GONE |= {"SigningIdentity": "sigstore", "Policy": "key"}
+_GONE = {
+    **dict.fromkeys(("CertificateSigner", "SigningCertificate"), "certificate"),
+    **dict.fromkeys(("KeylessSigner", "SigningIdentity"), "sigstore"),
+    "Policy": "key",
+}
 
 
 def __getattr__(name: str) -> NoReturn:
