@@ -48,7 +48,8 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
     prompt `negative_prompt_ids`, which is as long as the prompt, since the rows of a session share their position. An
     artifact that was compiled with `couple_cfg` replays the rows of a pair together.
 
-    Refused by name: padding, beam search and other modes, a cache from outside, attentions and hidden states.
+    Refused by name: padding and positions, beam search and other modes, a cache from outside, attentions and hidden
+    states.
 
     Args:
         session: of a decoder with tokens. Its state is that of the last call.
@@ -93,6 +94,9 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         Raises:
             InputError: an option that a compiled session does not have, or what does not fit its rows or length.
         """
+        if options.get("position_ids") is not None:
+            hint = "give prompts of one length, without padding"
+            raise InputError("the rows of a session share their positions", where="position_ids", hint=hint)
         mixin: Any = super()  # its annotations want attributes that no model has
         return mixin.generate(inputs, generation_config, **options)
 

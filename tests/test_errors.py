@@ -116,6 +116,24 @@ class Third(PlainDecoder):
         return super().forward(input_ids, cache_position) + extra
 
 
+class Padded(PlainDecoder):
+    # a step of another form is what is tested
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, attention_mask: Tensor, cache_position: Tensor
+    ) -> Tensor:
+        return super().forward(input_ids, cache_position) * attention_mask[:, -1:, None]
+
+
+class MayBePadded(PlainDecoder):
+    def forward(self, input_ids: Tensor, cache_position: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, cache_position if position_ids is None else position_ids)
+
+
+def test_a_mask_or_positions_that_are_left_out_are_told() -> None:
+    with pytest.warns(UserWarning, match="MayBePadded.forward may take position_ids, which a decode step leaves out"):
+        fc.compile(MayBePadded(), "cpu", tokens_per_frame=8, dry_run=True)
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -124,7 +142,8 @@ class Third(PlainDecoder):
         ("org/model-1.5b", r"there is no model folder\n.*\n.*: hf download org/model-1.5b --local-dir model-1.5b"),
         (TwoOutputs(), "the step returns 2 tensors"),
         (LastToken(), r"the step returns shape \(1, 11\); expected \[B, T, V\] or \[B, T, H\]"),
-        (Third(), "the decode step cannot be traced: TypeError: missing a required argument: 'extra'"),
+        (Third(), r"Third.forward needs extra, which a decode step does not have\n  where: test_errors.py:"),
+        (Padded(), r"Padded.forward needs attention_mask, which .*\n.*\n.*none has padding"),
     ],
 )
 def test_models_that_break_the_protocol(tmp_path: Path, model: Any, text: str) -> None:

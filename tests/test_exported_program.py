@@ -101,6 +101,18 @@ class Renamed(PlainDecoder):
         return super().forward(ids, where)
 
 
+class PerRow(PlainDecoder):
+    """Every row has a position of its own, as left padding needs it."""
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
+        return super().forward(input_ids, cache_position.reshape(-1)[:1])
+
+
+def per_row(*shape: int) -> ExportedProgram:
+    arguments = {"input_ids": torch.zeros(2, 1, dtype=torch.int64), "cache_position": torch.zeros(shape).long()}
+    return torch.export.export(PerRow(batch=2).eval(), (), arguments, strict=False)
+
+
 def dynamic() -> ExportedProgram:
     steps = Dim("steps", min=2, max=8)
     return export(PlainDecoder(), 4, dynamic_shapes={"input_ids": {1: steps}, "cache_position": {0: steps}})
@@ -117,6 +129,8 @@ def dynamic() -> ExportedProgram:
         (lambda: export(PlainDecoder().double()), ["tensors of float64, first embed.weight", "float()"]),
         (lambda: export(PlainDecoder().bfloat16(), 2), ["2 problems", "tensors of bfloat16", "has shape [1, 2]"]),
         (lambda: export(Renamed(), keywords=False), ["the step module takes ['ids', 'where'], but the step protocol"]),
+        (lambda: per_row(2, 1), ["input cache_position has shape [2, 1], but the rows of a step share one position"]),
+        (lambda: per_row(2), ["input cache_position has shape [2], but", "rows with padding are not supported"]),
         (lambda: export(PlainDecoder()).run_decompositions(), ["4 mutated buffers", "without run_decompositions"]),
         (
             lambda: export(PlainDecoder(65)),

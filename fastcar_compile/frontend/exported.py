@@ -10,6 +10,7 @@ from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.module_names import check_paths
 
 TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
+POSITION_NAMES = ("cache_position", "position")
 _MEND_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
 
 
@@ -48,4 +49,7 @@ def _shapes(exported: ExportedProgram) -> list[str]:
             found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, shape))}]")
         elif node.name in TOKEN_NAMES and (value.dim() < 2 or value.shape[1] != 1):
             found.append(f"input {node.name} has shape {list(value.shape)}, but a decode step takes one token per row")
+        elif node.name in POSITION_NAMES and (value.dim() != 1 or (value.numel() != 1 and not found)):
+            what = f"input {node.name} has shape {list(value.shape)}, but the rows of a step share one position, [1]"
+            found.append(f"{what}: rows with padding are not supported")
     return found

@@ -13,14 +13,13 @@ from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.exported import TOKEN_NAMES
+from fastcar_compile.frontend.exported import POSITION_NAMES, TOKEN_NAMES
 from fastcar_compile.ir.modules import graph_module
 from fastcar_compile.ir.query import node_arg, output_nodes
 from fastcar_compile.ir.rewrite import call, fake_mode_of
 
 _MADE_BY = "import"
 REASONS = {_MADE_BY: "The capture gives the decode step its position as an input."}
-_POSITION_NAMES = ("cache_position", "position")
 _CONTEXT_NAMES = ("context", "context_mask")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
@@ -53,10 +52,10 @@ class _Importer:
 
     def run(self) -> fx.GraphModule:
         user = [n for n in self.exported.graph.nodes if n.op == "placeholder" and self._is_user(n)]
-        user = [n for n in user if n.users or n.name in _POSITION_NAMES]
+        user = [n for n in user if n.users or n.name in POSITION_NAMES]
         self._check_inputs(user)
         tokens = next(n for n in user if n.name in TOKEN_NAMES)
-        position = next(n for n in user if n.name in _POSITION_NAMES)
+        position = next(n for n in user if n.name in POSITION_NAMES)
         token_node = self.graph.placeholder(TOKEN_NAMES[tokens.name])
         token_node.meta = dict(tokens.meta)
         self.values[tokens] = token_node
@@ -85,12 +84,12 @@ class _Importer:
     def _check_inputs(self, user: list[fx.Node]) -> None:
         names = [n.name for n in user]
         tokens = [n for n in names if n in TOKEN_NAMES]
-        positions = [n for n in names if n in _POSITION_NAMES]
+        positions = [n for n in names if n in POSITION_NAMES]
         others = [n for n in names if n not in (*tokens, *positions, *_CONTEXT_NAMES)]
         if len(tokens) != 1 or len(positions) != 1 or others:
             raise CompileError(
                 f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
-                f"and one of {list(_POSITION_NAMES)}, and may take {list(_CONTEXT_NAMES)}",
+                f"and one of {list(POSITION_NAMES)}, and may take {list(_CONTEXT_NAMES)}",
                 where="inputs of the exported program",
                 hint="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
                 "see docs/reference/step_protocol.md",

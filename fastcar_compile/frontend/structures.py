@@ -7,6 +7,7 @@ may help to word it; they never decide what compiles.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ _CONTEXT_HINT = (
     "set context_length = L and context_size = C on the module, for context float32 [B, L, C], as "
     "docs/reference/step_protocol.md has it"
 )
+
+
+_STEP_INPUTS = ("input_ids", "inputs_embeds", "cache_position", "context", "context_mask")
+_PADDING = ("attention_mask", "padding_mask", "key_padding_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,7 @@ def check_signature(model: nn.Module) -> None:
         return
     if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):
         _check_context(model, taken)
+        _check_others(model, [p for n, p in taken.items() if n not in _STEP_INPUTS and p.kind is not p.VAR_POSITIONAL])
         return
     what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
     hint = (
@@ -221,6 +227,22 @@ def check_signature(model: nn.Module) -> None:
         "masked one, has no such step"
     )
     raise CompileError(what, where=_source(model), hint=hint)
+
+
+def _check_others(model: nn.Module, others: list[inspect.Parameter]) -> None:
+    """Raise CompileError where the forward needs what no decode step has; warn of a mask that it may take."""
+    if needed := [p.name for p in others if p.default is p.empty]:
+        what = f"{type(model).__name__}.forward needs {', '.join(needed)}, which a decode step does not have"
+        hint = "all rows share their positions and none has padding: work masks and positions out from cache_position, "
+        hint += "and make other inputs buffers"
+        raise CompileError(what, where=_source(model), hint=hint)
+    if padding := [p.name for p in others if p.name in _PADDING]:
+        text = (
+            f"{type(model).__name__}.forward may take {', '.join(padding)}, which a decode step leaves out: all rows "
+        )
+        warnings.warn(
+            text + "share their positions, so that rows with padding decode wrongly", UserWarning, stacklevel=2
+        )
 
 
 def _check_context(model: nn.Module, taken: Collection[str]) -> None:

@@ -209,6 +209,8 @@ class Session(Described):
     def prefill(self, inputs: Any) -> Any:
         """Read a prompt. Prefill never replays.
 
+        All rows have one length: padding would be read as a part of the prompt.
+
         Args:
             inputs: int64 [B, P], or embeddings float32 [B, P, H] of a headless decoder.
 

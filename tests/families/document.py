@@ -40,6 +40,15 @@ Keys and values of a context are computed once per context, by a graph of their 
 stay in float32. A decode step pays nothing for it. A layer's two weights take 8 * C * Hkv * D bytes, for a context of C
 features and Hkv heads of D, instead of 2 * C * Hkv * D in int8.
 
+## Prompts of different lengths
+
+All rows of a session share one position, and every token of a prompt is read. So rows with padding, with an attention
+mask or positions of their own, are not possible. Masks, `position_ids` and steps that need them are refused. Padding in
+embeddings cannot be told from a prompt, and such a row decodes wrongly.
+
+FastCar's own program for VILA-U decodes left-padded prompts of different lengths in one batch. With a compiled decoder,
+give prompts of one length, or each prompt a session of its own from an artifact of batch size 1.
+
 ## What compiles
 
 | family | model | its structure | backends in every run |
