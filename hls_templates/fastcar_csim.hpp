@@ -62,7 +62,7 @@ template <class C>
 static int sums_of_row(const float* x, const word_t* weights, uint32_t op, int inputs, int channels, int tile, int tiles,
                        int32_t* out) {
     static float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS];
-    const Call call = decode<C>(1, 0, 0, op, inputs, channels, tile, tiles);
+    const Call call = decode<C>(1, op, inputs, channels, tile, tiles);
     const int section = (call.words + 255) / 256 * 256;  // a section starts at a multiple of 4 KiB
     if (call.products == 0) {
         return 0;

@@ -18,9 +18,6 @@ struct Call {
     uint32_t step;
     uint32_t query_words;
     uint32_t key_words;
-    uint32_t held;
-    uint32_t capacity;
-    uint32_t mask;  // rows that compute in a layer without a gate
     uint32_t network;
     uint32_t units;
 };
@@ -29,25 +26,17 @@ struct Call {
 struct Layer {
     uint32_t threshold;
     uint32_t factor;
-    uint32_t prefetch;
-    uint32_t prefetch_before;  // that of the layer before: how much of this layer's weights it fetched
-    uint32_t next;
-    uint32_t program;  // word of its first instruction
     uint32_t weights;  // word of its first head's weight
 };
 
 template <class C>
 Layer read_layer(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], uint32_t layer) {
     FASTCAR_NO_INLINE
-    const uint32_t last = header[F_LAYERS] - 1;
+    const uint32_t layers = header[F_LAYERS];
     Layer fields;
-    fields.threshold = words[header[F_THRESHOLDS] + layer];
-    fields.factor = words[header[F_FACTORS] + layer];
-    fields.prefetch = words[header[F_PREFETCH] + layer];
-    fields.prefetch_before = words[header[F_PREFETCH] + (layer == 0 ? last : layer - 1)];
-    fields.next = layer == last ? 0 : layer + 1;
-    fields.program = words[header[F_PROGRAMS] + layer];
-    fields.weights = header[F_HEAD_WEIGHTS] + times(layer, header[F_HEADS]);
+    fields.threshold = words[HEADER_WORDS + layer];
+    fields.factor = words[HEADER_WORDS + layers + layer];
+    fields.weights = HEADER_WORDS + 2 * layers + times(layer, header[F_HEADS]);
     return fields;
 }
 
@@ -82,7 +71,7 @@ void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
     FASTCAR_NO_INLINE
     const tas::HeadShape shape = head_shape(header);
     const float factor = float_of_bits(layer.factor);
-    if (C::HEADS > 0 && header[F_HEAD_WEIGHTS] != 0) {
+    if (C::HEADS > 0 && (header[F_FLAGS] & WEIGHTED) != 0) {
         uint32_t weights[C::HEAD_ROOM];
         load_weights<C>(words, layer.weights, header[F_HEADS], weights);
         tas::weighted_scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS, C::HEAD_ROOM>(query, key, header[F_ROWS], shape, factor,

@@ -13,10 +13,9 @@ namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 4;
-static const uint32_t HEADER_WORDS = 32;
+static const uint32_t VERSION = 5;
+static const uint32_t HEADER_WORDS = 24;
 static const uint32_t MAX_TABLE_WORDS = 65536;
-static const uint32_t MAX_LAYER_WORDS = 128;
 static const uint32_t MAX_LAYERS = 65535;
 static const uint32_t MAX_COUNT = 65535;
 static const uint32_t MAX_PRODUCTS = 65536;
@@ -30,8 +29,7 @@ static const uint32_t GATE_ALWAYS = 5;
 static const uint32_t GATE_NEVER = 6;
 static const uint32_t GATE_RANDOM = 7;
 static const uint32_t COUPLE_CFG = 1;
-static const uint32_t NO_UNIT = 0xFFu;
-static const uint32_t NO_LAYER = 0xFFFFFFFFu;
+static const uint32_t WEIGHTED = 2;
 
 enum Field {
     F_MAGIC,
@@ -42,7 +40,6 @@ enum Field {
     F_ROWS,
     F_CORES,
     F_TOKENS_PER_FRAME,
-    F_LAYER_WORDS,
     F_GATE,
     F_FLAGS,
     F_MAX_CHAIN,
@@ -55,17 +52,10 @@ enum Field {
     F_ROW_KEY_WORDS,
     F_QUERY_WORDS,
     F_KEY_WORDS,
-    F_THRESHOLDS,
-    F_FACTORS,
-    F_PREFETCH,
-    F_PROGRAMS,
-    F_INSTRUCTIONS,
     F_UNITS,
     F_REFRESH_PERIOD,
     F_ROW_INPUT_WORDS,
-    F_DISTANCE_WEIGHT,
-    F_HEAD_WEIGHTS,
-    F_RESERVED
+    F_DISTANCE_WEIGHT
 };
 
 enum Status {
@@ -76,15 +66,10 @@ enum Status {
     BAD_LENGTH,
     BAD_CRC,
     BAD_HEADER,
-    BAD_INSTRUCTION,
     NO_TABLE,
     BAD_LAYER,
-    BAD_OPERANDS,
-    QUEUE_FULL,
-    NO_DISPATCH
+    BAD_OPERANDS
 };
-
-enum Opcode { LOAD_WEIGHTS = 1, COMPUTE_MLP = 2, REPLAY_COPY = 3, PREFETCH_NEXT = 4, BARRIER = 5, END = 6 };
 
 // CRC-32 (IEEE 802.3, reflected): one bit, then a word without a loop, so that it is one level of XORs per bit of the CRC.
 inline uint32_t crc_bit(uint32_t crc) {
@@ -162,7 +147,7 @@ bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     const uint32_t flags = header[F_FLAGS];
     const uint32_t chain = header[F_MAX_CHAIN];
     const uint32_t period = header[F_REFRESH_PERIOD];
-    const bool pairs = flags == 0 || (flags == COUPLE_CFG && (header[F_ROWS] & 1u) == 0);
+    const bool pairs = flags <= (COUPLE_CFG | WEIGHTED) && ((flags & COUPLE_CFG) == 0 || (header[F_ROWS] & 1u) == 0);
     const bool learned = C::GATE == GATE_LEARNED;
     const bool units = learned ? within(header[F_UNITS], 1, C::UNITS) : header[F_UNITS] == 0;
     const bool distance = (header[F_DISTANCE_WEIGHT] != 0) == (C::GATE == GATE_BOUND);
@@ -175,69 +160,24 @@ bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
 template <class C>
 bool heads_fit(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
-    const bool weighted = header[F_HEAD_WEIGHTS] != 0;
+    const bool weighted = (header[F_FLAGS] & WEIGHTED) != 0;
     const bool kept = weighted || C::GATE == GATE_BOUND;
     return (C::GATE == GATE_TAS || !weighted) && (header[F_HEADS] <= C::HEADS || !kept);
 }
 
-// The array has ROWS rows and PASSES passes: with fewer cores the rows need more passes.
 template <class C>
 bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
-    return within(header[F_LAYERS], 1, MAX_LAYERS) && within(header[F_LAYER_WORDS], 1, MAX_LAYER_WORDS) &&
-           within(header[F_ROWS], 1, C::ROWS) && within(header[F_CORES], 1, C::CORES) &&
-           times(header[F_CORES], C::PASSES) >= header[F_ROWS] &&
-           header[F_TOKENS_PER_FRAME] != 0 && header[F_RESERVED] == 0;
+    return within(header[F_LAYERS], 1, MAX_LAYERS) && within(header[F_ROWS], 1, C::ROWS) &&
+           header[F_CORES] == static_cast<uint32_t>(C::CORES) && header[F_TOKENS_PER_FRAME] != 0;
 }
 
 // Call after counts_are_valid and heads_are_valid: then nothing here overflows.
-inline bool offsets_are_valid(const uint32_t header[HEADER_WORDS]) {
+inline bool length_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t layers = header[F_LAYERS];
-    const uint32_t end = header[F_INSTRUCTIONS] + times(layers, header[F_LAYER_WORDS]);
-    const bool weighted = header[F_HEAD_WEIGHTS] != 0;
-    const uint32_t weights = weighted ? times(layers, header[F_HEADS]) : 0;
-    return header[F_THRESHOLDS] == HEADER_WORDS && header[F_FACTORS] == HEADER_WORDS + layers &&
-           header[F_PREFETCH] == HEADER_WORDS + 2 * layers && header[F_PROGRAMS] == HEADER_WORDS + 3 * layers &&
-           header[F_INSTRUCTIONS] == HEADER_WORDS + 4 * layers && weights <= MAX_TABLE_WORDS &&
-           header[F_WORDS] == end + weights && (!weighted || header[F_HEAD_WEIGHTS] == end);
-}
-
-inline uint32_t opcode_of(uint32_t word) { return word >> 24; }
-inline uint32_t row_of(uint32_t word) { return (word >> 16) & 0xFFu; }
-inline uint32_t layer_of(uint32_t word) { return word & 0xFFFFu; }
-
-inline bool word_is_valid(uint32_t word, uint32_t layer, uint32_t rows) {
-    FASTCAR_INLINE
-    const uint32_t opcode = opcode_of(word);
-    const bool of_row = opcode == COMPUTE_MLP || opcode == REPLAY_COPY;
-    const bool row_fits = of_row ? row_of(word) < rows : row_of(word) == NO_UNIT;
-    return within(opcode, LOAD_WEIGHTS, END) && layer_of(word) == layer && row_fits;
-}
-
-// Every layer begins where it should, is valid up to END and has one. layer: layers; i: words of a layer, pipelined.
-template <class C>
-bool programs_are_valid(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS]) {
-    FASTCAR_NO_INLINE
-    uint32_t first = header[F_INSTRUCTIONS];
-    bool valid = true;
-check_layers:
-    for (uint32_t layer = 0; layer < header[F_LAYERS]; ++layer) {
-        FASTCAR_TRIPS(1, MAX_LAYERS)
-        bool ended = false;
-        valid = valid && words[header[F_PROGRAMS] + layer] == first;
-    check_words:
-        for (uint32_t i = 0; i < header[F_LAYER_WORDS]; ++i) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(1, MAX_LAYER_WORDS)
-            const uint32_t word = words[first + i];
-            valid = valid && (ended || word_is_valid(word, layer, header[F_ROWS]));
-            ended = ended || opcode_of(word) == END;
-        }
-        valid = valid && ended;
-        first += header[F_LAYER_WORDS];
-    }
-    return valid;
+    const uint32_t weights = (header[F_FLAGS] & WEIGHTED) != 0 ? times(layers, header[F_HEADS]) : 0;
+    return weights <= MAX_TABLE_WORDS && header[F_WORDS] == HEADER_WORDS + 2 * layers + weights;
 }
 
 // Word `at` of a table of `count` words goes on chip; returns the CRC with it. The first three words have no part in it.
@@ -270,8 +210,8 @@ read_table:
     return crc;
 }
 
-// Copies the table from memory and checks it as it comes. C: CORES, ROWS, PASSES, TABLE_WORDS, QUERY_WORDS, KEY_WORDS, GATE,
-// UNITS and HEADS of this controller.
+// Copies the table from memory and checks it as it comes. C: CORES, ROWS, TABLE_WORDS, QUERY_WORDS, KEY_WORDS, GATE, UNITS
+// and HEADS of this controller.
 template <class C>
 Status load_table(const word_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
                   uint32_t words[C::TABLE_WORDS]) {
@@ -301,10 +241,10 @@ copy_header:
         return BAD_CRC;
     }
     if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !heads_are_valid(header) || !heads_fit<C>(header) ||
-        !operands_are_valid<C>(header) || !offsets_are_valid(header)) {
+        !operands_are_valid<C>(header) || !length_is_valid(header)) {
         return BAD_HEADER;
     }
-    return programs_are_valid<C>(header, words) ? OK : BAD_INSTRUCTION;
+    return OK;
 }
 
 }  // namespace drs

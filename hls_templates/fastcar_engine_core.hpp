@@ -17,10 +17,6 @@ static const uint32_t OP_LINEAR = 1;
 static const uint32_t OP_LINEAR_BIAS = 2;
 static const int MOST_CHANNELS = 1 << 18;
 
-// Values of the argument `prefetch`; any other reads all weights from memory.
-static const uint32_t PREFETCH_HELD = 1;  // the buffer holds the first PREFETCH_WORDS words of every section
-static const uint32_t PREFETCH_FILL = 2;  // nothing is computed: the buffer is filled from the weights given
-
 // One matrix product: the bounds of its loops. `inner`: its values are activated and stay in the cores.
 struct Product {
     int inputs;
@@ -40,11 +36,7 @@ struct Call {
     uint32_t computing;  // rows that compute
     uint32_t copied;     // rows that are copied from the cache
     int products;
-    int first_word;  // words first_word .. end_word - 1 of every section come from memory
-    int end_word;
-    int filled;       // of these, words that go into the prefetch buffer
-    int held;         // words that come from the prefetch buffer
-    int words;        // words of every section that the array takes
+    int words;        // of every section
     int row_words;    // of x
     int result_words; // of a row of y
     Product last;
@@ -149,26 +141,19 @@ int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {
     return op == OP_MLP ? 2 : fits ? 1 : 0;
 }
 
-// A call of the engine from its arguments. The prefetch buffer holds weights of an MLP: a linear leaves it alone.
+// A call of the engine from its arguments. Rows of an MLP that do not compute are copied.
 template <class C>
-Call decode(uint32_t index_register, uint32_t copied, uint32_t prefetch, uint32_t op, int inputs, int channels, int tile,
-            int tiles) {
+Call decode(uint32_t index_register, uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_NO_INLINE
     const uint32_t all = 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - C::BATCH);
-    const bool fills = prefetch == PREFETCH_FILL;
-    const bool holds = prefetch == PREFETCH_HELD && op == OP_MLP;
-    const int products = fills ? 0 : products_of<C>(op, inputs, channels, tile, tiles);
+    const int products = products_of<C>(op, inputs, channels, tile, tiles);
     const Product last = products > 0 ? last_product<C>(op, inputs, channels, tile, tiles) : first_product<C>();
     const bool computes = products > 0 && (index_register & all) != 0;
     Call call;
     call.computing = computes ? index_register & all : 0u;
-    call.copied = op == OP_MLP && !fills ? copied & all : 0u;
+    call.copied = op == OP_MLP ? ~index_register & all : 0u;
     call.products = computes ? products : 0;
     call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
-    call.held = computes && holds ? C::PREFETCH_WORDS : 0;
-    call.filled = fills && (index_register & all) != 0 ? C::PREFETCH_WORDS : 0;
-    call.first_word = call.held;
-    call.end_word = call.words + call.filled;
     call.row_words = words_for(products > 1 ? C::HIDDEN : last.inputs, FLOAT_LANES);
     call.result_words = words_for(op == OP_MLP ? C::HIDDEN : last.channels, FLOAT_LANES);
     call.last = last;

@@ -43,46 +43,21 @@ beats:
     }
 }
 
-// The one weight stream: `held` words of each port from the prefetch buffer, the rest from the AXI ports, which read ahead
-// meanwhile. Before that, `filled` words go from the AXI ports into the buffer.
-//
-// fill: words that fill the buffer; words: words that go to the array; both pipelined, ports unrolled.
-// The buffer keeps its words from call to call. It is in block RAM: C++ sets a static array to zero, which UltraRAM cannot
-// be. The function has internal linkage, so that the buffer belongs to this kernel alone, whatever else a process loads.
+// The one weight stream: a word of every logical port per clock, from the beats of the AXI ports.
 template <class C>
-static void share_weights(hls::stream<typename Beat<C::AXI_WORDS>::Type> in[C::PORTS / C::AXI_WORDS], int filled,
-                          int held, int words, hls::stream<word_t> out[C::PORTS]) {
+void share_weights(hls::stream<typename Beat<C::AXI_WORDS>::Type> in[C::PORTS / C::AXI_WORDS], int words,
+                   hls::stream<word_t> out[C::PORTS]) {
     FASTCAR_NO_INLINE
-    static word_t buffer[C::PORTS][C::PREFETCH_WORDS > 0 ? C::PREFETCH_WORDS : 1];
-    FASTCAR_PARTITION(buffer, 1)
-    FASTCAR_BLOCK_RAM(buffer)
-fill:
-    for (int i = 0; i < filled; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, C::PREFETCH_WORDS)
-        FASTCAR_UNROLL
-        for (int port = 0; port < C::PORTS / C::AXI_WORDS; ++port) {
-            const typename Beat<C::AXI_WORDS>::Type beat = in[port].read();
-            FASTCAR_UNROLL
-            for (int word = 0; word < C::AXI_WORDS; ++word) {
-                buffer[port * C::AXI_WORDS + word][i] = word_of_beat<C::AXI_WORDS>(beat, word);
-            }
-        }
-    }
 words:
     for (int i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, MOST_BEATS)
         FASTCAR_UNROLL
         for (int port = 0; port < C::PORTS / C::AXI_WORDS; ++port) {
-            typename Beat<C::AXI_WORDS>::Type beat = 0;
-            if (i >= held) {
-                beat = in[port].read();
-            }
+            const typename Beat<C::AXI_WORDS>::Type beat = in[port].read();
             FASTCAR_UNROLL
             for (int word = 0; word < C::AXI_WORDS; ++word) {
-                const int p = port * C::AXI_WORDS + word;
-                out[p].write(i < held ? buffer[p][i] : word_of_beat<C::AXI_WORDS>(beat, word));
+                out[port * C::AXI_WORDS + word].write(word_of_beat<C::AXI_WORDS>(beat, word));
             }
         }
     }

@@ -20,7 +20,7 @@ static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided
 // How a step ended.
 enum StepStatus { DONE, NOT_LOADED, NOT_HELD };
 
-static const uint32_t ANSWER_BEATS = drs::R_RECORDS / FLOAT_LANES;  // of a layer in the report
+static const uint32_t ANSWER_BEATS = drs::ANSWER_WORDS / FLOAT_LANES;  // of a layer in the report
 
 // One launch, as the host gives it.
 struct Launch {

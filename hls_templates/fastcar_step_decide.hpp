@@ -7,8 +7,6 @@
 namespace fastcar {
 namespace step {
 
-static const uint32_t MOST_RECORDS = 128;  // of a layer's dispatch; nobody reads them
-
 // What the controller reads of all rows: q, then x; the cached keys, then the x that the forward's slot keeps.
 template <class T>
 struct Operands {
@@ -75,14 +73,11 @@ uint32_t call_controller(const Launch& launch, const Fields& f, uint32_t count, 
                          const word_t query[Operands<T>::QUERY], const word_t key[Operands<T>::KEY], uint32_t& crc,
                          uint32_t& computing, word_t* replay, word_t answer[ANSWER_BEATS]) {
     FASTCAR_NO_INLINE
-    static const int BEATS = (drs::R_RECORDS + 2 * MOST_RECORDS) / FLOAT_LANES + 1;
     const bool loads = launch.op == LOAD_TABLE;
     const uint32_t slot = loads ? 0 : f.word[DECIDE_CHAIN] + launch.step % f.word[DECIDE_STRIDE] * CHAIN_BEATS;
     const uint32_t beats = loads ? 0 : CHAIN_BEATS;
-    core_t core_of[INDEX_REGISTER_BITS];
-    pass_t pass_of[INDEX_REGISTER_BITS];
     word_t chain[CHAIN_BEATS];
-    word_t found[BEATS];
+    word_t found[ANSWER_BEATS];
     crc = loads ? (launch.bytes >= 16 ? lane_bits(program[0], 2) : 0) : crc;
 read_chain_counts:
     for (uint32_t i = 0; i < beats; ++i) {
@@ -92,12 +87,11 @@ read_chain_counts:
     }
     const uint32_t input = f.word[DECIDE_COUNT];
     const drs::Call call = {crc, f.layer, launch.step, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
-                            drs::NO_LAYER, MOST_RECORDS, 0xFFFFFFFFu, f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
-    drs::control<T>(loads ? drs::OP_TABLE : drs::OP_GATE, program, launch.bytes, call, query, key, constants, chain, core_of,
-                    pass_of, found);
+                            f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
+    drs::control<T>(loads ? drs::OP_TABLE : drs::OP_GATE, program, launch.bytes, call, query, key, constants, chain, found);
     const uint32_t status = lane_bits(found[0], 0);
     const bool decided = !loads && status == drs::OK;
-    computing = decided ? lane_bits(found[0], 2) : 0xFFFFFFFFu;
+    computing = decided ? lane_bits(found[0], drs::R_INDEX_REGISTER) : 0xFFFFFFFFu;
 write_chain_counts:
     for (uint32_t i = 0; i < beats; ++i) {
         FASTCAR_PIPELINE(1)

@@ -32,20 +32,7 @@ class Op(IntEnum):
     """The controller loads the control table and checks it."""
 
     GATE = 4
-    """The controller decides one layer; when nothing computes, the prefetch buffer is filled."""
-
-
-class Prefetch(IntEnum):
-    """Values of the engine's argument `prefetch`: where an MLP's weights come from."""
-
-    MEMORY = 0
-    """All of them from memory."""
-
-    HELD = 1
-    """The beginning of every section from the prefetch buffer, the rest from memory."""
-
-    FILL = 2
-    """Nothing is computed: the beginning of every section goes into the buffer."""
+    """The controller decides one layer."""
 
 
 EMBEDDED = "embedded"

@@ -17,8 +17,6 @@ from fastcar_compile.drs.table import (
     AttentionShape,
     DrsTable,
     GateKind,
-    Instruction,
-    Opcode,
 )
 from fastcar_compile.errors import UserError
 
@@ -106,7 +104,6 @@ def build_table(
     max_chain: int | None = None,
     couple_cfg: bool = False,
     refresh_every: int | None = None,
-    prefetch: Sequence[int] | None = None,
     gate: GateScore | None = None,
 ) -> DrsTable:
     """Return the control table of a decoder.
@@ -117,7 +114,6 @@ def build_table(
         scales: per layer the attention's factor on its logits; None (also for all layers): the layer has no gate.
         max_chain: at least 1. couple_cfg: needs an even number of rows.
         refresh_every: every row computes in the frames that are a multiple of this; None: in none.
-        prefetch: bytes per layer of the next layer's weights that fit on chip; None: there is no prefetch buffer.
         gate: the score, TAS by default; thresholds are as the controller compares them.
 
     Raises:
@@ -125,14 +121,11 @@ def build_table(
     """
     shape, score = attention or AttentionShape(1, 1, 1), gate or GateScore()
     scales = [None] * layers if scales is None else scales
-    prefetch = [0] * layers if prefetch is None else prefetch
     period = tokens_per_frame * (refresh_every or 0)
     sizes = {"layers": layers, "rows": rows, "cores": cores, "tokens_per_frame": tokens_per_frame}
     wrong = _out_of_range(sizes | ({} if max_chain is None else {"max_chain": max_chain}))
-    per_layer = {"thresholds": thresholds, "scales": scales, "prefetch sizes": prefetch}
+    per_layer = {"thresholds": thresholds, "scales": scales}
     wrong += [f"{len(v)} {name} for {layers} layers" for name, v in per_layer.items() if len(v) != layers]
-    if not all(0 <= size <= MAX_WORD for size in prefetch):
-        wrong.append(f"a prefetch size that is not 0 to {MAX_WORD} bytes")
     if refresh_every is not None and not tokens_per_frame <= period <= MAX_WORD:
         wrong.append(f"a refresh every {period} forwards ({tokens_per_frame} to {MAX_WORD})")
     if couple_cfg and rows % 2:
@@ -143,8 +136,6 @@ def build_table(
         *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
         thresholds=tuple(float32(threshold) for threshold in thresholds),
         factors=tuple(0.0 if s is None else score.factor(layer, s, shape) for layer, s in enumerate(scales)),
-        prefetch=tuple(prefetch),
-        instructions=tuple(_program(layer, rows) for layer in range(layers)),
         gate=score.kind,
         units=score.units,
         input_words=score.input_words,
@@ -174,14 +165,3 @@ _MOST = {
 
 def _out_of_range(sizes: dict[str, int]) -> list[str]:
     return [f"{name} = {n} (1 to {_MOST[name]})" for name, n in sizes.items() if not 1 <= n <= _MOST[name]]
-
-
-def _program(layer: int, rows: int) -> tuple[Instruction, ...]:
-    return (
-        Instruction(Opcode.LOAD_WEIGHTS, layer),
-        *(Instruction(Opcode.COMPUTE_MLP, layer, row) for row in range(rows)),
-        *(Instruction(Opcode.REPLAY_COPY, layer, row) for row in range(rows)),
-        Instruction(Opcode.PREFETCH_NEXT, layer),
-        Instruction(Opcode.BARRIER, layer),
-        Instruction(Opcode.END, layer),
-    )

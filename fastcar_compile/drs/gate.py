@@ -161,18 +161,17 @@ _SCORES = {
 }
 
 
-def decide(gate: Gate, step: int, operands: Operands, chain: Array, *, mask: int = 0xFFFFFFFF) -> Decision:
+def decide(gate: Gate, step: int, operands: Operands, chain: Array) -> Decision:
     """Decide for every row of one layer.
 
     Args:
         step: decode forward number t.
         operands: not read without a gate.
         chain: int32 [B], replays in a row at slot t mod F so far.
-        mask: bit b = 1: row b computes; without a gate.
     """
     rows, threshold = gate.rows, np.float32(gate.threshold)
     if gate.factor == 0:
-        return Decision(np.zeros(rows, np.float32), (1 << rows) - 1 & mask, np.zeros(rows, np.int32))
+        return Decision(np.zeros(rows, np.float32), (1 << rows) - 1, np.zeros(rows, np.int32))
     scores = scores_of(gate, step, operands)
     replay = (scores >= threshold) & (not gate.recomputes(step)) & (threshold != np.float32(np.inf))
     if gate.max_chain is not None:

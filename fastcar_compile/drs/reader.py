@@ -11,23 +11,20 @@ from fastcar_compile.drs.gate import Gate
 from fastcar_compile.drs.table import (
     COUPLE_CFG,
     HEADER_WORDS,
-    LAYER_FIELDS,
     MAGIC,
+    MAX_CORES,
     MAX_COUNT,
-    MAX_LAYER_WORDS,
     MAX_LAYERS,
     MAX_UNITS,
-    NONE,
-    ROW_OPCODES,
     UNLIMITED,
     VERSION,
+    WEIGHTED,
     AttentionShape,
     DrsTable,
     GateKind,
-    Instruction,
     Limits,
-    Opcode,
     Status,
+    table_words,
 )
 from fastcar_compile.errors import UserError
 
@@ -37,7 +34,6 @@ _EXPLAINED = {
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
     Status.BAD_HEADER: "a header field is out of range",
-    Status.BAD_INSTRUCTION: "a layer has a word that is no instruction of it, or no END, or begins elsewhere",
 }
 
 
@@ -52,7 +48,6 @@ class Header(NamedTuple):
     rows: int
     cores: int
     tokens_per_frame: int
-    layer_words: int
     gate: int
     flags: int
     max_chain: int
@@ -65,17 +60,15 @@ class Header(NamedTuple):
     row_key_words: int
     query_words: int
     key_words: int
-    thresholds: int
-    factors: int
-    prefetch: int
-    programs: int
-    instructions: int
     units: int
     refresh_period: int
     input_words: int
     distance_weight: int
-    head_weights: int
-    reserved: int
+
+    @property
+    def weighted_heads(self) -> int:
+        """Query heads that have a weight each; 0: they count alike."""
+        return self.heads if self.flags & WEIGHTED else 0
 
     @property
     def attention(self) -> AttentionShape:
@@ -88,18 +81,15 @@ class Header(NamedTuple):
             self._counts_are_valid(limits)
             and self._gate_is_valid(limits)
             and self._attention_is_valid(limits)
-            and self._offsets_are_valid()
+            and self.words == table_words(self.layers, self.weighted_heads)
         )
 
     def _counts_are_valid(self, limits: Limits) -> bool:
         return (
             1 <= self.layers <= MAX_LAYERS
-            and 1 <= self.layer_words <= MAX_LAYER_WORDS
             and 1 <= self.rows <= limits.rows
-            and 1 <= self.cores <= limits.cores
-            and self.cores * limits.passes >= self.rows
+            and (1 <= self.cores <= MAX_CORES if limits.cores is None else self.cores == limits.cores)
             and self.tokens_per_frame != 0
-            and self.reserved == 0
         )
 
     def _gate_is_valid(self, limits: Limits) -> bool:
@@ -109,14 +99,14 @@ class Header(NamedTuple):
             and (self.distance_weight != 0) == (self.gate == GateKind.BOUND)
             and (self.refresh_period == 0 or self.refresh_period >= self.tokens_per_frame)
             and self._heads_are_valid(limits)
-            and self.flags <= COUPLE_CFG
-            and not (self.flags and self.rows % 2)
+            and self.flags <= COUPLE_CFG | WEIGHTED
+            and not (self.flags & COUPLE_CFG and self.rows % 2)
             and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
         )
 
     def _heads_are_valid(self, limits: Limits) -> bool:
         """Return whether what is kept per query head fits: weights of gate `tas`, sums of gate `bound`."""
-        weighted, bound = self.head_weights != 0, self.gate == GateKind.BOUND
+        weighted, bound = self.flags & WEIGHTED != 0, self.gate == GateKind.BOUND
         return (self.gate == GateKind.TAS or not weighted) and (self.heads <= limits.heads or not (weighted or bound))
 
     def _attention_is_valid(self, limits: Limits) -> bool:
@@ -135,22 +125,10 @@ class Header(NamedTuple):
             and max(self.row_key_words, self.input_words) <= limits.key_words
         )
 
-    def _offsets_are_valid(self) -> bool:
-        offsets = (self.thresholds, self.factors, self.prefetch, self.programs, self.instructions)
-        expected = tuple(HEADER_WORDS + i * self.layers for i in range(LAYER_FIELDS + 1))
-        end = self.instructions + self.layers * self.layer_words
-        weights = self.layers * self.heads if self.head_weights else 0
-        return offsets == expected and self.head_weights in (0, end) and self.words == end + weights
-
-
-def words_of(data: bytes) -> tuple[int, ...]:
-    """Return the whole 32-bit words of a binary table."""
-    return struct.unpack_from(f"<{len(data) // 4}I", data)
-
 
 def header_of(data: bytes) -> Header:
     """Return the header of a table that is long enough to have one."""
-    return Header(*words_of(data[: 4 * HEADER_WORDS]))
+    return Header(*struct.unpack_from(f"<{HEADER_WORDS}I", data))
 
 
 @lru_cache(maxsize=64)
@@ -172,47 +150,14 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         return Status.BAD_LENGTH
     if zlib.crc32(data[12:]) != header.crc:
         return Status.BAD_CRC
-    if not header.is_valid(limits):
-        return Status.BAD_HEADER
-    words = words_of(data)
-    programs = (layer_program(words, layer) for layer in range(header.layers))
-    return Status.OK if all(program is not None for program in programs) else Status.BAD_INSTRUCTION
-
-
-def layer_program(words: tuple[int, ...], layer: int) -> list[Instruction] | None:
-    """Return a layer's instructions, END last; the header is checked.
-
-    None when the layer's offset or an instruction is not valid, or END is missing.
-    """
-    header = Header(*words[:HEADER_WORDS])
-    first = header.instructions + layer * header.layer_words
-    if words[header.programs + layer] != first:
-        return None
-    program: list[Instruction] = []
-    for word in words[first : first + header.layer_words]:
-        instruction = _decode(word, layer, header.rows)
-        if instruction is None:
-            return None
-        program.append(instruction)
-        if instruction.opcode is Opcode.END:
-            return program
-    return None
-
-
-def _decode(word: int, layer: int, rows: int) -> Instruction | None:
-    opcode, row = word >> 24, word >> 16 & 0xFF
-    if not Opcode.LOAD_WEIGHTS <= opcode <= Opcode.END or word & 0xFFFF != layer:
-        return None
-    if not (row < rows if opcode in ROW_OPCODES else row == NONE):
-        return None
-    return Instruction(Opcode(opcode), layer, row)
+    return Status.OK if header.is_valid(limits) else Status.BAD_HEADER
 
 
 def gate_of(data: bytes, layer: int) -> Gate:
     """Return the gate of a layer of a checked table."""
     header = header_of(data)
-    (threshold,) = _floats(data, header.thresholds + layer, 1)
-    (factor,) = _floats(data, header.factors + layer, 1)
+    (threshold,) = _floats(data, HEADER_WORDS + layer, 1)
+    (factor,) = _floats(data, HEADER_WORDS + header.layers + layer, 1)
     return Gate(
         layer=layer,
         rows=header.rows,
@@ -239,7 +184,8 @@ def _distance_weight(data: bytes) -> float:
 
 def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
     header = header_of(data)
-    return _floats(data, header.head_weights + layer * header.heads, header.heads) if header.head_weights else None
+    first = table_words(header.layers) + layer * header.weighted_heads
+    return _floats(data, first, header.weighted_heads) or None
 
 
 def _explained(data: bytes, status: Status) -> str:
@@ -259,8 +205,7 @@ def read_table(data: bytes) -> DrsTable:
     if status is not Status.OK:
         hint = "compile the model again"
         raise UserError(f"the DRS table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
-    words, header = words_of(data), header_of(data)
-    programs = (layer_program(words, layer) for layer in range(header.layers))
+    header = header_of(data)
     weights = [_head_weights(data, layer) for layer in range(header.layers)]
     return DrsTable(
         rows=header.rows,
@@ -269,10 +214,8 @@ def read_table(data: bytes) -> DrsTable:
         attention=header.attention,
         max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
         couple_cfg=bool(header.flags & COUPLE_CFG),
-        thresholds=_floats(data, header.thresholds, header.layers),
-        factors=_floats(data, header.factors, header.layers),
-        prefetch=words[header.prefetch : header.prefetch + header.layers],
-        instructions=tuple(tuple(program) for program in programs if program is not None),
+        thresholds=_floats(data, HEADER_WORDS, header.layers),
+        factors=_floats(data, HEADER_WORDS + header.layers, header.layers),
         gate=GateKind(header.gate),
         units=header.units,
         input_words=header.input_words,

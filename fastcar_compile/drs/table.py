@@ -15,12 +15,11 @@ from fastcar_compile.drs.score import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 4
-HEADER_WORDS = 32
+VERSION = 5
+HEADER_WORDS = 24
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
-MAX_LAYER_WORDS = 128
 MAX_TABLE_WORDS = 65536
 MAX_PRODUCTS = 65536
 """heads * head_dim: as many products as one score may sum (fastcar_compile.ops.attention)."""
@@ -28,20 +27,14 @@ MAX_PRODUCTS = 65536
 MAX_COUNT = 65535
 """Heads, elements of a head, and words of a row."""
 
-LAYER_FIELDS = 4
-"""Words of a layer besides its instructions: threshold, factor, prefetch bytes, offset of the first instruction."""
+LAYER_FIELDS = 2
+"""Words of a layer besides its head weights: threshold and factor."""
 
 MAX_UNITS = 4096
 """Hidden units of a network of gate `learned`."""
 
 FLOATS_PER_WORD = 4
 """float32 values in a memory word of 128 bits; every head of q and k begins a word."""
-
-NONE = 0xFF
-"""Row, core or pass field of a word that has none."""
-
-NO_LAYER = 0xFFFFFFFF
-"""Content of the prefetch buffer when it holds no layer."""
 
 UNLIMITED = 0xFFFFFFFF
 """max_chain of a table whose chains have no limit."""
@@ -77,9 +70,12 @@ class GateKind(IntEnum):
 COUPLE_CFG = 1
 """Bit 0 of the flags: rows b and b + B / 2 replay only together."""
 
+WEIGHTED = 2
+"""Bit 1 of the flags: every query head has a weight."""
+
 
 class Status(IntEnum):
-    """Result of loading a table (up to BAD_INSTRUCTION) or of deciding a layer.
+    """Result of loading a table (up to BAD_HEADER) or of deciding a layer.
 
     The checks run in this order; the first that fails is reported.
     """
@@ -91,26 +87,9 @@ class Status(IntEnum):
     BAD_LENGTH = 4
     BAD_CRC = 5
     BAD_HEADER = 6
-    BAD_INSTRUCTION = 7
-    NO_TABLE = 8
-    BAD_LAYER = 9
-    BAD_OPERANDS = 10
-    QUEUE_FULL = 11
-    NO_DISPATCH = 12
-
-
-class Opcode(IntEnum):
-    """Instructions; COMPUTE_MLP and REPLAY_COPY belong to a row, the others to the whole layer."""
-
-    LOAD_WEIGHTS = 1
-    COMPUTE_MLP = 2
-    REPLAY_COPY = 3
-    PREFETCH_NEXT = 4
-    BARRIER = 5
-    END = 6
-
-
-ROW_OPCODES = (Opcode.COMPUTE_MLP, Opcode.REPLAY_COPY)
+    NO_TABLE = 7
+    BAD_LAYER = 8
+    BAD_OPERANDS = 9
 
 
 @dataclass(frozen=True)
@@ -120,8 +99,7 @@ class Limits:
     A longer table has status BAD_LENGTH, one that needs more of the others BAD_HEADER.
 
     Args:
-        cores: compute cores. rows: of the batch.
-        passes: over a tile of weights; `cores` of a table times these have to reach its rows.
+        cores: of the array, which a table has to name. None: any, for a reader of tables. rows: of the batch.
         table_words: 32-bit words of a table.
         query_words: 128-bit words of one row of q, all heads.
         key_words: of one row of the key, all heads, and of one row of the MLP's input.
@@ -129,9 +107,8 @@ class Limits:
         heads: query heads that it keeps something of: weights of chosen heads, or sums of gate `bound`.
     """
 
-    cores: int = MAX_CORES
+    cores: int | None = None
     rows: int = MAX_ROWS
-    passes: int = MAX_ROWS
     table_words: int = MAX_TABLE_WORDS
     query_words: int = MAX_PRODUCTS
     key_words: int = MAX_PRODUCTS
@@ -180,20 +157,6 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One instruction word: opcode << 24 | row << 16 | layer; row is NONE for the whole layer."""
-
-    opcode: Opcode
-    layer: int
-    row: int = NONE
-
-    @property
-    def word(self) -> int:
-        """The 32-bit word."""
-        return self.opcode << 24 | self.row << 16 | self.layer
-
-
-@dataclass(frozen=True)
 class DrsTable:
     """A control table.
 
@@ -206,8 +169,6 @@ class DrsTable:
         couple_cfg: rows b and b + B / 2 replay only together.
         thresholds: float32 per layer; +inf: the layer never replays.
         factors: float32 per layer, what the integer sum is multiplied with; 0: the layer has no gate.
-        prefetch: bytes per layer of the next layer's weights (after the last layer: the first one's) that fit on chip.
-        instructions: per layer its instructions, END last. In the binary form all are as long as the longest.
         gate: the score. Thresholds of one with `at_most` are minus those of the gate.
         units: of the largest network of gate `learned`; 0: another gate.
         input_words: 128-bit words of one row of the MLP's input; 0: the gate does not read it.
@@ -224,8 +185,6 @@ class DrsTable:
     couple_cfg: bool
     thresholds: tuple[float, ...]
     factors: tuple[float, ...]
-    prefetch: tuple[int, ...]
-    instructions: tuple[tuple[Instruction, ...], ...]
     gate: GateKind = GateKind.TAS
     units: int = 0
     input_words: int = 0
@@ -261,7 +220,7 @@ class DrsTable:
     @property
     def words(self) -> int:
         """32-bit words of the table."""
-        return table_words(self.layers, self.rows, self.weighted_heads)
+        return table_words(self.layers, self.weighted_heads)
 
     @property
     def weighted_heads(self) -> int:
@@ -274,23 +233,18 @@ class DrsTable:
 
     def to_bytes(self) -> bytes:
         """Return the binary form; same table, same bytes."""
-        layers, stride, shape = self.layers, max(map(len, self.instructions)), self.attention
-        offsets = [HEADER_WORDS + i * layers for i in range(LAYER_FIELDS + 1)]
-        programs = [offsets[-1] + layer * stride for layer in range(layers)]
-        end = offsets[-1] + layers * stride
-        weights = [weight for layer in self.head_weights or () for weight in layer]
-        chain = UNLIMITED if self.max_chain is None else self.max_chain
+        shape = self.attention
+        flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
         fields = (
-            *(end + len(weights), layers, self.rows, self.cores, self.tokens_per_frame, stride),
-            *(self.gate, COUPLE_CFG if self.couple_cfg else 0, chain, shape.heads, shape.kv_heads, shape.head_dim),
-            *(shape.group, shape.head_words, self.row_query_words, self.row_key_words),
-            *(self.query_words, self.key_words, *offsets, self.units, self.refresh_period, self.input_words),
+            *(self.words, self.layers, self.rows, self.cores, self.tokens_per_frame, self.gate, flags),
+            UNLIMITED if self.max_chain is None else self.max_chain,
+            *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
+            *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
+            *(self.units, self.refresh_period, self.input_words),
         )
-        body = struct.pack(f"<{len(fields)}If2I", *fields, self.distance_weight, end if weights else 0, 0)
-        body += struct.pack(f"<{2 * layers}f", *self.thresholds, *self.factors)
-        padded = [[*p, *[Instruction(Opcode.END, i)] * (stride - len(p))] for i, p in enumerate(self.instructions)]
-        words = [*self.prefetch, *programs, *(i.word for program in padded for i in program)]
-        body += struct.pack(f"<{len(words)}I{len(weights)}f", *words, *weights)
+        weights = [weight for layer in self.head_weights or () for weight in layer]
+        floats = (self.distance_weight, *self.thresholds, *self.factors, *weights)
+        body = struct.pack(f"<{len(fields)}I{len(floats)}f", *fields, *floats)
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
@@ -313,22 +267,10 @@ class DrsTable:
             "head_dim": self.attention.head_dim,
             "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
             "factors": list(self.factors),
-            "prefetch_bytes": list(self.prefetch),
             "head_weights": None if self.head_weights is None else [list(layer) for layer in self.head_weights],
-            "instructions": [[_instruction_json(i) for i in layer] for layer in self.instructions],
         }
 
 
-def _instruction_json(instruction: Instruction) -> dict[str, Any]:
-    row = {} if instruction.row == NONE else {"row": instruction.row}
-    return {"opcode": instruction.opcode.name, **row}
-
-
-def layer_words(rows: int) -> int:
-    """Return the instruction words of one layer: load, compute and replay per row, prefetch, barrier, end."""
-    return 2 * rows + 4
-
-
-def table_words(layers: int, rows: int, weighted_heads: int = 0) -> int:
-    """Return the words of the table that the compiler writes for these sizes."""
-    return HEADER_WORDS + layers * (LAYER_FIELDS + layer_words(rows) + weighted_heads)
+def table_words(layers: int, weighted_heads: int = 0) -> int:
+    """Return the words of a table of these sizes."""
+    return HEADER_WORDS + layers * (LAYER_FIELDS + weighted_heads)

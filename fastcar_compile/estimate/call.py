@@ -26,14 +26,13 @@ CONTROL_NAMES = {ControlOp.GATE: "TAS, DRS", ControlOp.TABLE: "load table"}
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What one start of the engine has to do: the controller first, then the array or the prefetch buffer.
+    """What one start of the engine has to do: the controller first, then the array.
 
     An instruction LINEAR or MLP of a step program is the same region, with rows on chip.
 
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
         load: of the array. ports: weight ports, 128 bits each.
-        held: words of every port that the prefetch buffer holds. filled: that go into it, of the next layer's weights.
         copied: rows that are copied from the cache.
         rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
@@ -42,8 +41,6 @@ class EngineCall:
     products: tuple[NamedProduct, ...]
     load: Load
     ports: int
-    held: int = 0
-    filled: int = 0
     copied: int = 0
     rows_on_chip: bool = False
     results_on_chip: bool = False
@@ -65,18 +62,12 @@ class EngineCall:
 
     @property
     def words(self) -> int:
-        """128-bit words of weights that the array takes of one port, those of the prefetch buffer included."""
+        """128-bit words of weights that the array takes of one port."""
         return sum(p.product.port_words for p in self.products)
-
-    @property
-    def streamed(self) -> int:
-        """128-bit words of weights that one port reads from the memory."""
-        return self.words - self.held + self.filled
 
     def product_bytes(self, number: int) -> int:
         """Return the bytes of weights and scales that all ports read from the memory for a product."""
-        held = self.held if number == 0 else 0
-        return (self.products[number].product.port_words - held) * self.ports * WORD_BYTES
+        return self.products[number].product.port_words * self.ports * WORD_BYTES
 
     @property
     def results(self) -> int:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import (
-    STREAM_DEPTH,
     Load,
     Loop,
     load_loop,
@@ -74,44 +73,27 @@ class EngineModel(ABC):
         call = EngineCall(self._work(ControlOp.PLACE), products, self._load(load), self.design.ports)
         return replace(call, rows_on_chip=True, results_on_chip=stays)
 
-    def mlp_call(
-        self,
-        linears: Sequence[LinearShape],
-        load: RowLoad,
-        op: ControlOp = ControlOp.SCHEDULE,
-        *,
-        held: bool = False,
-    ) -> EngineCall:
-        """Return one start for an MLP.
-
-        Args:
-            op: EXECUTE: the controller has decided; SCHEDULE: the host's mask places the rows.
-            held: whether the prefetch buffer holds the beginning of these weights.
-        """
+    def mlp_call(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
+        """Return one start for an MLP, whose Index Register the host gives."""
         first, last = (NamedProduct(x.name, self._product(x), i == 0) for i, x in enumerate(linears))
         return EngineCall(
-            self._work(op, 2),
+            self._work(ControlOp.PLACE),
             (first, last),
             self._load(load),
             self.design.ports,
-            held=self.design.prefetch_words if held else 0,
             copied=self.design.mlp.batch - load.rows,
         )
 
-    def gate_call(self, load: RowLoad, *, fills: bool) -> EngineCall:
-        """Return one start for a decision. fills: whether the buffer is filled with the next layer's weights."""
-        work = self._work(ControlOp.GATE, 2 if load.rows or fills else 1)
-        filled = self.design.prefetch_words if fills else 0
-        return EngineCall(work, (), self._load(RowLoad(0, 0)), self.design.ports, filled=filled)
+    def gate_call(self) -> EngineCall:
+        """Return one start for a decision."""
+        return EngineCall(self._work(ControlOp.GATE), (), self._load(RowLoad(0, 0)), self.design.ports)
 
     def table_call(self) -> EngineCall:
         """Return the start that loads the control table, once."""
         return EngineCall(self._work(ControlOp.TABLE), (), self._load(RowLoad(0, 0)), self.design.ports)
 
-    def _work(self, op: ControlOp, of_layer: int = 0) -> ControlWork:
-        """Return the controller's part. of_layer: records besides one per row; 0: there are none."""
-        scheduled = op in (ControlOp.GATE, ControlOp.SCHEDULE)
-        return ControlWork(op, self.control, self.control.rows + of_layer if scheduled else 0)
+    def _work(self, op: ControlOp) -> ControlWork:
+        return ControlWork(op, self.control)
 
     def _load(self, load: RowLoad) -> Load:
         return Load(load.rows, load.passes, self.design.mlp.cores, self.design.scale_rows)
@@ -151,23 +133,14 @@ class ClosedForm(EngineModel):
             clocks = sum(part.times * loop_clocks(part.loops, self.memory) for part in call.parts)
             return (CallPart(call.name, "vector", clocks / self.clock_hz, self.moved(call)),)
         decided = control_clocks(call.control, self.memory) / self.clock_hz
-        parts = [CallPart(call.control_name, "drs", decided)]
-        if call.filled:
-            parts.append(self._fill(call))
-        return (*parts, *(self._array(call) if call.products else ()))
-
-    def _fill(self, call: EngineCall) -> CallPart:
-        rate, unit = _stream(call, self.memory)
-        clocks = self.memory.latency + call.filled / rate + STREAM_DEPTH
-        return CallPart("prefetch", unit, clocks / self.clock_hz, call.streamed * call.ports * WORD_BYTES)
+        return CallPart(call.control_name, "drs", decided), *(self._array(call) if call.products else ())
 
     def _array(self, call: EngineCall) -> tuple[CallPart, ...]:
         parts, gap = list[CallPart](), _load_clocks(call, self.memory)
         left = _write_clocks(call, self.memory)
         for number, named in enumerate(call.products):
             gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
-            ready = call.held if number == 0 else 0
-            clocks, unit = _product_clocks(call, named, self.memory, ready, gap)
+            clocks, unit = _product_clocks(call, named, self.memory, gap)
             parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
             parts.append(CallPart(named.name, unit, clocks / self.clock_hz, call.product_bytes(number)))
             left, gap = left - gap - clocks, 0.0
@@ -190,12 +163,6 @@ def loop_clocks(loops: Iterable[Loop], memory: Memory) -> float:
     )
 
 
-def _stream(call: EngineCall, memory: Memory) -> tuple[float, str]:
-    """Return the words per clock that every weight port gets, and what bounds them."""
-    free, shared = 1 - memory.refreshing, memory.rate / call.ports
-    return min(free, shared), "memory" if shared < free else "ports"
-
-
 def _load_clocks(call: EngineCall, memory: Memory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
     inputs, rows, ready = call.products[0].product.inputs, call.load.rows, max(places_loop().cycles, memory.latency)
@@ -211,17 +178,17 @@ def _write_clocks(call: EngineCall, memory: Memory) -> float:
     return float(copies + last.product.tiles * tile_loops(last.product, call.load).send.trips)
 
 
-def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, held: int, gap: float) -> tuple[float, str]:
+def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: float) -> tuple[float, str]:
     """Return the clocks of a product's tiles, and what bounds them.
 
     Args:
-        held: words that the prefetch buffer has. gap: clocks before the first tile, in which the FIFOs fill.
+        gap: clocks before the first tile, in which the FIFOs fill.
     """
     product = named.product
-    rate = _stream(call, memory)[0]
+    rate = min(1 - memory.refreshing, memory.rate / call.ports)
     stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
-    ahead = min(gap * rate, call.fifo_words + memory.window) + held
+    ahead = min(gap * rate, call.fifo_words + memory.window)
     streamed = max(0.0, product.port_words - ahead) / rate + tail
     flowing = float((product.tiles - 1) * pace + sum(stages))
     if streamed > flowing:

@@ -27,7 +27,7 @@ class Prediction:
             position; None: the host sequences the calls.
         speedup_over_dense: over `comparison["dense"]`.
         comparison: tokens per second of others on the same board and array. dense: the decoder compiled without replay:
-            no gate, no caches, no prefetch. nothing_replays: as predicted, but every decision is to compute.
+            no gate, no caches. nothing_replays: as predicted, but every decision is to compute.
             static_mapping: row b on core b mod C; of the closed form only.
         passes_by_mapping: mapping -> passes of the busiest core, mean over forwards and layers; 0 where all replay.
         time_line: the segments of one step whose replays are nearest to the mean.

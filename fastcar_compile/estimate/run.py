@@ -19,13 +19,12 @@ class Forward:
 
     loads: tuple[RowLoad, ...]
     attended: float
-    held: bool
 
     def on(self, board: Board) -> Step:
         """Return the step of this forward on a board."""
         if board.kernel is not None:
             return run_program(board, board.kernel, self.loads, self.attended)
-        return simulate_step(board, self.loads, self.attended, held=self.held)
+        return simulate_step(board, self.loads, self.attended)
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Run:
     ) -> Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
-        keys = np.column_stack([_held(trace), loads.reshape(len(trace), -1)])
+        keys = loads.reshape(len(trace), -1)
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
         forwards = [
-            Forward(tuple(map(RowLoad, kind[1::2], kind[2::2])), mean_attended, held=bool(kind[0]))
+            Forward(tuple(map(RowLoad, kind[::2], kind[1::2])), mean_attended)
             for kind, mean_attended in zip(kinds.tolist(), means, strict=True)
         ]
         steps = [forward.on(board) for forward in forwards]
@@ -78,8 +77,3 @@ class Run:
             steps[typical],
             forwards[typical],
         )
-
-
-def _held(trace: Decisions) -> NDArray[np.bool_]:
-    """Return per forward whether the one before wholly replayed in its last layer, which prefetches for the first."""
-    return np.concatenate([[False], trace[:-1, -1].all(-1)])

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.estimate.call import Call
 from fastcar_compile.estimate.engine import EngineModel, RowLoad
 from fastcar_compile.estimate.gate import GateModel
@@ -68,17 +67,12 @@ class Board:
 
     @property
     def unit_decides(self) -> bool:
-        """Whether the TAS unit decides. Else the launch of an MLP places its rows, by the host's mask."""
+        """Whether the TAS unit decides; else there is no gate, or the host decides."""
         return self.gate is not None and not self.gate.on_host
 
     @property
-    def prefetches(self) -> bool:
-        """Whether a decision after which nothing computes fills the prefetch buffer."""
-        return self.unit_decides and self.engine.design.prefetch_words > 0
-
-    @property
     def dense(self) -> Board:
-        """The same board and array, and the same decoder compiled without replay: no gate, no cache, no prefetch."""
+        """The same board and array, and the same decoder compiled without replay: no gate, no cache."""
         return replace(self, gate=None)
 
 
@@ -115,18 +109,14 @@ class Step:
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
 
 
-def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float, *, held: bool = False) -> Step:
-    """Return the time line of one forward.
-
-    The host waits for every call of a kernel. A decision that fills the prefetch buffer ends when the buffer is full,
-    so nothing overlaps with it.
+def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:
+    """Return the time line of one forward. The host waits for every call of a kernel.
 
     Args:
         loads: per layer the rows that compute in the MLP; none: every row replays.
         attended: positions that attention reads.
-        held: whether the prefetch buffer holds the weights of the first layer: the forward before ended with a replay.
     """
-    run = _Simulation(board, 0 if held and board.prefetches else None)
+    run = _Simulation(board)
     for layer, load in enumerate(loads):
         run.layer(layer, load, attended)
     run.head()
@@ -134,8 +124,8 @@ def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float, *, he
 
 
 class _Simulation:
-    def __init__(self, board: Board, held: int | None) -> None:
-        self.board, self.step, self._held = board, Step(), held
+    def __init__(self, board: Board) -> None:
+        self.board, self.step = board, Step()
 
     def layer(self, layer: int, load: RowLoad, attended: float) -> None:
         board, shape = self.board, self.board.shape
@@ -145,10 +135,10 @@ class _Simulation:
         width = (shape.heads + shape.kv_heads) * shape.head_dim
         self._rows("rope", layer, ROPE_BYTES * width)
         if board.gate is not None and board.unit_decides and not board.gate.caches_input:
-            self._decide(layer, load)
+            self._decide(layer)
         self._attention(layer, attended)
         self._linear(o, layer)
-        norm_done = self._gate(layer, load)
+        norm_done = self._gate(layer)
         if load.rows == 0:
             self._rows_of_cache("replay", layer, 1)
         else:
@@ -164,7 +154,7 @@ class _Simulation:
         if shape.head is not None:
             self._linear(shape.head, shape.layers)
 
-    def _gate(self, layer: int, load: RowLoad) -> bool:
+    def _gate(self, layer: int) -> bool:
         """Add a decision that follows attention; return whether the MLP's norm was computed for it."""
         board, shape = self.board, self.board.shape
         if board.gate is None:
@@ -176,7 +166,7 @@ class _Simulation:
             seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
             self.step.add("gate", layer, "host", seconds, moved)
         elif board.gate.caches_input:
-            self._decide(layer, load)
+            self._decide(layer)
         return board.gate.caches_input
 
     def _norm(self, layer: int) -> None:
@@ -196,18 +186,12 @@ class _Simulation:
         seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
 
-    def _decide(self, layer: int, load: RowLoad) -> None:
-        """Add a call of the TAS unit and DRS controller; when nothing computes, it prefetches for the next layer."""
-        board, following = self.board, (layer + 1) % self.board.shape.layers
-        fills = board.prefetches and load.rows == 0 and self._held != following
-        self._call("DRS", layer, board.engine.gate_call(load, fills=fills))
-        self._held = following if fills else self._held
+    def _decide(self, layer: int) -> None:
+        """Add a call of the TAS unit and DRS controller."""
+        self._call("DRS", layer, self.board.engine.gate_call())
 
     def _mlp(self, layer: int, load: RowLoad) -> None:
-        board, held = self.board, self._held == layer
-        op = ControlOp.EXECUTE if board.unit_decides else ControlOp.SCHEDULE
-        self._call("mlp", layer, board.engine.mlp_call(board.shape.mlp_linears, load, op, held=held))
-        self._held = None if held else self._held
+        self._call("mlp", layer, self.board.engine.mlp_call(self.board.shape.mlp_linears, load))
 
     def _rows_of_cache(self, name: str, layer: int, times: int) -> None:
         """Add a copy of all rows on the host: out of the MLP cache, or into the slots of this forward."""

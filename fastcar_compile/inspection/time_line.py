@@ -92,10 +92,9 @@ def call_name(call: Call) -> str:
         return f"{call.name}, {call.work.positions} positions"
     products = [named.name for named in call.products]
     if not products:
-        return f"{call.control_name}, prefetch" if call.filled else call.control_name
+        return call.control_name
     names = "MLP" if len(products) > 1 else products[0]
-    rows = f", {call.load.rows} row{'s' if call.load.rows > 1 else ''}"
-    return f"{names}{rows}{', prefetched' if call.held else ''}"
+    return f"{names}, {call.load.rows} row{'s' if call.load.rows > 1 else ''}"
 
 
 def step_lines(lines: Sequence[TimeLine], share: str) -> tuple[tuple[StepLine, ...], Calls]:

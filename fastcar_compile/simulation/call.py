@@ -21,7 +21,6 @@ from fastcar_compile.codegen.hls.design.loops import (
     tile_loops,
 )
 from fastcar_compile.codegen.hls.design.product import float_words
-from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.estimate.call import EngineCall, LoopCall
 from fastcar_compile.estimate.memory import Memory
 from fastcar_compile.simulation.network import (
@@ -65,13 +64,9 @@ TILE_BLOCKS = (
 
 
 def engine_network(call: EngineCall, memory: Memory) -> Network:
-    """Return the network of a call: the controller alone, with the prefetch buffer, or with the array."""
+    """Return the network of a call: the controller alone, or with the array."""
     if call.products:
         return _array_network(call, memory)
-    if call.filled:
-        ports = {"ports": Fifo(FIFO_WORDS, "read_weights", "share_weights")}
-        filling = {"read_weights": _read_weights(call, memory), "share_weights": _share_weights(call)}
-        return _behind_control(call, memory, Network(filling, ports))
     return _behind_control(call, memory, Network({}))
 
 
@@ -146,17 +141,11 @@ def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
 
 
 def _read_weights(call: EngineCall, memory: Memory) -> list[Action]:
-    if not call.streamed:
-        return []
-    return [Run("weights", call.streamed, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
+    return [Run("weights", call.words, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
 
 
 def _share_weights(call: EngineCall) -> list[Action]:
-    if call.filled:
-        return [Run("fill", call.filled, 1, STREAM_DEPTH, reads=("ports",))]
-    left = call.words - call.held
-    held = [Run("held words", call.held, 1, STREAM_DEPTH, writes=("weights",))] if call.held else []
-    return [*held, *([Run("words", left, 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))] if left else [])]
+    return [Run("words", call.words, 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))]
 
 
 def _compute(call: EngineCall) -> Iterator[Action]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall
 from fastcar_compile.estimate.engine import EngineModel
 from fastcar_compile.simulation.attend import ATTENTION, attend_network
@@ -37,9 +36,6 @@ class CycleModel(EngineModel):
         self.results[call] = result
         decided = result.processes[CONTROL].end
         parts = [CallPart(call.control_name, "drs", decided / self.clock_hz)]
-        if call.filled:
-            seconds, moved = (result.clocks - decided) / self.clock_hz, call.streamed * call.ports * WORD_BYTES
-            parts.append(CallPart("prefetch", stream_bound(result), seconds, moved))
         if call.products:
             parts += self._array(call, result, decided)
         return tuple(part for part in parts if part.seconds > 0)

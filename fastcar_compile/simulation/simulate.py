@@ -12,8 +12,8 @@ import numpy as np
 from fastcar_compile.artifact.reader import read_manifest
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.drs.reader import read_table
-from fastcar_compile.drs.simulator import simulate_step as dispatch_step
-from fastcar_compile.drs.table import DrsTable, Opcode
+from fastcar_compile.drs.simulator import map_rows
+from fastcar_compile.drs.table import DrsTable
 from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
 from fastcar_compile.estimate.call import Call
@@ -134,19 +134,20 @@ def simulate_question(question: Question, table: DrsTable | None = None, mapping
 
 
 def check_dispatch(table: DrsTable, decisions: Decisions, cores: int) -> None:
-    """Raise InternalError where the control table's records give other rows or passes than were simulated.
+    """Raise InternalError where the Mapping Registers of the table's rows and cores give other passes than simulated.
 
-    The forward with most rows is dispatched, record by record.
+    The forward with most rows is mapped.
     """
     forward = int((~decisions).sum((1, 2)).argmax())
     registers = [int(sum(1 << int(row) for row in np.flatnonzero(~layer))) for layer in decisions[forward]]
     passes = passes_of(decisions[forward : forward + 1], cores, Mapping.DRS)[0]
-    for layer, trace in enumerate(dispatch_step(table, registers)):
-        numbers = [r.pass_number or 0 for r in trace.records if r.opcode is Opcode.COMPUTE_MLP]
+    for layer, register in enumerate(registers):
+        mapping = map_rows(register, table.rows, table.cores)
+        numbers = [mapping[row].pass_number for row in range(table.rows) if register >> row & 1]
         found = RowLoad(len(numbers), max(numbers, default=-1) + 1)
-        wanted = RowLoad(registers[layer].bit_count(), int(passes[layer]))
+        wanted = RowLoad(register.bit_count(), int(passes[layer]))
         if found != wanted:
-            raise InternalError(f"layer {layer}: the control table dispatches {found}, the model counts {wanted}")
+            raise InternalError(f"layer {layer}: the control table maps {found}, the model counts {wanted}")
 
 
 def _simulation(question: Question, runs: Runs, engine: CycleModel, mapping: Mapping) -> Simulation:

@@ -1,4 +1,4 @@
-// The accelerator of one decoder: weights of every call on the device; one kernel decides, dispatches and computes. The same
+// The accelerator of one decoder: weights of every call on the device; one kernel decides and computes. The same
 // steps as fastcar_compile/runtime/backends/accelerator.
 #ifndef FASTCAR_ACCELERATOR_HPP
 #define FASTCAR_ACCELERATOR_HPP
@@ -19,8 +19,7 @@ namespace fastcar_host {
 
 // Words of the table and of the controller's result (docs/reference/drs_table.md).
 static const size_t TABLE_CRC = 2;
-enum Result { STATUS = 0, COUNT = 1, INDEX_REGISTER = 2, HELD = 3, SCORES = 4, CHAIN = 36, RECORDS = 68 };
-static const uint32_t NO_LAYER = 0xFFFFFFFFu;
+enum Result { STATUS = 0, INDEX_REGISTER = 1, SCORES = 4, CHAIN = 36 };
 
 // What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; the MLP's
 // input and that of the slot's last computed visit, float32 [B, H]; replays in a row, int32 [B]. Null: the gate does not read
@@ -71,15 +70,10 @@ public:
     Accelerator(const Accelerator&) = delete;  // the compute units refer to the device
     Accelerator& operator=(const Accelerator&) = delete;
 
-    // Before another video: the prefetch buffer holds nothing.
-    void reset() { held_ = NO_LAYER; }
-
-    // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B]. When no row computes, the same run
-    // fills the prefetch buffer with the beginning of the next layer's weights.
+    // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B].
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
         const std::vector<char> query = operand(inputs.query, inputs.heads, inputs.depth, inputs.x);
         const std::vector<char> key = operand(inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
-        bind_weights("layer_" + std::to_string((layer + 1) % spec_.layers));
         engine_.write("query", query.data(), query.size());
         if (spec_.network) {
             write_beside_network(layer, key);
@@ -91,7 +85,8 @@ public:
         engine_.set("step", static_cast<uint32_t>(inputs.step));
         engine_.set("query_words", static_cast<uint32_t>(query.size() / WORD));
         engine_.set("key_words", static_cast<uint32_t>(key.size() / WORD));
-        set_layer(layer);
+        engine_.set("crc", table_crc_);
+        engine_.set("layer", static_cast<uint32_t>(layer));
         engine_.run();
         const std::vector<uint32_t> result = answer("layer " + std::to_string(layer));
         computing_[static_cast<size_t>(layer)] = result[INDEX_REGISTER];
@@ -103,13 +98,13 @@ public:
         }
     }
 
-    // One layer's MLP: row b of its output for x, or cached[b] where replay[b]; float32 [B, H]. The array executes what the
-    // controller dispatched. Of a layer without a gate in its table, the host's mask is the Index Register.
+    // One layer's MLP: row b of its output for x, or cached[b] where replay[b]; float32 [B, H]. The Index Register is what the
+    // controller decided, or the host's mask in a layer without a gate in the table.
     // Throws Error: the mask is not what the controller decided.
     void mlp(int64_t layer, const float* x, const uint8_t* replay, const float* cached, float* y) {
         const uint32_t wanted = computing_rows(replay);
         if (is_gated(layer) && computing_[static_cast<size_t>(layer)] != wanted) {
-            throw Error("the host's replay mask is not what the DRS controller dispatched", "layer " + std::to_string(layer),
+            throw Error("the host's replay mask is not what the DRS controller decided", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
         if (wanted == 0) {  // nothing to launch: the rows are copied where they are
@@ -118,9 +113,7 @@ public:
         }
         write_rows("cached", cached, spec_.hidden);
         set_operation(OP_MLP, LinearSpec());
-        set_layer(layer);
         run("layer_" + std::to_string(layer), wanted, x, spec_.hidden, y, spec_.hidden);
-        answer("layer " + std::to_string(layer));
     }
 
     // One linear, or several side by side: x float32 [B, inputs] to y float32 [B, channels], every row.
@@ -209,18 +202,9 @@ private:
         engine_.write("table", table.data(), table.bytes());
         bind_weights("layer_0");
         engine_.set("op", OP_TABLE);
-        engine_.set("held", held_);
         engine_.set("table_bytes", static_cast<uint32_t>(table.bytes()));
-        const uint64_t words = engine_.bytes_of("result") / sizeof(uint32_t);
-        engine_.set("capacity", static_cast<uint32_t>((words - RECORDS) / 2));
         engine_.run();
         answer("loading " + path);
-    }
-
-    void set_layer(int64_t layer) {
-        engine_.set("crc", table_crc_);
-        engine_.set("layer", static_cast<uint32_t>(layer));
-        engine_.set("held", held_);
     }
 
     // What the controller wrote in the last run.
@@ -231,7 +215,6 @@ private:
             throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]), where,
                         "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
-        held_ = result[HELD];
         return result;
     }
 
@@ -313,7 +296,6 @@ private:
     std::map<int64_t, xrt::bo> networks_;                  // per layer, with room for the cached rows
     std::map<std::string, LinearSpec> linears_;
     std::vector<uint32_t> computing_;  // per layer: rows that the last decision has compute
-    uint32_t held_ = NO_LAYER;
     uint32_t table_crc_ = 0;
 };
 

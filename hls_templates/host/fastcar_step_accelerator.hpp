@@ -33,7 +33,7 @@ enum Header {
 
 // 32-bit words of the report: what became of the launch, and behind them the controller's answer for every layer.
 enum Report { STATUS = 0, INSTRUCTION = 1, ANSWERS = 4 };
-enum Answer { ANSWER_STATUS = 0, INDEX_REGISTER = 2, ANSWER_WORDS = 68 };
+enum Answer { ANSWER_STATUS = 0, INDEX_REGISTER = 1, ANSWER_WORDS = 68 };
 
 class StepAccelerator {
 public:

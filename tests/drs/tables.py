@@ -13,11 +13,11 @@ import numpy as np
 from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.reader import check, header_of
-from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.runtime.backends.accelerator import controller
 
-LIMITS = Limits(cores=8, rows=32, passes=32, table_words=4096, query_words=1024, key_words=64, heads=16)
+LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
 
 FRAME = 64
@@ -51,12 +51,11 @@ def call_for(
     rows: int = 3,
     layer: int = 0,
     step: int = LATER,
-    held: int | None = None,
     chain: Sequence[int] | None = None,
 ) -> LayerCall:
     """A call whose scores ask for this Index Register."""
     counts = np.array([0] * rows if chain is None else chain, np.int32)
-    return LayerCall(layer, step, signs(register, rows), numbers([1.0] * rows), counts, held)
+    return LayerCall(layer, step, signs(register, rows), numbers([1.0] * rows), counts)
 
 
 def changed(data: bytes, word: int, value: int, *, repair: bool = True) -> bytes:
@@ -79,17 +78,17 @@ class Controller:
     kernel: controller.Controller
     limits: Limits = LIMITS
 
-    def agreed(self, table: DrsTable | bytes, call: LayerCall, capacity: int = CAPACITY) -> LayerTrace:
+    def agreed(self, table: DrsTable | bytes, call: LayerCall) -> LayerTrace:
         """Loads the table into both and runs them, asserts that they answer alike and returns the answer."""
         data = table if isinstance(table, bytes) else table.to_bytes()
-        want = run_layer(data, call, limits=self.limits, capacity=capacity)
+        want = run_layer(data, call, limits=self.limits)
         status = self.kernel.load(data)
         assert status is check(data, self.limits)
         if status is not Status.OK:
-            assert self.kernel.run(call, 0, capacity) == LayerTrace(Status.NO_TABLE, held=call.held)
+            assert self.kernel.run(call, 0) == LayerTrace(Status.NO_TABLE)
             return want
-        got = self.kernel.run(call, header_of(data).rows, capacity)
+        got = self.kernel.run(call, header_of(data).rows)
         np.testing.assert_array_equal(got.scores, want.scores)  # NaN equals NaN here
-        for name in ("status", "index_register", "chain", "records", "held"):
+        for name in ("status", "index_register", "chain"):
             assert getattr(got, name) == getattr(want, name), name
         return got

@@ -195,7 +195,7 @@ def run_bench(folder: Path, library: Path) -> str:
 def expected_registers(folder: Path) -> set[int]:
     """The values of the Index Register that the bench expects."""
     text = (folder / "drs_testbench.cpp").read_text()
-    lines = text.split("EXPECTED[] = {\n", 1)[1].split("\n};", 1)[0].splitlines()
+    lines = text.split("EXPECTED[][2 + ROWS] = {\n", 1)[1].split("\n};", 1)[0].splitlines()
     return {int(line.split(", ")[1].removesuffix("u"), 16) for line in lines}
 
 
@@ -268,7 +268,7 @@ def test_what_a_call_moves_is_what_the_model_says(name: str, folder: Path) -> No
     library.moved(counts)
     expected = controller_traffic(table)
     assert Traffic(sum(counts[:5]), sum(counts[5:])) == expected
-    loops = control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table), len(trace.records)))
+    loops = control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table)))
     assert sum(loop.trips for loop in loops if loop.moves) == expected.beats
 
 

@@ -29,7 +29,7 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.drs.builder import build_table
 from fastcar_compile.drs.gate import pack_heads
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Status, table_words
+from fastcar_compile.drs.table import HEADER_WORDS, LAYER_FIELDS, AttentionShape, DrsTable, Status, table_words
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim.build import FLAGS, ap_types_folder, compiler
 from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
@@ -38,10 +38,10 @@ LLAMA = AttentionShape(32, 32, 128)
 ARGUMENTS = ("table", "query", "key", "chain", "result")
 
 
-def llama(rows: int, cores: int = 1) -> DrsTable:
+def llama(rows: int) -> DrsTable:
     """LLaMA-2-7B, layer 1 without a gate."""
     scales = [None if layer == 1 else 1.0 for layer in range(32)]
-    return build_table(32, rows, cores, FRAME, [0.0] * 32, attention=LLAMA, scales=scales)
+    return build_table(32, rows, 8, FRAME, [0.0] * 32, attention=LLAMA, scales=scales)
 
 
 def llama_call(rows: int, layer: int = 0) -> LayerCall:
@@ -68,7 +68,7 @@ class Counting:
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     folder = tmp_path_factory.mktemp("traffic")
-    table = llama(32, 8)
+    table = llama(32)
     for name, text in emit_drs(table, limits_of(table)).texts.items():
         (folder / name).write_text(text)
     sources = [str(folder / "fastcar_drs.cpp"), str(Path(__file__).with_name("traffic.cpp"))]
@@ -83,12 +83,11 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
 
 
 def test_there_is_no_table_before_a_load_and_after_one_that_failed(controller: Controller) -> None:
-    good, call = table_for().to_bytes(), call_for(0b010, held=1)
-    none = LayerTrace(Status.NO_TABLE, held=1)
+    good, call = table_for().to_bytes(), call_for(0b010)
     assert controller.kernel.load(good) is Status.OK
     assert controller.kernel.run(call, 3) == run_layer(good, call)
     assert controller.kernel.load(good[:-1]) is Status.BAD_LENGTH
-    assert controller.kernel.run(call, 0) == none
+    assert controller.kernel.run(call, 0) == LayerTrace(Status.NO_TABLE)
 
 
 def test_another_table_than_the_host_counts_on_is_noticed(controller: Controller) -> None:
@@ -103,7 +102,7 @@ def test_another_table_than_the_host_counts_on_is_noticed(controller: Controller
 
 def test_a_call_does_not_read_the_table(controller: Controller) -> None:
     """Its buffer holds something else by then."""
-    table, call = table_for(prefetch=[64] * 3), call_for(0b101)
+    table, call = table_for(), call_for(0b101)
     assert controller.kernel.load(table.to_bytes()) is Status.OK
     controller.kernel._unit.write("table", np.full(4096, 0x5A, np.uint8))
     for layer in range(3):
@@ -114,14 +113,14 @@ def test_a_call_does_not_read_the_table(controller: Controller) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 32])
 def test_what_a_call_moves_is_what_the_model_says(csim_tools: None, counting: Counting, rows: int) -> None:
-    table = llama(rows, 8)
+    table = llama(rows)
     counting.moved()
     assert counting.kernel.load(table.to_bytes()) is Status.OK
-    words = table_words(32, rows)
+    words = table_words(32)
     loaded = counting.moved()
     assert (loaded["table"].beats, loaded["result"]) == (-(-words // 4), Traffic(1, 1))
     trace = counting.kernel.run(llama_call(rows), rows)
-    assert (trace.status, len(trace.records)) == (Status.OK, rows + 2)
+    assert (trace.status, trace.index_register) == (Status.OK, (1 << rows) - 1)
     moved = counting.moved()
     assert moved["table"] == Traffic(0, 0)
     assert moved["query"] == moved["key"] == Traffic(4 * rows, 1024 * rows)
@@ -140,10 +139,10 @@ def test_a_layer_without_a_gate_moves_two_bursts(csim_tools: None, counting: Cou
 
 
 def test_the_document_has_the_figures() -> None:
-    one, many = controller_traffic(llama(1)), controller_traffic(llama(32, 8))
+    one, many = controller_traffic(llama(1)), controller_traffic(llama(32))
     assert f"| GATE, LLaMA-2-7B, one row computes | {one.bursts} | {one.beats:,} |" in TEXT
     assert f"| GATE, LLaMA-2-7B, 32 rows compute | {many.bursts} | {many.beats:,} |" in TEXT
-    assert f"{-(-table_words(32, 1) // 4)} words for LLaMA-2-7B with one row." in re.sub(r"\s+", " ", TEXT)
+    assert f"{-(-table_words(32) // 4)} words for LLaMA-2-7B." in re.sub(r"\s+", " ", TEXT)
 
 
 def test_clocks_and_memories_are_those_of_the_explanation() -> None:
@@ -155,19 +154,19 @@ def test_clocks_and_memories_are_those_of_the_explanation() -> None:
     assert f"LLaMA-2-7B with one row takes {controller_cycles(table):,}" in text
     assert f"Loading its table takes {load_cycles(table)} clocks" in text
     trips = sum(loop.trips for loop in loops_of(example))
-    assert trips == (1 + 2 * (32 + 32) + 19) + 3 * 32 + 8 + 2 + 32 + (3 + 2 * 1 + 2 + 1)
+    assert trips == (1 + 2 * (32 + 32) + 17) + 2 * 32 + (1 + 2 * 1 + 2)
     usage = controller_usage(limits_of(table))
     assert f"{usage.dsp} DSP and {usage.bram36} BRAM36" in text
 
 
 def loops_of(table: DrsTable) -> tuple[Loop, ...]:
     """The loops of a decision after which every row computes."""
-    return control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table), table.rows + 2))
+    return control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table)))
 
 
 def test_the_loops_move_what_is_counted() -> None:
     """Beats are those of C simulation (see above); every loop that moves words asks for them in one run."""
-    for table in (llama(1), llama(32, 8)):
+    for table in (llama(1), llama(32)):
         moving = [loop for loop in loops_of(table) if loop.moves]
         assert sum(loop.trips for loop in moving) == controller_traffic(table).beats
         assert len(moving) == 2 * table.rows + 2
@@ -175,7 +174,7 @@ def test_the_loops_move_what_is_counted() -> None:
 
 def test_a_table_of_the_limits_is_loaded(controller: Controller) -> None:
     """As many words as the hardware holds, to one layer."""
-    layers = (LIMITS.table_words - 28) // (4 + 2 * 32 + 4)
+    layers = (LIMITS.table_words - HEADER_WORDS) // LAYER_FIELDS
     table = table_for(32, layers=layers)
-    assert len(table.to_bytes()) // 4 <= LIMITS.table_words < table_words(layers + 1, 32)
+    assert len(table.to_bytes()) // 4 <= LIMITS.table_words < table_words(layers + 1)
     controller.agreed(table, call_for(0b1, 32, layers - 1))

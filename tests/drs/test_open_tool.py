@@ -65,7 +65,7 @@ def find_loops_below(texts: list[str], steps: set[str]) -> list[str]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The controller's own files and all headers."""
-    table = table_for(2, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3)
+    table = table_for(2, attention=AttentionShape(4, 2, 6))
     for name, text in emit_drs(table, LIMITS).texts.items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -124,7 +124,7 @@ def test_the_bench_tells_every_buffer_before_every_call(csim_tools: None, projec
     *told, verdict = done.stdout.splitlines()
     assert (done.returncode, verdict) == (0, "PASS: DRS, 4 pattern(s), 0 mismatch(es)"), done.stdout
     sizes = [tuple(map(int, line.split())) for line in told]
-    table_bytes = -(-table_words(3, 2) // 4) * 16
-    decided = [(0, table_bytes), (1, 2 * 8 * 16), (2, 2 * 4 * 16), (3, 8 * 16), (4, 81 * 16)]
-    empty = [(0, table_bytes), (1, 16), (2, 16), (3, 8 * 16), (4, 81 * 16)]
+    table_bytes = -(-table_words(3) // 4) * 16
+    decided = [(0, table_bytes), (1, 2 * 8 * 16), (2, 2 * 4 * 16), (3, 8 * 16), (4, 17 * 16)]
+    empty = [(0, table_bytes), (1, 16), (2, 16), (3, 8 * 16), (4, 17 * 16)]
     assert sizes == [*empty, *decided * 4, *empty, *empty]

@@ -16,8 +16,8 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.score import score_factor
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Opcode, table_words
-from fastcar_compile.errors import BackendError, CompileError, UserError
+from fastcar_compile.drs.table import AttentionShape, DrsTable, table_words
+from fastcar_compile.errors import BackendError, CompileError, InternalError, UserError
 from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -84,12 +84,11 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert table.thresholds == tuple(thresholds_of(case).tolist())
     factor = score_factor(site.attention.scale, 4)
     assert table.factors == tuple(0.0 if t is None else factor for t in case.thresholds)
-    assert table.prefetch == (0,) * LAYERS
     assert read_table(table.to_bytes()) == table
     summary = controller_part(table)
     assert summary.gated_layers == tuple(i for i, t in enumerate(case.thresholds) if t is not None)
-    words = table_words(LAYERS, case.batch)
-    sizes = {"cores": 2, "rows": case.batch, "passes": 2, "table_words": words, "query_words": 16, "key_words": 8}
+    words = table_words(LAYERS)
+    sizes = {"cores": 2, "rows": case.batch, "table_words": words, "query_words": 16, "key_words": 8}
     assert summary.limits.model_dump() == sizes | {"gate": "tas", "units": 1, "heads": 0}
     assert (summary.couple_cfg, summary.max_chain) == (case.couple_cfg, case.max_chain)
     assert summary.usage_estimate.dsp == 4 * 2 + 3 + 1
@@ -115,32 +114,12 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
         for name in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
         for layer in filter(unit.decides, range(LAYERS)):
-            records = unit.dispatched(layer).records
-            computing = [r.row for r in records if r.opcode is Opcode.COMPUTE_MLP]
-            assert computing == [row for row in range(case.batch) if not expected.decisions[layer][row]]
+            computing = sum(1 << row for row in range(case.batch) if not expected.decisions[layer][row])
+            unit.require(layer, computing)
+            with pytest.raises(InternalError, match="the host's replay mask is not what the DRS controller decided"):
+                unit.require(layer, computing ^ 1)
         replayed += int(expected.decisions.sum())
     assert 0 < replayed < (FORWARDS - FRAME) * LAYERS * case.batch
-
-
-def test_a_session_starts_with_an_empty_prefetch_buffer(controller: Controller) -> None:
-    unit = GateController(controller.kernel, table_for(1, prefetch=[8] * 3).to_bytes())
-    one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
-    zeros = np.zeros(3, np.float32)
-    arguments = []
-    for sign in (1.0, -1.0, 1.0):
-        unit.start(64, zeros)
-        unit.decide(0, GateInputs(sign * one, one), none)
-        arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(0).records if r.argument])
-        unit.decide(1, GateInputs(-one, one), none)
-        arguments.append([(r.opcode.name, r.argument) for r in unit.dispatched(1).records if r.argument])
-    both = [[("PREFETCH_NEXT", 8)], [("LOAD_WEIGHTS", 8)]]
-    assert arguments == [*both, [], [], *both]
-    unit.start(64, zeros)
-    unit.decide(0, GateInputs(one, one), none)
-    unit.reset()
-    unit.start(64, zeros)
-    unit.decide(1, GateInputs(-one, one), none)
-    assert [r.argument for r in unit.dispatched(1).records] == [0, 0, 0]
 
 
 def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:

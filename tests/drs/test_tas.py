@@ -89,7 +89,7 @@ def test_scores_and_decisions_are_those_of_the_operators(
     couple, limit = bool(rows % 2 == 0 and rng.random() < 0.5), None if rng.random() < 0.5 else 2
     step = int(rng.integers(0, 9))
     options = {"attention": shape, "scales": [scale], "couple_cfg": couple, "max_chain": limit}
-    table = build_table(1, rows, 3, stride, [threshold], **options)
+    table = build_table(1, rows, 2, stride, [threshold], **options)
     call = LayerCall(
         *(0, step, pack_heads(query[:, :, 0].numpy()), pack_heads(cache[:, :, position - stride].numpy())),
         chain[step % stride].numpy(),

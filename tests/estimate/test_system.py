@@ -1,4 +1,4 @@
-"""The system simulator: published boards, laws of the time line, DRS and prefetch."""
+"""The system simulator: published boards, laws of the time line, DRS."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.artifact.sections.accelerator import DesignPart
-from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.config import CompileConfig
@@ -235,35 +233,6 @@ def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
     work = Workload(TINY, "w8a8", 8)
     assert work.kv in KV_TYPES
     assert get_args(CompileConfig.model_fields["offload"].annotation) == get_args(Offload)
-
-
-def test_prefetched_words_are_read_once() -> None:
-    """Layers 1 and 2 of forward 0 replay, then layer 0 of forward 1: the buffer is filled three times, used once."""
-    decisions = np.zeros((2, 3, 1), bool)
-    decisions[0, 1:] = decisions[1, 0] = True
-    result = estimate(Workload(TINY, "w8a8", 64), ZCU102, decisions=decisions)
-    design = Design.of(DesignPart(**result.design))
-    buffer, stream = design.prefetch_bytes, design.ports * 16 * design.port_words
-    assert 0 < buffer < stream
-    # The mean of both forwards: 2 and 1 layers replay; the last one of forward 0 prefetches for layer 0 in vain.
-    mlps = estimate(Workload(TINY, "w8a8", 64), ZCU102, decisions=np.zeros((2, 3, 1), bool))
-    copies = 2 * 4 * TINY.hidden
-    moved = 2 * (result.bytes_per_step - mlps.bytes_per_step)
-    assert moved == pytest.approx(-3 * stream + 3 * buffer - buffer + (3 + 6) * copies)
-
-
-def test_the_host_waits_for_the_prefetch() -> None:
-    """The call that decides ends when the buffer is full, so what it spares the next layer is paid before."""
-    one = np.zeros((1, 3, 1), bool)
-    one[0, 1] = True
-    work = Workload(TINY, "w8a8", 64)
-    found = estimate(work, ZCU102, decisions=one)
-    bare = replace(Design.of(DesignPart(**found.design)), prefetch_words=0)
-    without = estimate(work, ZCU102, decisions=one, design=bare)
-    assert [s["name"] for s in found.time_line].count("prefetch") == 1
-    assert "prefetch" not in [s["name"] for s in without.time_line]
-    assert found.seconds_per_step >= without.seconds_per_step
-    assert found.seconds_per_step == pytest.approx(without.seconds_per_step, rel=0.005)
 
 
 def test_every_call_pays_its_launch() -> None:

@@ -80,7 +80,7 @@ def _table() -> dict[str, bytes]:
     heads = GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None))
     made = {
         "plain": table_for(),
-        "weighted": table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), prefetch=[64] * 3, gate=heads),
+        "weighted": table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), gate=heads),
         "bound": table_for(gate=GateScore(GateKind.BOUND, 10, distance_weight=0.1)),
     }
     return {f"{name}.bin": table.to_bytes() for name, table in made.items()}

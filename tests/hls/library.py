@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.exploration import budget_of, designs, with_prefetch
+from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
@@ -28,7 +28,7 @@ def zcu102(ports: int = 6, axi_bits: int = 128) -> BoardBudget:
 
 def best(found: Iterable[Design]) -> Design:
     """Of the designs that fit, the one with the most ports and the fewest clocks."""
-    return with_prefetch(min((d for d in found if not d.excess()), key=lambda d: (-d.ports, d.step_cycles)))
+    return min((d for d in found if not d.excess()), key=lambda d: (-d.ports, d.step_cycles))
 
 
 def design(

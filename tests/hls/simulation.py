@@ -44,13 +44,9 @@ class Simulation:
         emit_hls(made, folder)
         return cls(open_library(folder_sources(folder), libraries), made)
 
-    def mlp(self, x: Array, index_register: int, cached: Array, stream: Array, *, held: bool = False) -> Array:
+    def mlp(self, x: Array, index_register: int, cached: Array, stream: Array) -> Array:
         """As Engine.mlp."""
-        return self.engine.mlp(x, index_register, cached, self.engine.load("mlp", stream), held=held)
-
-    def prefetch(self, stream: Array) -> None:
-        """As Engine.prefetch."""
-        self.engine.prefetch(self.engine.load("mlp", stream))
+        return self.engine.mlp(x, index_register, cached, self.engine.load("mlp", stream))
 
     def linear(self, x: Array, product: Product, stream: Array, rows: int = ALL_ROWS, y: Array | None = None) -> Array:
         """As Engine.linear; rows that are not computed keep what `y` (zeros) holds."""

@@ -306,7 +306,7 @@ def test_unequal_bursts_are_found(project: dict[str, str]) -> None:
     ("right", "wrong"),
     [
         ("(rows_in, weights, core_of,", "(rows_out, weights, core_of,"),
-        ("end_word, ports[3]", "end_word, ports[2]"),
+        ("words, ports[3]", "words, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
         ("out.write(weights[i])", "out.read()"),
     ],

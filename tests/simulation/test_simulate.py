@@ -127,12 +127,12 @@ def test_drs_halves_what_the_static_mapping_stacks_on_one_core() -> None:
 
 
 def test_the_control_table_has_the_last_word(artifact: Path) -> None:
-    """A table of other cores dispatches other passes than the design's array makes."""
+    """A table of other cores maps to other passes than the design's array makes."""
     work = Workload(load_shape("tinyllama-1.1b").model_copy(update={"layers": 2}), "w8a8", 8, 8)
     question = ask(work, load_target("zcu102"))
     cores = question.design.mlp.cores
     check_dispatch(work.control_table(cores), question.decisions, cores)
-    with pytest.raises(InternalError, match=r"layer 0: the control table dispatches RowLoad\(rows=8, passes=8\)"):
+    with pytest.raises(InternalError, match=r"layer 0: the control table maps RowLoad\(rows=8, passes=8\)"):
         simulate_question(question, work.control_table(1))
 
 

@@ -79,7 +79,6 @@ class DesignPart(Part):
     down: ProductPart
     linears: dict[str, ProductPart]
     tiles_in_uram: bool
-    prefetch_words: int
     axi_words: int
     lanes: int
     passes: int
@@ -138,19 +137,18 @@ class KernelPart(Part):
 class LimitsPart(Part):
     """What the controller can hold.
 
-    Cores, rows, passes, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's
-    input; hidden units of a network; query heads that have a weight or a sum each (none in a table of version 3).
+    Cores, rows, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's input;
+    hidden units of a network; query heads that have a weight or a sum each.
     """
 
     cores: int
     rows: int
-    passes: int
     table_words: int
     query_words: int
     key_words: int
     gate: str
     units: int
-    heads: int = 0
+    heads: int
 
 
 class ControllerPart(Part):
@@ -164,7 +162,6 @@ class ControllerPart(Part):
     gated_layers: tuple[int, ...]
     couple_cfg: bool
     max_chain: int | None
-    prefetch_bytes: int
     limits: LimitsPart
     usage_estimate: UsagePart
     cycles_estimate: int
@@ -213,7 +210,7 @@ class AcceleratorSection(Section):
         step: with offload="all", the step.
     """
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     offload: Literal["mlp", "linears", "all"]
     weights: str

@@ -97,13 +97,10 @@ def controller_spec(program: DecoderProgram) -> ControllerSpec:
     return ControllerSpec(heads_of(program), gate_score(program))
 
 
-def control_table(program: DecoderProgram, config: CompileConfig, cores: int, prefetch_bytes: int = 0) -> DrsTable:
+def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
     """Return the DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
     A gate whose small scores replay has minus its thresholds there.
-
-    Args:
-        prefetch_bytes: of the kernel's prefetch buffer; all layers have one stream size, so it is that of every layer.
 
     Raises:
         CompileError: the layers have different attention shapes.
@@ -121,7 +118,6 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int, pr
         max_chain=replay.max_chain if replay else None,
         couple_cfg=replay.couple_cfg if replay else False,
         refresh_every=replay.refresh_every if replay else None,
-        prefetch=[prefetch_bytes] * len(sites),
     )
 
 
@@ -135,7 +131,6 @@ def controller_part(table: DrsTable) -> ControllerPart:
         couple_cfg=table.couple_cfg,
         max_chain=table.max_chain,
         refresh_period=table.refresh_period or None,
-        prefetch_bytes=max(table.prefetch),
         limits=_limits_part(limits, table),
         usage_estimate=controller_usage(limits).part,
         cycles_estimate=controller_cycles(table),

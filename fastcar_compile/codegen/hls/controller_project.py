@@ -11,10 +11,9 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface,
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.drs.builder import GateScore, build_table
 from fastcar_compile.drs.inputs import Array, GateInputs, pack_inputs
-from fastcar_compile.drs.reader import words_of
 from fastcar_compile.drs.scores import network_words, pack_network
-from fastcar_compile.drs.simulator import CAPACITY, LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import FLOATS_PER_WORD, NO_LAYER, AttentionShape, DrsTable, GateKind, Limits
+from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape, DrsTable, GateKind, Limits
 
 BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""
@@ -34,7 +33,6 @@ def limits_of(table: DrsTable) -> Limits:
     return Limits(
         cores=table.cores,
         rows=table.rows,
-        passes=-(-table.rows // table.cores),
         table_words=table.words,
         query_words=max(table.row_query_words, 1),
         key_words=max(table.row_key_words, table.input_words, 1),
@@ -76,22 +74,19 @@ def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
     the cached x are all ones.
     """
     bench = _bench_table(table)
-    data, layer, step, held = bench.to_bytes(), bench.layers - 1, bench.tokens_per_frame, None
+    data, layer, step = bench.to_bytes(), bench.layers - 1, bench.tokens_per_frame
     network = _bench_network(bench) if bench.units else None
     expected = []
     for register in range(min(1 << bench.rows, BENCH_PATTERNS)):
         signs = np.array([-1.0 if register >> row & 1 else 1.0 for row in range(bench.rows)], np.float32)
         operands = pack_inputs(_bench_inputs(bench, signs))
-        call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), held, network=network)
-        trace = run_layer(data, call)
-        expected.append([f"0x{word:08x}u" for word in _result_words(trace)])
-        held = trace.held
+        call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), network)
+        expected.append([f"0x{word:08x}u" for word in _result_words(run_layer(data, call))])
     return render(
         "drs_testbench.cpp",
         kernel=kernel,
         patterns=BENCH_PATTERNS,
-        capacity=CAPACITY,
-        table=[f"0x{word:08x}u" for word in words_of(data)],
+        table=[f"0x{word:08x}u" for word in np.frombuffer(data, np.uint32)],
         network=[] if network is None else [f"0x{word:08x}u" for word in network.view(np.uint32).reshape(-1)],
         bench=bench,
         layer=layer,
@@ -139,14 +134,11 @@ def _bench_table(table: DrsTable) -> DrsTable:
         attention=table.attention,
         scales=[table.attention.head_dim**-0.5] * layers,
         refresh_every=2 if table.refresh_period else None,
-        prefetch=[4096] * layers,
         gate=score,
     )
 
 
 def _result_words(trace: LayerTrace) -> list[int]:
-    """Return status, Index Register, held layer, number of records, their words, scores of every row."""
-    held = NO_LAYER if trace.held is None else trace.held
-    words = [int(trace.status), trace.index_register, held, len(trace.records)]
-    words += [word for record in trace.records for word in record.words]
-    return words + [int(bits) for bits in np.array(trace.scores, np.float32).view(np.uint32)]
+    """Return status, Index Register, scores of every row."""
+    scores = np.array(trace.scores, np.float32).view(np.uint32).tolist()
+    return [int(trace.status), trace.index_register, *scores]

@@ -11,7 +11,6 @@ from fastcar_compile.codegen.hls.design.step import StepDesign
 from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.drs.result import RESULT_WORDS
-from fastcar_compile.drs.simulator import CAPACITY
 from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
 from fastcar_compile.errors import InternalError
 
@@ -150,18 +149,18 @@ class ControlSizes:
 
     def memories(self, reads: str, writes: str) -> tuple[KernelPort, ...]:
         """Return the memory arguments on two AXI ports; they are all of 128-bit words."""
-        table, answer = -(-self.table_words // FLOATS_PER_WORD), (RESULT_WORDS + 2 * CAPACITY) // FLOATS_PER_WORD
+        table = -(-self.table_words // FLOATS_PER_WORD)
         return (
             KernelPort("table", WORD, "m_axi", reads, table),
             KernelPort("query", WORD, "m_axi", reads, self.query_words),
             KernelPort("key", WORD, "m_axi", reads, self.key_words),
             KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD),
-            KernelPort("result", WORD, "m_axi", writes, answer, writable=True),
+            KernelPort("result", WORD, "m_axi", writes, RESULT_WORDS // FLOATS_PER_WORD, writable=True),
         )
 
 
 CONTROLLER_MEMORIES = ("table", "query", "key", "chain", "result")
-CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words", "held", "capacity")
+CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words")
 
 
 def weight_ports(design: Design) -> list[KernelPort]:
@@ -174,9 +173,8 @@ def weight_ports(design: Design) -> list[KernelPort]:
 def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
     """Return the interface of the engine: the array with its TAS unit and controller.
 
-    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory;
-    a decision (op GATE) takes the next layer's. `op` is a value of `Op`. `inputs`, `channels`, `tile` and `tiles`
-    describe a linear; they play no part in an MLP. `prefetch` is a value of `Prefetch`, for an MLP of no layer.
+    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory.
+    `op` is a value of `Op`. `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP.
     """
     rows = design.mlp.batch * design.max_row_words
     sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
@@ -189,7 +187,6 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
             KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
             *control.memories("gmem_x", "gmem_y"),
             KernelPort("index_register", "uint32_t"),
-            KernelPort("prefetch", "uint32_t"),
             KernelPort("op", "uint32_t"),
             *sizes,
             *(KernelPort(name, "uint32_t") for name in CONTROLLER_SCALARS),

@@ -61,7 +61,7 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     step = _step_spec(program) if config.offload == "all" else None
     wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears, step)
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
-    table = control_table(program, config, found.design.mlp.cores, found.design.prefetch_bytes)
+    table = control_table(program, config, found.design.mlp.cores)
     return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))
 
 

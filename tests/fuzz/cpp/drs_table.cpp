@@ -12,12 +12,12 @@ using namespace fastcar::drs;
 
 template <uint32_t KIND>
 struct Limits {
-    static const uint32_t CORES = 8, ROWS = 32, PASSES = 32, QUERY_WORDS = 1024, KEY_WORDS = 64, UNITS = 64, HEADS = 16;
+    static const uint32_t CORES = 2, ROWS = 32, QUERY_WORDS = 1024, KEY_WORDS = 64, UNITS = 64, HEADS = 16;
     static const int TABLE_WORDS = 4096;
     static const uint32_t GATE = KIND;
 };
 
-// A status that is none, or a table that is taken and whose programs lie outside of it, is a finding.
+// A status that is none, or a table that is taken and whose layers lie outside of it, is a finding.
 template <uint32_t KIND>
 void load(const std::vector<uint32_t>& table, uint32_t bytes) {
     std::vector<fastcar::word_t> memory((table.size() + 3) / 4, fastcar::word_t(0));
@@ -26,14 +26,11 @@ void load(const std::vector<uint32_t>& table, uint32_t bytes) {
     }
     std::vector<uint32_t> header(HEADER_WORDS), words(Limits<KIND>::TABLE_WORDS);
     const Status status = load_table<Limits<KIND>>(memory.data(), bytes, header.data(), words.data());
-    if (status > BAD_INSTRUCTION) {
+    if (status > BAD_HEADER) {
         std::abort();
     }
-    for (uint32_t layer = 0; status == OK && layer < header[F_LAYERS]; ++layer) {
-        const uint32_t first = words[header[F_PROGRAMS] + layer];
-        if (first < HEADER_WORDS || first + header[F_LAYER_WORDS] > bytes / 4 || header[F_GATE] != KIND) {
-            std::abort();
-        }
+    if (status == OK && (HEADER_WORDS + 2 * header[F_LAYERS] > bytes / 4 || header[F_GATE] != KIND)) {
+        std::abort();
     }
 }
 

@@ -1,7 +1,7 @@
 """The loops of the TAS unit and DRS controller: how often each iterates, how long its pipeline is, what it moves.
 
-They run one after the other, before the array starts (fastcar_drs.hpp, fastcar_engine_control.hpp). The closed form and
-the cycle model use the same loops. Depths are estimates, as in `loops.py`.
+They run one after the other, and so do those that place the rows before the array starts (fastcar_drs.hpp,
+fastcar_engine.cpp). The closed form and the cycle model use the same loops. Depths are estimates, as in `loops.py`.
 """
 
 from __future__ import annotations
@@ -67,17 +67,12 @@ CHECKS = 10
 DECODE_PRODUCTS = 4
 """Products behind each other when a call's loop bounds are decoded (linear_fits and last_product)."""
 
-SHORT_ANSWER = 4
-"""32-bit words of an answer without records: status, count, Index Register, held layer."""
-
 
 class ControlOp(StrEnum):
     """What the controller does in one call of the engine."""
 
     TABLE = "load the table"
     GATE = "decide"
-    EXECUTE = "execute the queue"
-    SCHEDULE = "schedule by the mask"
     PLACE = "place the rows"
 
 
@@ -86,7 +81,7 @@ class ControlShape:
     """Sizes of a control table, as far as clocks depend on them.
 
     Args:
-        layer_words: instruction words of a layer. table_beats: 128-bit words of the table.
+        table_beats: 128-bit words of the table.
         query_words, key_words: 128-bit words of one row of q and of the cached key; 0: the gate reads neither.
         input_words: of one row of the MLP's input; 0: the gate does not read it. units: of the largest network.
         heads: query heads. weighted: whether each has a weight in the table.
@@ -95,7 +90,6 @@ class ControlShape:
 
     layers: int
     rows: int
-    layer_words: int
     table_beats: int
     query_words: int
     key_words: int
@@ -112,7 +106,6 @@ class ControlShape:
         return cls(
             layers=table.layers,
             rows=table.rows,
-            layer_words=len(table.instructions[0]),
             table_beats=ceil(table.words / FLOATS_PER_WORD),
             query_words=table.row_query_words,
             key_words=table.row_key_words,
@@ -124,38 +117,28 @@ class ControlShape:
             refreshes=table.refresh_period != 0,
         )
 
-    def answer_beats(self, records: int) -> int:
-        """Return the 128-bit words of an answer with that many records."""
-        return ceil((RESULT_WORDS + 2 * records) / FLOATS_PER_WORD)
-
 
 @dataclass(frozen=True)
 class ControlWork:
-    """What the controller does in one call. records: that it dispatches."""
+    """What the controller does in one call."""
 
     op: ControlOp
     shape: ControlShape
-    records: int = 0
 
 
 @lru_cache(maxsize=4096)
 def control_loops(work: ControlWork) -> tuple[Loop, ...]:
-    """Return the loops of one call, in order, up to the start of the array."""
+    """Return the loops of one call, in order; those of PLACE run before the array starts."""
     shape = work.shape
-    places = Loop("control", "copy_places", MAX_ROWS, READ + WRITE)
-    decode = Loop("decode", "bounds", 1, DECODE_PRODUCTS * MULTIPLY)
-    start = (Loop("passes_of", "find_last_pass", shape.rows, READ + INTEGER), decode)
-    layer = Loop("read_layer", "fields", ceil((LAYER_FIELDS + 1) / 2), READ)  # two words of a block RAM per clock
     match work.op:
         case ControlOp.PLACE:
-            return Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE), *start
-        case ControlOp.EXECUTE:
-            return layer, places, _answer(ceil(SHORT_ANSWER / FLOATS_PER_WORD)), *start
+            bounds = Loop("decode", "bounds", 1, DECODE_PRODUCTS * MULTIPLY)
+            return bounds, Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE)
         case ControlOp.TABLE:
-            return *_load_loops(shape), places, _answer(ceil(SHORT_ANSWER / FLOATS_PER_WORD)), *start
-        case ControlOp.GATE | ControlOp.SCHEDULE:
-            scores = _scores(shape) if work.op is ControlOp.GATE else ()
-            return layer, *_schedule_loops(shape, scores), places, _answer(shape.answer_beats(work.records)), *start
+            return *_load_loops(shape), _answer(1)
+        case ControlOp.GATE:
+            layer = Loop("read_layer", "fields", ceil(LAYER_FIELDS / 2), READ)  # two words of a block RAM per clock
+            return layer, *_decide_loops(shape), _answer(RESULT_WORDS // FLOATS_PER_WORD)
 
 
 def _answer(beats: int) -> Loop:
@@ -170,15 +153,13 @@ def _scores(shape: ControlShape) -> tuple[Loop, ...]:
     return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare, *refresh
 
 
-def _schedule_loops(shape: ControlShape, scores: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    """Return the loops of `schedule`, from the chain counts to the last record."""
+def _decide_loops(shape: ControlShape) -> tuple[Loop, ...]:
+    """Return the loops of `decide_layer`, from the chain counts to the answer."""
     return (
         Loop("read_chain", "read_counts", ceil(shape.rows / FLOATS_PER_WORD), WRITE, moves=True),
         Loop("decide", "clear_scores", MAX_ROWS, WRITE),
-        *scores,
+        *_scores(shape),
         Loop("report_rows", "report_each_row", MAX_ROWS, READ + INTEGER + WRITE),
-        Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE),
-        Loop("dispatch", "fetch_instructions", shape.layer_words, 2 * READ + 2 * INTEGER + WRITE),
     )
 
 
@@ -190,7 +171,6 @@ def _load_loops(shape: ControlShape) -> tuple[Loop, ...]:
         Loop("load_table", "copy_header", HEADER_WORDS, READ + WRITE),
         Loop("load_words", "read_table", shape.table_beats - header, WRITE, TABLE_INTERVAL, moves=True),
         Loop("load_table", "checks", CHECKS, MULTIPLY, MULTIPLY + COMPARE),
-        *(Loop("programs_are_valid", "check_words", shape.layer_words, 2 * READ + COMPARE),) * shape.layers,
     )
 
 

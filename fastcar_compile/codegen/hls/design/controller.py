@@ -29,7 +29,7 @@ SCORE_DSP = 3
 CHECK_DSP = 1
 """The multiplier of the checks, 16 by 17 bits."""
 
-ANSWER_BANKS, ANSWER_WORDS = 4, 81
+ANSWER_BANKS = 4
 """The answer is collected in four banks of 32-bit words, so that it leaves as 128-bit words."""
 
 BURST_BEATS = 256
@@ -39,8 +39,7 @@ PRODUCT_LUT, PRODUCT_FF = 350, 400
 """The shifter, rounding and limit of one product, and its share of the adder. Estimate."""
 
 CONTROL_LUT, CONTROL_FF = 2_500, 3_000
-"""Checks, CRC-32 of a word per clock, gate, mapping and dispatch. Estimate."""
-
+"""Checks, CRC-32 of a word per clock, gate and mapping. Estimate."""
 
 SUBTRACT_DSP, DIVIDE_DSP = 2, 0
 """Of a float32 operator of the vendor's library with full use of DSPs (PG060); a divider has none."""
@@ -92,7 +91,7 @@ class ControllerSpec:
         shape, score, kind = self.attention, self.score, self.score.kind
         weighted = shape.heads if score.weighted else 0
         return Limits(
-            table_words=table_words(mlp.layers, mlp.batch, weighted),
+            table_words=table_words(mlp.layers, weighted),
             query_words=shape.query_words if kind.reads_query else 1,
             key_words=max(shape.key_words if kind.reads_query else 1, score.input_words),
             gate=kind,
@@ -122,15 +121,9 @@ head the cosine with its rounding; for a network four features, eight products o
 the scaling and bias of both."""
 
 
-def controller_cycles(table: DrsTable, records: int = 0) -> int:
-    """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip.
-
-    Args:
-        records: that are dispatched; 0: all that a layer without replay has.
-    """
-    shape = ControlShape.of(table)
-    loops = control_loops(ControlWork(ControlOp.GATE, shape, records or table.rows + 2))
-    return sum(loop.cycles for loop in loops)
+def controller_cycles(table: DrsTable) -> int:
+    """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip."""
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table))))
 
 
 def load_cycles(table: DrsTable) -> int:
@@ -146,26 +139,15 @@ class Traffic:
     beats: int
 
 
-def controller_traffic(table: DrsTable, records: int = 0) -> Traffic:
-    """Return the traffic of one call for a layer with a gate; C simulation counts the same (tests/drs).
-
-    Args:
-        records: that are dispatched; 0: all that a layer without replay has.
-    """
+def controller_traffic(table: DrsTable) -> Traffic:
+    """Return the traffic of one call for a layer with a gate; C simulation counts the same (tests/drs)."""
     rows, width = table.rows, FLOATS_PER_WORD * table.input_words
     # The first word of a network is its number of units, read once; every row reads the others.
     network = network_words(table.units, width) - 1 if table.units else 0
     runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
-    beats = rows * sum(runs) + (1 if network else 0) + _counts_beats(rows) + _answer_beats(records or rows + 2)
+    around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
+    beats = rows * sum(runs) + (1 if network else 0) + around
     return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
-
-
-def _counts_beats(rows: int) -> int:
-    return ceil(rows / FLOATS_PER_WORD)
-
-
-def _answer_beats(records: int) -> int:
-    return ceil((RESULT_WORDS + 2 * records) / FLOATS_PER_WORD)
 
 
 def controller_usage(limits: Limits) -> Usage:
@@ -183,5 +165,5 @@ def controller_usage(limits: Limits) -> Usage:
         + bram_blocks(UNIT_BITS, limits.units)
         + bram_blocks(HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads)
         + bram_blocks(32, limits.table_words)
-        + bram_blocks(ANSWER_BANKS * 32, ANSWER_WORDS),
+        + bram_blocks(ANSWER_BANKS * 32, RESULT_WORDS // ANSWER_BANKS),
     )

@@ -24,7 +24,6 @@ class Design:
         gate_up: first product of the MLP; channel 2n is gate n, 2n + 1 is up n. down: the second.
         linears: name of every other call -> its product, in call order; empty: the engine computes MLPs alone.
         tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
-        prefetch_words: 128-bit words per port of the next layer's weights that fit on chip; 0: no buffer.
         axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
         group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
     """
@@ -36,7 +35,6 @@ class Design:
     down: Product
     linears: dict[str, Product] = field(default_factory=dict)
     tiles_in_uram: bool = False
-    prefetch_words: int = 0
     axi_words: int = 1
     group: int = 0
 
@@ -98,11 +96,6 @@ class Design:
     def step_fifo_words(self) -> int:
         """Words of every weight port's FIFO in a kernel of whole steps: they wait while the array quantises its rows."""
         return STEP_FIFO_WORDS
-
-    @property
-    def prefetch_bytes(self) -> int:
-        """Bytes of the prefetch buffer, all ports."""
-        return self.ports * self.prefetch_words * WORD_BYTES
 
     @property
     def max_inputs(self) -> int:
@@ -199,7 +192,6 @@ class Design:
             tile_sums=self.max_tile_sums,
             head_words=self.max_head_words,
             channel_words=self.max_channel_words,
-            prefetch_words=self.prefetch_words,
             uram=self.tiles_in_uram,
         )
         return engine_usage(self.mlp, self.gate_up, self.axi_words, buffers)
@@ -239,7 +231,6 @@ class Design:
             down=self.down.part,
             linears={name: product.part for name, product in self.linears.items()},
             tiles_in_uram=self.tiles_in_uram,
-            prefetch_words=self.prefetch_words,
             lanes=self.lanes,
             axi_words=self.axi_words,
             passes=self.passes,
@@ -262,7 +253,6 @@ class Design:
             down=Product(**part.down.model_dump()),
             linears={name: Product(**product.model_dump()) for name, product in part.linears.items()},
             tiles_in_uram=part.tiles_in_uram,
-            prefetch_words=part.prefetch_words,
             axi_words=part.axi_words,
             group=part.group,
         )

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.design.spec import (
     check_linears,
 )
 from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_usage, total
-from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage, prefetch_blocks
+from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
 from fastcar_compile.errors import CompileError, TargetError
 from fastcar_compile.step.sizes import MAX_PORTS
 from fastcar_compile.targets import Target
@@ -39,9 +39,6 @@ TILE_WORD_CHOICES = (2048, 1024, 512, 256, 128, 64)
 
 URAM_TILE_WORD_CHOICES = (2048, 1024)
 """The same where tiles are in UltraRAM: half a block or less. Longer tiles only lengthen the first and the last."""
-
-PREFETCH_WORD_CHOICES = (4096, 2048, 1024, 512, 256, 128)
-"""Words of the prefetch buffer per port: from eight block RAM depths to what is no longer worth a block RAM."""
 
 NEARLY = 1.05
 """A larger array may take this much longer for one row than the fastest: it has to find more scales."""
@@ -138,7 +135,7 @@ def explore(
     faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(0.0, []))[1]
     group = next((n for n in wanted.step.groups() if not room.of_fabric(design, n)), 0) if wanted.step else 0
     return Exploration(
-        design=with_prefetch(design) if wanted.step is None else replace(design, group=group),
+        design=replace(design, group=group),
         seconds_per_step=seconds,
         bound_by=faster[0].split()[0].rstrip(":") if faster else _bound(design, target),
         tried=len(found),
@@ -254,19 +251,6 @@ def _too_large(least: Design, excess: Sequence[str], *, whole: bool) -> CompileE
         hint="use a larger board or a smaller batch"
         + (", or offload='linears'" if whole else ", or offload='mlp'" if least.linears else ""),
     )
-
-
-def with_prefetch(design: Design) -> Design:
-    """Return the design with the longest prefetch buffer in half of the blocks that it leaves, at most a section.
-
-    The other half is for what a design's own estimate leaves out: the controller's key buffer, and routing. No design
-    is chosen for the sake of the buffer.
-    """
-    left = (design.budget.bram36 - design.usage.bram36) // 2
-    for words in PREFETCH_WORD_CHOICES:
-        if words <= design.port_words and prefetch_blocks(design.ports, words) <= left:
-            return replace(design, prefetch_words=words)
-    return design
 
 
 def step_seconds(design: Design, target: Target) -> float:

@@ -277,7 +277,7 @@ def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("call_controller", "copy_answer", RESULT_WORDS // FLOATS_PER_WORD, COPY_DEPTH),
         Loop("fastcar_decide", "report", RESULT_WORDS // FLOATS_PER_WORD, COPY_DEPTH, moves=True),
     )
-    loops = control_loops(ControlWork(ControlOp.GATE, work.control, work.rows + 2))
+    loops = control_loops(ControlWork(ControlOp.GATE, work.control))
     # Of what the controller reads, only a network is not on chip.
     gate = tuple(loop if loop.process in NETWORK_LOOPS else replace(loop, moves=False) for loop in loops)
     kept = Loop("keep_inputs", "keep_words", decide.count, READ, moves=True)

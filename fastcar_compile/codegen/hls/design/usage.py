@@ -128,8 +128,7 @@ class Buffers:
 
     Args:
         inputs: floats of a row. tile, tile_words, tile_sums, head_words: of a tile on one port.
-        channel_words: of one channel's weights. prefetch_words: of the prefetch buffer on one port.
-        uram: whether tiles are in UltraRAM.
+        channel_words: of one channel's weights. uram: whether tiles are in UltraRAM.
     """
 
     inputs: int
@@ -138,7 +137,6 @@ class Buffers:
     tile_sums: int
     head_words: int
     channel_words: int
-    prefetch_words: int
     uram: bool
 
 
@@ -179,7 +177,6 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
     select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
     around = sums + packs + select
-    prefetch = prefetch_blocks(ports, buffers.prefetch_words)
     tile_uram = 2 * ports * uram_blocks(WORD_BITS, buffers.tile_words) if buffers.uram else 0
     return Usage(
         lut=around
@@ -204,18 +201,9 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
         + READS.blocks(axi_words * WORD_BYTES, ports // axi_words)
         + READS.blocks(WORD_BYTES, ROW_PORTS)
         + WRITES.blocks(WORD_BYTES)
-        + BASE_BRAM
-        + prefetch,
+        + BASE_BRAM,
         uram=tile_uram,
     )
-
-
-def prefetch_blocks(ports: int, words: int) -> int:
-    """Return the BRAM36 blocks of a prefetch buffer of `words` words on each port.
-
-    It is a static array, which C++ sets to zero, so it is never in UltraRAM.
-    """
-    return bram_blocks(WORD_BITS, words, ports) if words else 0
 
 
 def multipliers(rows: int, ports: int) -> int:
@@ -259,7 +247,7 @@ def _float_operators(mlp: MlpSpec, product: Product) -> _Operators:
 
 
 def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> list[tuple[int, int, int]]:
-    """Return (copies, bits, depth) of every buffer but the prefetch buffer, and tiles in UltraRAM.
+    """Return (copies, bits, depth) of every buffer but tiles in UltraRAM.
 
     The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.
     """

@@ -1,8 +1,7 @@
-"""The score unit and DRS controller of an artifact, in C simulation or on a board: it decides and dispatches."""
+"""The score unit and DRS controller of an artifact, in C simulation or on a board: it decides which rows compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,13 @@ from fastcar_compile.drs.inputs import GateInputs, pack_inputs
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.drs.result import RESULT_WORDS, read_result
 from fastcar_compile.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.drs.table import MAX_ROWS, NO_LAYER, Status
+from fastcar_compile.drs.table import MAX_ROWS, Status
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
 
 Array = NDArray[Any]
 
-_EMPTY = np.zeros((0, 4), np.float32)
-_NO_CHAIN = np.zeros(MAX_ROWS, np.int32)
-_CALL = ("crc", "layer", "step", "query_words", "key_words", "held", "capacity")
+_CALL = ("crc", "layer", "step", "query_words", "key_words")
 """Scalars of a call that play no part in a load."""
 
 _WORD_BYTES = 16
@@ -36,7 +33,6 @@ class Controller:
         self._unit = unit
         self._networks: dict[int, Buffer] = {}
         self._crc = 0  # of the table loaded last, which the kernel compares with the one on chip
-        self._words = unit.argument("result").bytes // 4
 
     def load(self, table: bytes) -> Status:
         """Load a control table, any bytes, and return the result of its checks.
@@ -56,19 +52,8 @@ class Controller:
         room = np.zeros(key_words * _WORD_BYTES, np.uint8)
         self._networks[layer] = self._unit.make_buffer("key", np.concatenate([room, network.view(np.uint8)]))
 
-    def run(self, call: LayerCall, rows: int, capacity: int | None = None) -> LayerTrace:
-        """Return the decision for one layer with the table that was loaded.
-
-        Args:
-            rows: of the batch. capacity: records at most; None: as many as `result` holds.
-        """
-        self.prepare(call, capacity)
-        self._unit.set({"op": Op.GATE})
-        self._unit.run()
-        return self.answer(rows)
-
-    def prepare(self, call: LayerCall, capacity: int | None = None) -> None:
-        """Set the controller's arguments of a call, but for `op`; the mask is the engine's."""
+    def run(self, call: LayerCall, rows: int) -> LayerTrace:
+        """Return the decision for one layer, for `rows` rows of the batch, with the table that was loaded."""
         unit = self._unit
         chain = np.zeros(MAX_ROWS, np.int32)
         chain[: len(call.chain)] = call.chain
@@ -80,20 +65,17 @@ class Controller:
             unit.bind("key", self._networks[call.layer])
         unit.set(
             {
+                "op": Op.GATE,
                 "table_bytes": 0,
                 "crc": self._crc,
                 "layer": call.layer,
                 "step": call.step,
                 "query_words": len(call.query),
                 "key_words": len(call.key),
-                "held": NO_LAYER if call.held is None else call.held,
-                "capacity": (self._words - RESULT_WORDS) // 2 if capacity is None else capacity,
             }
         )
-
-    def answer(self, rows: int) -> LayerTrace:
-        """Return what the kernel wrote into `result`, for `rows` rows of the batch."""
-        return read_result(self._unit.read("result", 4 * self._words).view(np.uint32), rows)
+        unit.run()
+        return read_result(unit.read("result", 4 * RESULT_WORDS).view(np.uint32), rows)
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ class LiveTable:
 
 
 class GateController:
-    """Decides and dispatches layer by layer through the controller.
+    """Decides layer by layer through the controller.
 
     Args:
         controller: that is asked. table: drs/table.bin; it is loaded here.
@@ -152,8 +134,8 @@ class GateController:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the last forward and empty the prefetch buffer."""
-        self._step, self._held = 0, None
+        """Forget the last forward."""
+        self._step = 0
         self._traces: dict[int, LayerTrace] = {}
 
     def start(self, step: int, thresholds: Array) -> None:
@@ -170,7 +152,6 @@ class GateController:
         changed = self._live.follow(thresholds)
         if changed is not None:
             self._load(changed)
-            self._held = None
 
     def decide(self, layer: int, inputs: GateInputs[Array], chain: Array) -> GateDecision:
         """Return the decision for one layer.
@@ -190,44 +171,19 @@ class GateController:
         """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""
         return self._live.decides(layer)
 
-    def dispatched(self, layer: int) -> LayerTrace:
-        """Return what was dispatched last for a layer in this forward."""
-        return self._traces[layer]
-
-    def following(self, layer: int) -> int:
-        """Return the layer whose weights a decision for this one may prefetch."""
-        return (layer + 1) % self._live.table.layers
-
-    def execute(self, layer: int, mask: int, launch: Callable[[], Array]) -> Array:
-        """Return what `launch` returns: it runs the engine, which executes what was dispatched for the layer.
-
-        Args:
-            mask: bit b = 1: row b computes. Of a layer without a gate it is the Index Register.
-
-        Raises:
-            InternalError: the mask is not what was decided. BackendError: the controller stopped.
-        """
-        if self.decides(layer) and self.dispatched(layer).index_register != mask:
-            raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller dispatched")
-        self._controller.prepare(LayerCall(layer, self._step, _EMPTY, _EMPTY, _NO_CHAIN, self._held))
-        rows = launch()
-        trace = self._controller.answer(self._live.table.rows)
-        self._keep(layer, trace)
-        return rows
+    def require(self, layer: int, mask: int) -> None:
+        """Raise InternalError where bit b of a layer's `mask`, 1: row b computes, is not what was decided for row b."""
+        if self.decides(layer) and self._traces[layer].index_register != mask:
+            raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller decided")
 
     def _load(self, table: bytes) -> None:
         self._require(self._controller.load(table), "loading the DRS table")
 
     def _run(self, layer: int, query: Array, key: Array, chain: Array) -> LayerTrace:
-        call = LayerCall(layer, self._step, query, key, chain, self._held)
-        trace = self._controller.run(call, self._live.table.rows)
-        self._keep(layer, trace)
-        return trace
-
-    def _keep(self, layer: int, trace: LayerTrace) -> None:
+        trace = self._controller.run(LayerCall(layer, self._step, query, key, chain), self._live.table.rows)
         self._require(trace.status, f"layer {layer}")
-        self._held = trace.held
         self._traces[layer] = trace
+        return trace
 
     @staticmethod
     def _require(status: Status, where: str) -> None:

@@ -1,4 +1,4 @@
-"""The calls of the engine on a unit: MLPs, linears, and filling the prefetch buffer.
+"""The calls of the engine on a unit: MLPs and linears.
 
 hls_templates/host/fastcar_accelerator.hpp is the same in C++.
 """
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.offload import Op, Prefetch
+from fastcar_compile.artifact.offload import Op
 from fastcar_compile.artifact.sections import ProductPart
-from fastcar_compile.drs.table import NO_LAYER
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
 
@@ -55,39 +54,17 @@ class Engine:
         parts = stream.reshape(len(self._ports), section)
         return [self.unit.make_buffer(port, part) for port, part in zip(self._ports, parts, strict=True)]
 
-    def mlp(
-        self, x: Array, index_register: int, cached: Array, weights: Sequence[Buffer], *, held: bool = False
-    ) -> Array:
-        """Return the rows of an MLP of no layer, which the controller has no part in, float32 [B, H].
-
-        Args:
-            x: float32 [B, H].
-            index_register: bit b = 1: row b computes, 0: row b is copied from `cached`.
-            cached: float32 [B, H].
-            weights: buffers of `load`; not read when no row computes.
-            held: the prefetch buffer holds the beginning of these weights, and is read instead of it.
-        """
-        self.unit.set({"layer": NO_LAYER, "prefetch": Prefetch.HELD if held else Prefetch.MEMORY})
-        return self.execute(x, index_register, cached, weights)
-
-    def execute(self, x: Array, index_register: int, cached: Array, weights: Sequence[Buffer]) -> Array:
-        """Return the rows of one layer's MLP, float32 [B, H]; the arguments of the controller are set.
+    def mlp(self, x: Array, index_register: int, cached: Array, weights: Sequence[Buffer]) -> Array:
+        """Return the rows of one MLP, float32 [B, H].
 
         Args:
             x, cached: float32 [B, H].
-            index_register: bit b = 1: row b computes; of a layer whose gate the host decides.
-            weights: buffers of `load`.
+            index_register: bit b = 1: row b computes, 0: row b is copied from `cached`.
+            weights: buffers of `load`; not read when no row computes.
         """
         self._write_rows("cached", cached, self.hidden)
         self.unit.set(_MLP)
         return self._run(x, index_register, weights, self.hidden, self.hidden)
-
-    def prefetch(self, weights: Sequence[Buffer]) -> None:
-        """Fill the prefetch buffer with the beginning of these weights; no row is touched."""
-        self.unit.fill("x", "cached", *_CONTROLLED)
-        self.unit.set(_MLP | {"layer": NO_LAYER, "prefetch": Prefetch.FILL, "index_register": ALL_ROWS})
-        self.bind(weights)
-        self.unit.run()
 
     def linear(self, x: Array, call: ProductPart, weights: Sequence[Buffer], rows: int = ALL_ROWS) -> Array:
         """Return the rows of one linear call, float32 [B, N].
@@ -98,7 +75,7 @@ class Engine:
         """
         self.unit.fill("cached")
         self.unit.set({name: getattr(call, name) for name in ("inputs", "channels", "tile", "tiles")})
-        self.unit.set({"op": Op.LINEAR_BIAS if call.bias else Op.LINEAR, "prefetch": Prefetch.MEMORY})
+        self.unit.set({"op": Op.LINEAR_BIAS if call.bias else Op.LINEAR})
         return self._run(x, rows, weights, call.inputs, call.channels)
 
     def _run(self, x: Array, index_register: int, weights: Sequence[Buffer], inputs: int, outputs: int) -> Array:
@@ -112,7 +89,7 @@ class Engine:
         return np.ascontiguousarray(rows.view(np.float32)[:, :outputs])
 
     def bind(self, weights: Sequence[Buffer]) -> None:
-        """Make the weight ports read these buffers: of the call's stream, or for a decision of the next layer's."""
+        """Make the weight ports read these buffers."""
         self.unit.fill("x", "cached")
         for port, buffer in zip(self._ports, weights, strict=True):
             self.unit.bind(port, buffer)

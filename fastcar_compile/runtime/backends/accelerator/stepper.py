@@ -44,9 +44,8 @@ def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeU
 class AcceleratorStepper(CpuStepper):
     """CpuStepper whose gates, MLPs and offloaded linears run on an accelerator. Prefill stays on the host.
 
-    The score unit gets what the gate reads and decides; the array executes what the DRS controller dispatched. Of a
-    layer whose gate the host decides, the host's mask is the Index Register. The host sequences the linears; they are
-    not in the DRS table, which schedules the rows of MLPs.
+    The score unit gets what the gate reads and decides. The host gives the array the Index Register that the DRS
+    controller decided, or its own mask in a layer whose gate it decides itself.
 
     Args:
         unit: the artifact's kernel on a device.
@@ -71,7 +70,7 @@ class AcceleratorStepper(CpuStepper):
         super().__init__(library, decoder, artifact.arrays(), options.threads, decode="offload")
 
     def reset(self) -> None:
-        """Set every state but the context's to zero and empty the prefetch buffer."""
+        """Set every state but the context's to zero."""
         super().reset()
         self._gate.reset()
 
@@ -82,21 +81,17 @@ class AcceleratorStepper(CpuStepper):
             return super().decode(inputs, position, step, thresholds)
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
-        """Return replay, score and chain of one layer.
-
-        When no row computes, the same launch fills the prefetch buffer with the beginning of the next layer's weights.
-        """
-        self._engine.bind(self._weights[f"layer_{self._gate.following(layer)}"])
+        """Return replay, score and chain of one layer."""
         decision = self._gate.decide(layer, inputs, chain)
         return decision.replay, decision.score, decision.chain
 
     def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:
-        """Return the rows of one layer's MLP: those that the controller dispatched, the others from `cached`."""
+        """Return the rows of one layer's MLP; replayed rows are those of `cached`."""
         wanted = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
+        self._gate.require(layer, wanted)
         if not wanted:  # nothing to launch
             return cached
-        weights = self._weights[f"layer_{layer}"]
-        return self._gate.execute(layer, wanted, lambda: self._engine.execute(x, wanted, cached, weights))
+        return self._engine.mlp(x, wanted, cached, self._weights[f"layer_{layer}"])
 
     def linear(self, name: str, x: Array) -> Array:
         """Return every row of one linear call."""

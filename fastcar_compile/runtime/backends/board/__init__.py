@@ -12,7 +12,7 @@ from fastcar_compile.runtime.backends.board.memory import require_contiguous
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
     """Open an artifact on the board; see OpenStepper.
 
-    The kernel keeps what was loaded and dispatched, so a program has it for itself.
+    The kernel keeps what was loaded, so a program has it for itself.
 
     Raises:
         BackendError: pyxrt, the device or the xclbin is missing, the xclbin is of another design, or Linux has reserved

@@ -81,7 +81,7 @@ def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, by
 def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile a project (as `emit_hls` writes it) in `build_dir`, or take the library already built; load a copy.
 
-    Each call is an accelerator of its own: the engine keeps its prefetch buffer from call to call, and a process loads
+    Each call is an accelerator of its own: the engine keeps its control table from call to call, and a process loads
     the same file only once. The copy's file is not needed any more. The library is unloaded with the last function of
     it.
 
