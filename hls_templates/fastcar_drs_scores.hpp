@@ -98,10 +98,6 @@ void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
                                                    times(rows, header[F_ROW_KEY_WORDS]), scores);
     } else if (C::GATE == GATE_LEARNED) {
         gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, network, call.network, call.units, scores);
-    } else if (C::GATE == GATE_RANDOM) {
-        gate::random_scores(call.step, call.layer, rows, scores);
-    } else if (C::GATE == GATE_ALWAYS || C::GATE == GATE_NEVER) {
-        gate::constant_scores(C::GATE == GATE_NEVER ? float_of_bits(tas::PLUS_INFINITY) : 0.0f, rows, scores);
     } else {
         tas_scores<C>(header, words, layer, query, key, scores);
     }

@@ -25,9 +25,6 @@ static const uint32_t GATE_TAS = 1;
 static const uint32_t GATE_INPUT_DELTA = 2;
 static const uint32_t GATE_BOUND = 3;
 static const uint32_t GATE_LEARNED = 4;
-static const uint32_t GATE_ALWAYS = 5;
-static const uint32_t GATE_NEVER = 6;
-static const uint32_t GATE_RANDOM = 7;
 static const uint32_t COUPLE_CFG = 1;
 static const uint32_t WEIGHTED = 2;
 

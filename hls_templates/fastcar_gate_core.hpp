@@ -1,4 +1,4 @@
-// Scores of every gate but `tas`: plain functions over words, no streams.
+// Scores of every gate of the fabric but `tas`: plain functions over words, no streams.
 //
 // docs/reference/numerics.md, "Scores, bit for bit", defines them. Every sum is one of integers: one 64-bit addition per
 // clock closes each loop, so a word enters per clock (II = 1), and the order of the words does not matter. What is float
@@ -280,66 +280,6 @@ score_bounds:
         cached_at += shape.input_words;
         query_at += shape.heads.query_words;
         key_at += shape.heads.key_words;
-    }
-}
-
-// ---- always, never, random
-
-static const uint32_t HASH_PRIME = 0x7FFFFFFFu;  // 2^31 - 1
-static const uint32_t HASH_BY_STEP = 48271;
-static const uint32_t HASH_BY_ROW = 69621;
-static const uint32_t HASH_BY_LAYER = 16807;
-static const uint32_t HASH_ROUNDS[3] = {1234567, 89012345, 678901234};
-static const int HASH_DROPPED_BITS = 7;  // of 31, so that 24 are left
-
-// value mod 2^31 - 1, for value < 2^62: the upper bits count as many of 2^31, and 2^31 is 1.
-inline uint32_t modulo_prime(uint64_t value) {
-    FASTCAR_INLINE
-    const uint64_t folded = (value & HASH_PRIME) + (value >> 31);
-    const uint32_t again = static_cast<uint32_t>((folded & HASH_PRIME) + (folded >> 31));
-    return again >= HASH_PRIME ? again - HASH_PRIME : again;
-}
-
-// The one multiplier of the hash.
-inline uint32_t modular_product(uint32_t a, uint32_t b) {
-    FASTCAR_NO_INLINE
-    return modulo_prime(static_cast<uint64_t>(a) * b);
-}
-
-// x^5 + added, modulo the prime.
-inline uint32_t hash_round(uint32_t x, uint32_t added) {
-    FASTCAR_NO_INLINE
-    const uint32_t square = modular_product(x, x);
-    const uint32_t fifth = modular_product(modular_product(square, square), x);
-    return modulo_prime(static_cast<uint64_t>(fifth) + added);
-}
-
-// Minus a hash of (forward, layer, row) in (0, 1], for all rows. For studies: not pipelined, one multiplier.
-inline void random_scores(uint32_t step, uint32_t layer, uint32_t rows, float scores[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    const uint64_t by_step = (static_cast<uint64_t>(step) + 1u) * HASH_BY_STEP;
-    const uint64_t by_layer = (static_cast<uint64_t>(layer) + 1u) * HASH_BY_LAYER;
-    uint64_t seed = by_step + by_layer;
-score_hashes:
-    for (uint32_t row = 0; row < rows; ++row) {
-        FASTCAR_TRIPS(1, 32)
-        seed += HASH_BY_ROW;
-        uint32_t x = modulo_prime(seed);
-        x = hash_round(x, HASH_ROUNDS[0]);
-        x = hash_round(x, HASH_ROUNDS[1]);
-        x = hash_round(x, HASH_ROUNDS[2]);
-        scores[row] = -static_cast<float>((x >> HASH_DROPPED_BITS) + 1u) * power_of_two(-24);
-    }
-}
-
-// Minus a score that every row has.
-inline void constant_scores(float value, uint32_t rows, float scores[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-score_constants:
-    for (uint32_t row = 0; row < rows; ++row) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 32)
-        scores[row] = -value;
     }
 }
 

@@ -206,7 +206,7 @@ inline bool gate_input_fits(const Fields& f, const Sizes& sizes) {
 inline bool decide_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t gate = f.word[DECIDE_GATE];
-    const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_RANDOM && counts(f.word[DECIDE_STRIDE]) &&
+    const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_LEARNED && counts(f.word[DECIDE_STRIDE]) &&
                          inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
     const bool no_query = (f.word[DECIDE_SOURCE] | f.word[DECIDE_HEADS] | f.word[DECIDE_KEY_HEADS] | f.word[DECIDE_BLOCKS] |
                            f.word[DECIDE_KEYS] | f.word[DECIDE_SINKS] | f.word[DECIDE_RING]) == 0;

@@ -106,7 +106,7 @@ def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pyte
     text = str(error.value)
     assert "tokens_per_frame: 256 is assumed; the model's config gives none" in text
     assert "linear blocks.1 of layer 1: it is computed in float32; its weight is computed in the graph" in text
-    assert "gate of layers 0, 1: the host decides; the DRS controller has the gates of this package" in text
+    assert "gate of layers 0, 1: the host decides; the DRS controller has no unit for gate foreign" in text
     assert len(error.value.problems) >= 4
     assert not (tmp_path / "artifact").exists()
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT
-from fastcar_compile.drs.scores import Distance, input_delta, output_bound, random_score, score_of_network
+from fastcar_compile.drs.scores import Distance, input_delta, output_bound, score_of_network
 from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape, GateKind
 from fastcar_compile.errors import InternalError
 
@@ -20,7 +20,6 @@ Array = NDArray[Any]
 class Gate:
     """What the unit reads of a table for one layer; the fields are those of DrsTable."""
 
-    layer: int
     rows: int
     tokens_per_frame: int
     attention: AttentionShape
@@ -109,11 +108,11 @@ class Operands:
         return query.reshape(rows, shape.heads, width), key.reshape(rows, shape.kv_heads, width)
 
 
-def scores_of(gate: Gate, step: int, operands: Operands) -> Array:
+def scores_of(gate: Gate, operands: Operands) -> Array:
     """Return what is compared with the threshold, float32 [B]: the score; minus the score where small ones replay."""
     if gate.kind is GateKind.TAS:
         return _tas(gate, operands)
-    return -_SCORES[gate.kind](gate, step, operands)
+    return -_SCORES[gate.kind](gate, operands)
 
 
 def _tas(gate: Gate, operands: Operands) -> Array:
@@ -124,40 +123,25 @@ def _tas(gate: Gate, operands: Operands) -> Array:
         return tas_sums(query, key, gate.rows, gate.attention).astype(np.float32) * np.float32(gate.factor)
 
 
-def _input_delta(gate: Gate, _step: int, operands: Operands) -> Array:
+def _input_delta(gate: Gate, operands: Operands) -> Array:
     return input_delta(*operands.inputs(gate))
 
 
-def _bound(gate: Gate, _step: int, operands: Operands) -> Array:
+def _bound(gate: Gate, operands: Operands) -> Array:
     scale = Distance(gate.distance_weight, gate.factor)
     return output_bound(*operands.inputs(gate), *operands.heads(gate), scale)
 
 
-def _learned(gate: Gate, _step: int, operands: Operands) -> Array:
+def _learned(gate: Gate, operands: Operands) -> Array:
     if operands.network is None:
         raise InternalError("a call of gate `learned` has no network")
     return score_of_network(*operands.inputs(gate), operands.network)
-
-
-def _always(gate: Gate, _step: int, _operands: Operands) -> Array:
-    return np.zeros(gate.rows, np.float32)
-
-
-def _never(gate: Gate, _step: int, _operands: Operands) -> Array:
-    return np.full(gate.rows, np.inf, np.float32)
-
-
-def _random(gate: Gate, step: int, _operands: Operands) -> Array:
-    return random_score(step, gate.rows, gate.layer)
 
 
 _SCORES = {
     GateKind.INPUT_DELTA: _input_delta,
     GateKind.BOUND: _bound,
     GateKind.LEARNED: _learned,
-    GateKind.ALWAYS: _always,
-    GateKind.NEVER: _never,
-    GateKind.RANDOM: _random,
 }
 
 
@@ -172,7 +156,7 @@ def decide(gate: Gate, step: int, operands: Operands, chain: Array) -> Decision:
     rows, threshold = gate.rows, np.float32(gate.threshold)
     if gate.factor == 0:
         return Decision(np.zeros(rows, np.float32), (1 << rows) - 1, np.zeros(rows, np.int32))
-    scores = scores_of(gate, step, operands)
+    scores = scores_of(gate, operands)
     replay = (scores >= threshold) & (not gate.recomputes(step)) & (threshold != np.float32(np.inf))
     if gate.max_chain is not None:
         replay &= chain < gate.max_chain

@@ -159,7 +159,6 @@ def gate_of(data: bytes, layer: int) -> Gate:
     (threshold,) = _floats(data, HEADER_WORDS + layer, 1)
     (factor,) = _floats(data, HEADER_WORDS + header.layers + layer, 1)
     return Gate(
-        layer=layer,
         rows=header.rows,
         tokens_per_frame=header.tokens_per_frame,
         attention=header.attention,

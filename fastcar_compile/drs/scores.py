@@ -1,4 +1,4 @@
-"""Scores of every gate but `tas` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
+"""Scores of every gate of the fabric but `tas` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
 
 The constants are those of every backend. The functions add Python or int64 integers, so they share no arithmetic with
 the backends that they check.
@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.drs.score import (
-    COSINE_BITS,
-    HASH_BITS,
-    HASH_FACTORS,
-    HASH_PRIME,
-    HASH_ROUNDS,
-    TAS_FRACTION_BITS,
-    TAS_LIMIT,
-)
+from fastcar_compile.drs.score import COSINE_BITS, TAS_FRACTION_BITS, TAS_LIMIT
 from fastcar_compile.drs.table import FLOATS_PER_WORD
 
 Array = NDArray[Any]
@@ -173,15 +165,3 @@ def _network(features: Array, w1: Array, b1: Array, w2: Array, b2: np.float32) -
     if not np.isfinite(hidden).all():
         return np.float32(np.nan)
     return np.float32(fixed_products(w2, np.array(hidden, np.float32)).sum()) * np.float32(2.0**-TAS_FRACTION_BITS) + b2
-
-
-def random_score(step: int, rows: int, layer: int) -> Array:
-    """Return the hash of (forward, layer, row), float32 [B]."""
-    by_step, by_row, by_layer = HASH_FACTORS
-    found: list[float] = []
-    for row in range(rows):
-        x = (step + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer
-        for constant in HASH_ROUNDS:
-            x = (pow(x, 5, HASH_PRIME) + constant) % HASH_PRIME
-        found.append((x // 2 ** (31 - HASH_BITS) + 1) * 2.0**-HASH_BITS)
-    return np.array(found, np.float32)

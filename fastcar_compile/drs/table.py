@@ -47,9 +47,6 @@ class GateKind(IntEnum):
     INPUT_DELTA = 2
     BOUND = 3
     LEARNED = 4
-    ALWAYS = 5
-    NEVER = 6
-    RANDOM = 7
 
     @property
     def at_most(self) -> bool:

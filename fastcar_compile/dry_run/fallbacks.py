@@ -107,8 +107,8 @@ def _gates(program: DecoderProgram) -> Iterator[Fallback]:
         if site.replay is not None and not decided_on_accelerator(site.replay.gate):
             layers[site.replay.gate].append(site.layer)
     for gate, found in layers.items():
-        reason = f"the DRS controller has the gates of this package, and {gate} is of another one"
-        hint = "choose a gate of docs/reference/gates.md"
+        reason = f"the DRS controller has no unit for gate {gate}"
+        hint = "choose one that it has: tas, input_delta, bound, learned"
         place, what = tuple(found), "gate"
         yield Fallback(kind="gate", what=what, layers=place, instead="the host decides", reason=reason, hint=hint)
 

@@ -119,5 +119,8 @@ def _those(fact: str) -> str:
 
 
 def decided_on_accelerator(gate: str) -> bool:
-    """Return whether the accelerator's controller has this gate: all of this package. The host decides the others."""
+    """Return whether the accelerator's controller has this gate: those of this package that are no study.
+
+    The host decides the others.
+    """
     return gate in _BUILT_IN and gate.upper() in GateKind.__members__

@@ -24,8 +24,8 @@ fastcar = torch.ops.fastcar
 class OffloadGate(Pass):
     """Let the accelerator decide which rows replay; prefill has no gate.
 
-    1. Matches a gate whose name the controller has: every gate of this package. A gate of another package stays on the
-       host, and its mask is the Index Register.
+    1. Matches a gate that the controller has a unit for (`decided_on_accelerator`). Any other gate stays on the host,
+       and its mask is the Index Register.
     2. Makes `replay, score, count = fastcar.offloaded_gate(query, key_cache, x, cached, counts of this slot, …)` with
        what the score reads; the others are None.
     3. The new chain counts are those of the accelerator.

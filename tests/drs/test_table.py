@@ -37,7 +37,7 @@ WIDE = table_for(attention=AttentionShape(LIMITS.query_words + 1, 1, 4)).to_byte
 """A row of q is one word longer than the hardware's loop."""
 
 
-OTHER = table_for(gate=GateScore(GateKind.RANDOM)).to_bytes()
+OTHER = table_for(gate=GateScore(GateKind.INPUT_DELTA, 8)).to_bytes()
 HEAVY = table_for(attention=AttentionShape(2, 1, 2), gate=GateScore(heads=(((1, 0.5),), None, None))).to_bytes()
 MANY = table_for(attention=AttentionShape(LIMITS.heads + 1, 1, 1), gate=GateScore(heads=(((0, 1.0),),) * 3)).to_bytes()
 """One query head more has a weight than the hardware has room for."""
@@ -73,7 +73,7 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "no tokens per frame": (header("tokens_per_frame", 0), Status.BAD_HEADER),
     "gate 0": (header("gate", 0), Status.BAD_HEADER),
     "gate of another kernel": (OTHER, Status.BAD_HEADER),
-    "gate that is not there": (header("gate", 8), Status.BAD_HEADER),
+    "gate that is not there": (header("gate", 5), Status.BAD_HEADER),
     "unknown flag": (header("flags", 4, PAIRS), Status.BAD_HEADER),
     "pairs of an odd batch": (header("flags", 1), Status.BAD_HEADER),
     "max_chain 0": (header("max_chain", 0), Status.BAD_HEADER),
@@ -220,7 +220,7 @@ def scores(layers: int, heads: int) -> st.SearchStrategy[GateScore]:
     chosen = st.one_of(st.none(), st.lists(st.tuples(st.integers(0, heads - 1), floats), max_size=3).map(tuple))
     weighted = st.lists(chosen, min_size=layers, max_size=layers).map(tuple)
     return st.one_of(
-        st.sampled_from([GateScore(GateKind[name]) for name in ("TAS", "ALWAYS", "NEVER", "RANDOM")]),
+        st.just(GateScore()),
         st.builds(lambda heads: GateScore(heads=heads), weighted),
         st.builds(lambda width: GateScore(GateKind.INPUT_DELTA, width), widths),
         st.builds(lambda width, units: GateScore(GateKind.LEARNED, width, units), widths, units),
@@ -286,8 +286,8 @@ def test_impossible_tables_are_refused_with_every_reason(arguments: tuple[Any, .
         ({"refresh_every": 2**28}, r"a refresh every 4294967296 forwards \(16 to 4294967295\)"),
         ({"gate": GateScore(width=8)}, r"an input of 8 elements for gate tas \(1 to 65536 if read, else 0\)"),
         ({"gate": GateScore(GateKind.BOUND, 8)}, r"a distance weight of 0.0 for gate bound"),
-        ({"gate": GateScore(GateKind.RANDOM, units=2)}, "a network of 2 units for gate random"),
-        ({"gate": GateScore(GateKind.RANDOM, heads=(None, ()))}, "chosen heads for gate random"),
+        ({"gate": GateScore(GateKind.INPUT_DELTA, 8, units=2)}, "a network of 2 units for gate input_delta"),
+        ({"gate": GateScore(GateKind.INPUT_DELTA, 8, heads=(None, ()))}, "chosen heads for gate input_delta"),
         ({"gate": GateScore(heads=(((1, 1.0),), None, None))}, "heads of 3 layers for 2 layers; head 1 of 1"),
         ({"attention": AttentionShape(0, 1, 0)}, r"heads = 0 \(1 to 65535\); head_dim = 0 \(1 to 65535\)"),
     ],

@@ -191,6 +191,21 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
 
 
 @pytest.mark.usefixtures("cache")
+def test_the_host_decides_a_study(tmp_path: Path) -> None:
+    """The controller has no unit for it: the host's mask is the Index Register."""
+    made = built(fc.ReplayConfig(gate="random"), tmp_path / "random")
+    section = made.manifest.accelerator
+    assert section is not None
+    assert section.controller.gated_layers == ()
+    cpu, simulated = (made.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
+    logits, decisions = decoded(cpu, np.full(LAYERS, 0.5))
+    found, same = decoded(simulated, np.full(LAYERS, 0.5))
+    assert 0 < decisions[FRAME:].mean() < 1
+    np.testing.assert_array_equal(same, decisions)
+    np.testing.assert_array_equal(found, logits)
+
+
+@pytest.mark.usefixtures("cache")
 def test_no_threshold_is_never(artifact: fc.Artifact) -> None:
     session = artifact.session("hls-csim")
     session.set_threshold(None)

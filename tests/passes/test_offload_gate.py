@@ -60,9 +60,8 @@ SCORES: dict[str, Callable[[GateInputs[Tensor], float, int], Tensor]] = {
     "heads": lambda v, scale, _t: fastcar.tas_heads(*heads_of(v), AT, 1, scale, [1], [-0.5]),
     "input_delta": lambda v, _s, _t: fastcar.input_delta(v.x, v.cached),
     "bound": lambda v, _s, _t: fastcar.output_bound(v.x, v.cached, *heads_of(v), AT, 1, 0.1),
-    "random": lambda _v, _s, t: fastcar.random_score(torch.tensor([t]), BATCH, 0),
 }
-READ = {"tas": "qk", "heads": "qk", "input_delta": "xc", "bound": "qkxc", "random": ""}
+READ = {"tas": "qk", "heads": "qk", "input_delta": "xc", "bound": "qkxc"}
 """What the unit is given: q and key, x and the cached x."""
 
 
@@ -92,7 +91,7 @@ def test_every_layer_has_its_own_call() -> None:
 @pytest.mark.parametrize("rules", [(2, False, 0), (2, True, 2)])
 @pytest.mark.parametrize(
     ("gate", "threshold"),
-    [("tas", 0.0), ("tas", -INF), ("heads", 0.0), ("input_delta", 0.5), ("bound", 0.6), ("random", 0.5)],
+    [("tas", 0.0), ("tas", -INF), ("heads", 0.0), ("input_delta", 0.5), ("bound", 0.6)],
 )
 def test_decisions_scores_and_outputs_stay_the_same(gate: str, threshold: float, rules: tuple[int, bool, int]) -> None:
     max_chain, coupled, refresh = rules
@@ -125,9 +124,11 @@ def test_chain_counts_are_those_that_the_unit_returns() -> None:
     assert torch.equal(backend._state["chain_count_0"], counts)
 
 
-def test_a_gate_of_another_package_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where its score is an operator that the controller has: the table says nothing of it."""
-    program = after(*analysis_pipeline(), InsertReplay((1.5,), gate=foreign.register(monkeypatch)))
+@pytest.mark.parametrize("gate", ["foreign", "random"])
+def test_a_gate_without_a_unit_stays_on_the_host(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another package even where its score is an operator that the controller has."""
+    foreign.register(monkeypatch)
+    program = after(*analysis_pipeline(), InsertReplay((1.5,), gate=gate))
     before = everything(program)
     assert OffloadGate().apply(program) is False
     assert everything(program) == before

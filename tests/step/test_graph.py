@@ -100,7 +100,7 @@ def llama_step() -> DecoderProgram:
 
 REPLAYS: dict[str, dict[str, Any]] = {
     "tas": {"gate": "tas", "threshold": 0.0, "heads": [{0: 1.0, 3: -0.5}, None]},
-    "input_delta": {"gate": "input_delta", "threshold": 1.2, "max_chain": 1},
+    "input_delta": {"gate": "input_delta", "threshold": [None, 1.2], "max_chain": 1},
     "bound": {"gate": "bound", "threshold": 1.2, "couple_cfg": True, "max_chain": 2},
     "learned": {
         "gate": "learned",
@@ -108,8 +108,6 @@ REPLAYS: dict[str, dict[str, Any]] = {
         "gate_weights": networks(SIZES["hidden_size"], 3, 5),
         "refresh_every": 3,
     },
-    "always": {"gate": "always", "max_chain": 1},
-    "random": {"gate": "random", "threshold": [None, 0.6]},
 }
 """Chosen heads, pairs, the end of a chain, a refresh, a layer without a gate."""
 
@@ -186,8 +184,9 @@ def test_what_a_step_program_cannot_express_is_refused(replaying: Captured) -> N
         step_sources(program, replaying.plan)
 
 
-def test_a_gate_of_another_package_is_refused(llama_step: DecoderProgram, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay = ReplayConfig(gate=register(monkeypatch))
-    made = compiled(copy.deepcopy(llama_step), quant="w8a8", replay=replay)
-    with pytest.raises(CompileError, match="the host decides gate 'foreign' of another package"):
+@pytest.mark.parametrize("gate", ["foreign", "random"])
+def test_a_gate_of_the_host_is_refused(llama_step: DecoderProgram, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+    made = compiled(copy.deepcopy(llama_step), quant="w8a8", replay=ReplayConfig(gate=gate))
+    with pytest.raises(CompileError, match=f"the host decides gate '{gate}', and has no part in a step"):
         step_sources(made.program, made.plan)

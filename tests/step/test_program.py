@@ -31,7 +31,7 @@ PLAIN = build_step(plan(replace(HEADS, rotary=0)))
 GATED = build_step(plan(replay=ReplayPlan(7, (False, True))))
 BOUND = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.BOUND)))
 LEARNED = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.LEARNED, units=(0, 3))))
-RANDOM = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.RANDOM)))
+DELTA = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.INPUT_DELTA)))
 
 
 PROGRAMS = {
@@ -41,7 +41,7 @@ PROGRAMS = {
     "tas": GATED,
     "bound": BOUND,
     "learned": LEARNED,
-    "random": RANDOM,
+    "input_delta": DELTA,
 }
 
 
@@ -75,7 +75,7 @@ def test_a_layer() -> None:
 
 def test_a_gate_finds_what_it_reads() -> None:
     """q is where attention reads it, and nothing overwrites it before DECIDE. What is not read has no field."""
-    for program in (GATED, BOUND, LEARNED, RANDOM):
+    for program in (GATED, BOUND, LEARNED, DELTA):
         listed = list(program.instructions)
         (at,) = (i for i, instruction in enumerate(listed) if isinstance(instruction, Decide))
         decide, first = listed[at], next(i for i in range(at) if listed[i].layer == 1)
@@ -140,7 +140,7 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; END in the middle, at no end."""
     sizes = GATED.sizes
     every = ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions")
-    for program in (GATED, BOUND, LEARNED, RANDOM):
+    for program in (GATED, BOUND, LEARNED, DELTA):
         for name in ("replay_words", *every):
             smaller = replace(program, sizes=replace(program.sizes, **{name: getattr(program.sizes, name) - 1}))
             assert answer(cores, smaller.to_bytes()) is Status.BAD_INSTRUCTION, name
@@ -157,7 +157,7 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
 
 def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
     """Each gate in the place of each: its fields are not those that it reads. Each field one too large."""
-    for program in (GATED, BOUND, LEARNED, RANDOM):
+    for program in (GATED, BOUND, LEARNED, DELTA):
         (decide,) = (i for i in program.instructions if isinstance(i, Decide))
 
         def judged(changed: Decide, listed: StepProgram = program) -> Status:
@@ -178,7 +178,7 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
 def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     """Words replaced by likely ones, in programs of all kinds."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
-    damaged = [program.to_bytes() for program in (NORMED, PLAIN, GATED, BOUND, LEARNED, RANDOM)]
+    damaged = [program.to_bytes() for program in (NORMED, PLAIN, GATED, BOUND, LEARNED, DELTA)]
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
         data = damaged[round_number % len(damaged)]

@@ -22,9 +22,9 @@ DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
     "bound": decoder(NORMED, "w4a8", Gates(GateKind.BOUND, 1.5, couple_cfg=True, max_chain=2), axi_bits=256),
     "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
-    "random": decoder(ROTATED, "w8a8", Gates(GateKind.RANDOM, 0.6, gated=(True, False), max_chain=2)),
+    "input_delta": decoder(ROTATED, "w8a8", Gates(GateKind.INPUT_DELTA, 1.2, gated=(True, False), max_chain=2)),
 }
-"""Both quantisations. Gates that read q, q and x, x and a network, and nothing. The second has two weight ports on an
+"""Both quantisations. Gates that read q, q and x, x and a network, and x. The second has two weight ports on an
 AXI port, and three query heads per key head, in runs of two and one."""
 
 PROMPT = 4
@@ -146,6 +146,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
     assert kernel.load(b"no program") == Status.TOO_SHORT
     refused(StepStatus.NOT_LOADED, 0)
     assert kernel.launch(op=7) == (StepStatus.NOT_LOADED, 0)
+    unread = dict.fromkeys((field.name for field in fields(Decide)[4:]), 0)
     for kind, changes in (
         (Linear, {"weights": last}),
         (Linear, {"source": Place.X}),
@@ -153,7 +154,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         (Mlp, {"target": Place.K}),
         (Attend, {"source": Place.X}),
         (Decide, {"layer": LAYERS}),
-        (Decide, {**dict.fromkeys((field.name for field in fields(Decide)[4:]), 0), "gate": GateKind.NEVER}),
+        (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "input": Place.A, "count": 1}),
     ):
         number = next(n for n, i in enumerate(program.instructions) if isinstance(i, kind))
         assert kernel.load(with_changed(program, kind, **changes).to_bytes()) == Status.OK

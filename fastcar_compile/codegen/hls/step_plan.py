@@ -174,7 +174,7 @@ def _replay(program: DecoderProgram) -> ReplayPlan | None:
     found = {site.replay.gate: site for site in program.sites if site.replay is not None}
     foreign = [
         CompileError(
-            f"no step program: the host decides gate {gate!r} of another package, and has no part in a step",
+            f"no step program: the host decides gate {gate!r}, and has no part in a step",
             where=site.source,
             hint=_HINT,
         )

@@ -37,9 +37,6 @@ from fastcar_compile.drs.table import (
 ROOT_DEPTH = 25 * INTEGER
 """A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""
 
-HASH_PRODUCTS = 9
-"""Products of a hash, one after the other (hash_round of fastcar_gate_core.hpp)."""
-
 REMAINDER_BITS = 32
 """Bits of the number of a forward, one per clock."""
 
@@ -217,14 +214,6 @@ def _bound(shape: ControlShape) -> tuple[Loop, ...]:
     )
 
 
-def _constant(_shape: ControlShape) -> tuple[Loop, ...]:
-    return (Loop("constant_scores", "score_constants", 1, WRITE),)
-
-
-def _random(_shape: ControlShape) -> tuple[Loop, ...]:
-    return (Loop("random_scores", "score_hashes", 1, HASH_PRODUCTS * (MULTIPLY + 3 * INTEGER) + TO_FLOAT + WRITE),)
-
-
 def _learned(shape: ControlShape) -> tuple[Loop, ...]:
     padded = shape.input_words + shape.input_words % 2
     # The first word of a network is its number of units; every row reads the others.
@@ -250,9 +239,6 @@ SCORE_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
     GateKind.INPUT_DELTA: _input_delta,
     GateKind.BOUND: _bound,
     GateKind.LEARNED: _learned,
-    GateKind.ALWAYS: _constant,
-    GateKind.NEVER: _constant,
-    GateKind.RANDOM: _random,
 }
 """By gate: the loops of one row's score."""
 

@@ -54,9 +54,6 @@ UNIT_BITS = 160
 ROOT_LUT, ROOT_FF = 1_400, 1_500
 """A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
 
-HASH_DSP = 4
-"""31 by 31 bits."""
-
 HEAD_SUM_BITS = 192
 """Gate `bound` keeps three sums of 64 bits per query head."""
 
@@ -112,9 +109,6 @@ SCORE_UNITS = {
         FLOATS_PER_WORD * SUBTRACT_DSP + BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP,
         FLOATS_PER_WORD + BFLOATS_PER_WORD + 1,
     ),
-    GateKind.ALWAYS: ScoreUnit(0, 0),
-    GateKind.NEVER: ScoreUnit(0, 0),
-    GateKind.RANDOM: ScoreUnit(HASH_DSP, 0),
 }
 """By gate: four changes per clock and two magnitudes each; for `bound` also three products of four lanes per clock, and per
 head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
