@@ -51,7 +51,7 @@ class Kernel:
     def decided(self, layer: int) -> list[bool]:
         """Which rows computed, by the answer of the layer's controller in the report."""
         words = self.memory["report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
-        return [bool(words[2] >> b & 1) for b in range(self.step.sizes.rows)]
+        return [bool(words[1] >> b & 1) for b in range(self.step.sizes.rows)]
 
     def launch(self, op: int, size: int = 0, position: int = 0, step: int = 0) -> tuple[int, int]:
         """Launch once; return the status, and the number of the instruction that was refused."""
