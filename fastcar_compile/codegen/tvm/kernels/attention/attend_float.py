@@ -40,6 +40,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
     @inlined
     def attend(o, heads, rows):
         weights = T.alloc_buffer((KEY_BLOCK,), "float32")
+        # dot: partial sums of four keys. acc: the accumulator of one query head. Both stay in registers in their loops.
         dot = T.alloc_buffer((PARALLEL_KEYS * lanes,), "float32")
         acc = T.alloc_buffer((d,), "float32")
         stat = T.alloc_buffer((3,), "float32")
@@ -59,6 +60,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
 def _logits(rows_of: RowFormat, rule: LogitRule) -> Callable[..., None]:
     """Return the macro (o, step, block, dot): the block's weights become logits, its m their maximum with m."""
     lanes, lines = vector_lanes(rows_of.dim), -(-rows_of.bytes // LINE)
+    # The vectors that share a block's exponent are one step: they are multiplied by its power of two together.
     stride = lanes * rows_of.vectors_of_block(lanes)
 
     def query(o: Operands, step: Step) -> Row:
@@ -76,11 +78,14 @@ def _logits(rows_of: RowFormat, rule: LogitRule) -> Callable[..., None]:
 
     @inlined
     def logits(o, step, block, dot):
+        # part: four keys, of which those past the last row are the last row again. `weigh_block` makes their weights 0.
         for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
             for r in T.unroll(PARALLEL_KEYS):
                 for v in T.vectorized(lanes):
                     dot[r * lanes + v] = T.float32(0)
+            # Only the first query head prefetches: the others find the rows in the first-level cache.
             if step.rows.ahead is not None and step.g == 0:
+                # r: unrolled, the lines of four rows, line r % lines of row r // lines.
                 for r in T.unroll(PARALLEL_KEYS * lines):
                     T.evaluate(
                         prefetch(
@@ -93,9 +98,11 @@ def _logits(rows_of: RowFormat, rule: LogitRule) -> Callable[..., None]:
                         )
                     )
             multiply(o, step, part, dot)
+            # The sum across lanes has one order on every instruction set. `attend_heads` repeats it.
             for r in T.unroll(PARALLEL_KEYS):
                 add_lanes(dot, r * lanes, lanes)
                 block.weights[part * PARALLEL_KEYS + r] = rule.logit(dot[r * lanes])
+                # T.max gives its second operand where one is NaN: a NaN is no maximum.
                 block.stat[M] = T.max(block.weights[part * PARALLEL_KEYS + r], block.stat[M])
 
     return logits
@@ -121,6 +128,7 @@ def _add_values(rows_of: RowFormat) -> Callable[..., None]:
 
     @inlined
     def add_values(o, step, block, acc):
+        # The sums so far are relative to the old maximum: the decay rescales l and acc to the new one.
         block.stat[L] = o.state.l[step.slot] * block.stat[DECAY]
         for c in T.unroll(d // lanes):
             for v in T.vectorized(lanes):
@@ -129,6 +137,7 @@ def _add_values(rows_of: RowFormat) -> Callable[..., None]:
         for r in range(step.count):
             if step.rows.ahead is not None and step.g == 0:
                 prefetch_value(o, step, r)
+            # l is summed row by row, in the order of acc.
             block.stat[L] += block.weights[r]
             for c in T.unroll(d // lanes):
                 for v in T.vectorized(lanes):

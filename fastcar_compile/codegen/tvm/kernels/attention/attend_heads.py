@@ -71,8 +71,10 @@ class _Block:
 
 def heads_together(d: int, group: int, dtype: str, isa: InstructionSet) -> int:
     """Return how many heads share a pass: a vector's worth of accumulators at most; 1 where they cannot."""
+    # A tile takes vectors of 16 lanes that cover D and elements without a block exponent.
     if isa.float_lanes != LANES or d % LANES or kv_type(dtype).block:
         return 1
+    # n accumulators of d float32 are at most 256 sums: 16 of the 32 registers.
     return next((n for n in (4, 2) if group % n == 0 and n * d <= LANES * LANES), 1)
 
 
@@ -83,11 +85,13 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
 
     @inlined
     def attend(o, heads_of, rows):
+        # The 16 vectors of products stand in four buffers: one of 1024 bytes would not be on the stack.
         vectors_0 = T.alloc_buffer((4 * LANES,), "float32")
         vectors_1 = T.alloc_buffer((4 * LANES,), "float32")
         vectors_2 = T.alloc_buffer((4 * LANES,), "float32")
         vectors_3 = T.alloc_buffer((4 * LANES,), "float32")
         mixed = T.alloc_buffer((4 * LANES,), "float32")
+        # One accumulator per head of the tile. With two heads, acc_2 and acc_3 stay unused.
         acc_0 = T.alloc_buffer((d,), "float32")
         acc_1 = T.alloc_buffer((d,), "float32")
         acc_2 = T.alloc_buffer((d,), "float32")
@@ -116,6 +120,7 @@ def _prefetch_rows(rows_of: RowFormat, count: int) -> Callable[..., None]:
 
     @inlined
     def prefetch_rows(cache, step, number):
+        # Only the first tile of heads prefetches, and its rows are adjacent in the cache.
         if step.rows.ahead is not None and step.g == 0:
             for line in T.unroll(lines):
                 T.evaluate(
@@ -144,6 +149,7 @@ def _multiply(tile: HeadTile) -> Callable[..., None]:
 
     @inlined
     def add(o, step, number, c, i, buffer):
+        # Vector j of buffer i is sum 4 j + i: head (4 j + i) % heads with key (4 j + i) // heads.
         for j in T.unroll(4):
             for v in T.vectorized(LANES):
                 buffer[j * LANES + v] += tile.query(o, step, (4 * j + i) % heads)(c * LANES + v) * rows_of.element(
@@ -162,6 +168,7 @@ def _multiply(tile: HeadTile) -> Callable[..., None]:
     def multiply(o, step, number, sums):
         clear_all(sums)
         # c: unrolled along the head. i, j: unrolled, the sums of all heads and keys, in registers. v: one vector.
+        # 16 registers hold the sums, 16 remain for the loaded vectors.
         for c in T.unroll(rows_of.dim // LANES):
             add_all(o, step, number, c, sums)
 
@@ -175,11 +182,13 @@ def _logits(tile: HeadTile, rule: LogitRule) -> Callable[..., None]:
 
     @inlined
     def logits(o, step, block, sums):
+        # m holds every head's maximum in all lanes of that head, so the maxima of a part need no shuffle.
         block.m[vector(0, LANES)] = tile.of_lane(o.state.m, step.slot)
         for part in range((step.count + keys - 1) // keys):
             prefetch_rows(o.keys, step, part * keys)
             multiply(o, step, part * keys, sums)
             add_lanes_of_all(sums)
+            # The fence keeps LLVM from fusing the scale with the difference logit - m.
             block.weights[vector(part, LANES)] = fence(
                 f"float32x{LANES}", sums.result * T.Broadcast(T.float32(rule.scale), LANES)
             )
@@ -187,6 +196,7 @@ def _logits(tile: HeadTile, rule: LogitRule) -> Callable[..., None]:
                 for v in T.vectorized(LANES):
                     block.weights[part * LANES + v] = rule.capped(block.weights[part * LANES + v])
             block.m[vector(0, LANES)] = T.max(block.weights[vector(part, LANES)], block.m[vector(0, LANES)])
+        # So far lane i has the maximum over its own keys only.
         fold(block.m)
 
     return logits
@@ -197,12 +207,14 @@ def _largest_of_keys(tile: HeadTile) -> Callable[[Any], None]:
 
     @inlined
     def fold(m, distance):
+        # A butterfly: lane and lane ^ distance exchange maxima, so every lane of a head ends with the same one.
         m[vector(0, LANES)] = T.max(
             m[vector(0, LANES)], T.Shuffle([m[vector(0, LANES)]], [lane ^ distance for lane in range(LANES)])
         )
 
     def fold_all(m: Any) -> None:
         distance = tile.heads
+        # Distances from `heads` on stay within the lanes of one head.
         while distance < LANES:
             fold(m, distance)
             distance *= 2
@@ -278,8 +290,10 @@ def _add_values(tile: HeadTile) -> Callable[..., None]:
             block.l[g] = o.state.l[step.slot + g] * block.decay[g]
         begin_all(o.state, step, block)
         # r: rows of the block. All accumulators are in registers.
+        # A row of values is loaded once for all heads, whose weights are broadcast.
         for r in range(step.count):
             prefetch_rows(o.values, step, r)
+            # l is summed row by row, as `attend_float` does: the bits are equal.
             for g in T.vectorized(heads):
                 block.l[g] += block.weights[r * heads + g]
             add_all(o, step, r, block)

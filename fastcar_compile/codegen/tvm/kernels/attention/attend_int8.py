@@ -51,9 +51,12 @@ def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: Instruct
             for v in T.vectorized(KEY_BLOCK):
                 block.weights[v] = rule.capped(block.weights[v])
         block.stat[M] = o.state.m[step.slot]
+        # sums.m has four maxima of logits without the cap.
+        # The cap rises with the logit, so the cap of a maximum is the maximum of the capped logits.
         for v in T.unroll(4):
             block.stat[M] = T.max(rule.capped(sums.m[v]), block.stat[M])
         weigh_block(o.state, step.slot, step.count, block)
+        # l: 32 weights in four sums of eight, then in pairs. sums.m is free as a temporary here.
         sums.m[ramp(0, 4)] = fold_fours(load_from(block.weights, [], 0), KEY_BLOCK)
         o.state.l[step.slot] = o.state.l[step.slot] * block.stat[DECAY] + (
             (sums.m[0] + sums.m[1]) + (sums.m[2] + sums.m[3])
@@ -64,20 +67,25 @@ def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: Instruct
     def attend(o, heads, rows):
         weights = T.alloc_buffer((KEY_BLOCK,), "float32")
         stat = T.alloc_buffer((3,), "float32")
+        # The split query of all heads, made once per call.
         limbs = T.alloc_buffer((group * LIMBS * d,), "int8")
         scales = T.alloc_buffer((group * vectors * SUMS,), "float32")
         correction = T.alloc_buffer((group * vectors * SUMS,), "int32")
+        # Integer sums of four keys with the query, and the logits that they give.
         keys = T.alloc_buffer((PARALLEL_KEYS * SUMS,), "int32")
         pairs = T.alloc_buffer((2 * SUMS,), "int32")
         logit = T.alloc_buffer((SUMS,), "float32")
         four = T.alloc_buffer((4,), "float32")
         integers = T.alloc_buffer((EXPONENT_BLOCK,), "int32")
+        # Weights of a block times the rows' powers of two, and their limbs.
         exact = T.alloc_buffer((quads * lanes,), "float32")
         weight_limbs = T.alloc_buffer((quads * lanes,), "int32")
         largest = T.alloc_buffer((lanes,), "int32")
         unit = T.alloc_buffer((lanes,), "float32")
+        # Four rows of values, interleaved bytewise in two steps.
         interleaved = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
         column = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
+        # Column sums by limb: with 128 columns they are 24 of the 32 registers.
         low = T.alloc_buffer((columns,), "int32")
         middle = T.alloc_buffer((columns,), "int32")
         high = T.alloc_buffer((columns,), "int32")

@@ -50,6 +50,7 @@ def chunk_attention(
     shape = ChunkShape(t, s, hq // hkv, LogitRule(scale, softcap), RowFormat(d, dtype, isa))
     size, width, tiles = shape.rows_of.size, shape.width, shape.tiles
     pieces = context_parts(b * hkv, b * hq * t * s * d // 2)
+    # An item without a tile would convert the block for nothing, so there are at most as many parts as tiles.
     parts = min(max(pieces, 1), tiles)
     slots = -(-tiles // parts)
     loop = T.parallel if pieces else T.serial
@@ -73,10 +74,12 @@ def chunk_attention(
                     position[0:1],
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
                 queries = T.alloc_buffer((slots, d, width), "float32")
                 m = T.alloc_buffer((slots * width,), "float32")
                 l = T.alloc_buffer((slots * width,), "float32")  # noqa: E741
                 limits = T.alloc_buffer((slots * width,), "int32")
+                # One block of keys and values in float32, which all tiles of the item share.
                 block_keys = T.alloc_buffer((CHUNK_KEYS, d), "float32")
                 block_values = T.alloc_buffer((CHUNK_KEYS, d), "float32")
                 weights = T.alloc_buffer((CHUNK_KEYS, width), "float32")
@@ -85,8 +88,11 @@ def chunk_attention(
                 state = T.meta_var(ChunkState(queries, m, l, limits, block_keys, block_values, weights, decay))
                 bi: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
+                # Part p has the tiles p, p + parts, p + 2 * parts and so on.
+                # These are early and late rows, so that all items take equally long.
                 part: T.let = item % parts
                 mine: T.let = (tiles - part + parts - 1) // parts
+                # What the last query row sees. Earlier rows are masked in `attend`.
                 seen: T.let = filled_rows(position[0], t - 1, s)
                 for slot in range(mine):
                     begin(o, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
@@ -100,6 +106,7 @@ def chunk_attention(
                         # The last row of a tile sees most, but for one that ends within a head.
                         last: T.let = (part + slot * parts) * width % t + width - 1
                         count: T.let = T.min(filled_rows(position[0], T.min(last, t - 1), s) - start, CHUNK_KEYS)
+                        # All of the block lies behind the tile's last row: the causal mask skips it.
                         if count > 0:
                             attend(
                                 o,

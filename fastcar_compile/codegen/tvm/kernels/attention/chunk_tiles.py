@@ -129,8 +129,10 @@ class KeyBlock:
 def query_row(shape: ChunkShape, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
     """Return the index of a tile's query row `offset`; past the group's last row, of the last one."""
     t = shape.t
+    # Whole tiles per head: no tile spans two heads, and the index needs no minimum.
     if t % shape.width == 0:
         return tile.b, tile.h * shape.group + tile.first // t, tile.first % t + offset
+    # A tile may span two heads. Lanes past the group's last row hold copies of that row.
     row = T.min(tile.first + offset, shape.total - 1)
     return tile.b, tile.h * shape.group + row // t, row % t
 
@@ -155,6 +157,7 @@ def begin_tile(shape: ChunkShape) -> Callable[..., None]:
 
     @inlined
     def begin(o, state, tile, position):
+        # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
         for g in range(width // QUAD):
             for c in range(d // QUAD):
                 copy_quads(o, state, tile, g, c * QUAD)
@@ -177,6 +180,7 @@ def finish_tile(shape: ChunkShape) -> Callable[..., None]:
 
     @inlined
     def finish(o, state, tile):
+        # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
         for r in range(T.min(width, shape.total - tile.first)):
             inverse: T.let = T.float32(1) / state.l[tile.slot * width + r]
             for c in range(d):
@@ -206,11 +210,13 @@ def attend_tile(shape: ChunkShape) -> Callable[..., None]:
 
     @inlined
     def attend(o, state, tile, block):
+        # piece: the keys whose logits with all rows of the tile fit the registers.
         for piece in range((block.count + some - 1) // some):
             multiply(state, tile, block, piece * some)
         weigh(state, tile, block)
         # part: query rows whose sums are in registers. piece: columns.
         for part in range(parts):
+            # A part that lies past the last row has copies only, which would add to that row a second time.
             if tile.first + part * some < shape.total:
                 for piece in range(shape.d // shape.columns):
                     add_values(o, state, tile, block, part * some, piece * shape.columns)
@@ -241,6 +247,7 @@ def _multiply_keys(shape: ChunkShape) -> Callable[..., None]:
             for r in T.unroll(half):
                 low[r * width + v] = T.float32(0)
                 high[r * width + v] = T.float32(0)
+        # Keys are broadcast: with AVX-512 8 keys by two vectors of rows are 16 sums, with AVX2 4 by two are 8.
         # c: the reduction. r: unrolled, keys; low and high are in registers. v: query rows.
         for c in range(d):
             for r in T.unroll(half):
@@ -273,9 +280,11 @@ def _weigh(shape: ChunkShape) -> Callable[..., None]:
         for j in range(block.count):
             state.weights[j, every] = seen(state, tile, block, j)
             m[every] = T.max(state.weights[j, every], m[every])
+        # m is never below the old maximum, so the argument is not positive.
         state.decay[every] = exp_not_positive(state.m[ramp(tile.slot * width, width)] - m[every], width)
         l[every] = state.l[ramp(tile.slot * width, width)] * state.decay[every]
         # The sum has one order: key by key, as acc has.
+        # Row 0 is in the first block and seen by all, so m is a logit. An unseen key gets exp(-87), which rounds away.
         for j in range(block.count):
             state.weights[j, every] = exp_not_positive(state.weights[j, every] - m[every], width)
             l[every] = l[every] + state.weights[j, every]
@@ -309,6 +318,7 @@ def _add_values(shape: ChunkShape) -> Callable[..., None]:
         high = T.alloc_buffer((half * columns,), "float32")
         rescale(o, state, tile, first, column, low)
         rescale(o, state, tile, first + half, column, high)
+        # Weights are broadcast and values are vectors: `broadcasts` times `columns` sums.
         # j: values in order. r: unrolled, query rows; low and high are in registers. c: columns.
         for j in range(block.count):
             for r in T.unroll(half):

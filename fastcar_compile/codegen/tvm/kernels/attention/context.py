@@ -57,20 +57,24 @@ def context_attention(
                 h: T.let = item // t % hq
                 row: T.let = item % t
                 kh: T.let = h // group
+                # The logits of all tokens are kept: maximum, weights and values are three passes.
                 logits = T.alloc_buffer((n,), "float32")
                 lanes = T.alloc_buffer((LANES,), "float32")
                 state = T.alloc_buffer((2,), "float32")  # the maximum; the sum of the weights
                 state[0] = T.min_value("float32")
+                # j: tokens. c: vectors along D. v: 16 partial sums, in registers.
                 for j in range(n):
                     for v in T.vectorized(LANES):
                         lanes[v] = T.float32(0)
                     for c in range(d // LANES):
                         for v in T.vectorized(LANES):
                             lanes[v] += q[bi, h, row, c * LANES + v] * keys[bi, kh, j, c * LANES + v]
+                    # The remainder of D goes on in the first lanes.
                     for c in range(d - whole):
                         lanes[c] += q[bi, h, row, whole + c] * keys[bi, kh, j, whole + c]
                     for v in range(1, LANES):
                         lanes[0] += lanes[v]
+                    # The mask is added after the soft-cap, which would limit a masked logit too.
                     logits[j] = rule.logit(lanes[0]) + mask[bi % mask_rows, 0, 0, j]
                     state[0] = T.max(state[0], logits[j])
                 for j in range(n):
@@ -80,6 +84,7 @@ def context_attention(
                     state[1] += logits[j]
                 for c in range(dv):
                     y[bi, h, row, c] = T.float32(0)
+                # j: tokens in order. c: columns, which are independent sums in y, so LLVM vectorises them.
                 for j in range(n):
                     for c in range(dv):
                         y[bi, h, row, c] += logits[j] * values[bi, kh, j, c]

@@ -51,6 +51,7 @@ def decode_attention(
     group, width = hq // hkv, row_size(d, dtype)
     elements = b * hkv * s * d * 2
     pieces = context_parts(b * hkv, elements)
+    # A context is cut in parts, or the group's heads in splits: head_splits is 1 where context_parts is not 0.
     parts, splits = max(pieces, 1), head_splits(group, heads_together(d, group, dtype, isa), elements)
     loop = T.parallel if pieces or splits > 1 else T.serial
     size = group // splits
@@ -78,6 +79,7 @@ def decode_attention(
                 position[0:1],
             )
             T.writes(y[0:b, 0:hq, 0:1, 0:d])
+            # One slot per query head and part of its context.
             acc = T.alloc_buffer((b * hkv * parts * group, d), "float32")
             m = T.alloc_buffer((b * hkv * parts * group,), "float32")
             l = T.alloc_buffer((b * hkv * parts * group,), "float32")  # noqa: E741
@@ -87,7 +89,9 @@ def decode_attention(
                 h: T.let = item // (splits * parts) % hkv
                 head: T.let = item // parts % (hkv * splits) * size
                 filled: T.let = filled_rows(position[0], 0, s)
+                # Parts are whole blocks, so only the last block of a context is not full.
                 span: T.let = (filled + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
+                # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
                 first: T.let = item % parts * span
                 last: T.let = T.min(first + span, filled)
                 softmax.clear(State(m, l, acc), item * size)
@@ -96,6 +100,7 @@ def decode_attention(
                     Group(bi, h, head, 0, item * size),
                     Rows(first, last, _itself, partial(ahead_of, last)),
                 )
+            # All parts are done. Joining them is serial: it takes parts * D products per head.
             for row in range(b * hkv * splits):
                 softmax.finish(
                     y,

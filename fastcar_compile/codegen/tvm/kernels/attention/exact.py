@@ -44,6 +44,7 @@ def exact_attention(
 
     `window` is (sinks, window) of a ring cache; None: all rows up to the query's. Parallel over heads and query rows.
     """
+    # One kernel serves all instruction sets: its integer lanes are plain TIR.
     del isa
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
@@ -74,17 +75,22 @@ def exact_attention(
                     table[0:knots],
                 )
                 T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                # One logit and one numerator per cached row, rounded up to whole tiles of 32 rows.
                 logits = T.alloc_buffer((held,), "float32")
                 weights = T.alloc_buffer((held,), "int32")
                 mantissas = T.alloc_buffer((d,), "int32")
                 exponents = T.alloc_buffer((n,), "int32")
                 unknown = T.alloc_buffer((1,), "int32")
+                # One tile of rows: numerators times powers of two, their integers, and the sums of a block of columns.
                 scaled = T.alloc_buffer((BLOCK,), "float32")
                 integers = T.alloc_buffer((BLOCK + 1,), "int32")
                 acc = T.alloc_buffer((BLOCK,), "int32")
                 total = T.alloc_buffer((1,), "float32")
+                # stat: the maximum of the logits, and the inverse of the sum.
+                # count: the sum of the numerators, exact in int64.
                 stat = T.alloc_buffer((2,), "float32")
                 count = T.alloc_buffer((1,), "int64")
+                # out: the weighted values in whole blocks. columns: 1 where a block of columns is NaN.
                 out = T.alloc_buffer((n * BLOCK,), "float32")
                 columns = T.alloc_buffer((n,), "int32")
                 bi: T.let = item // (hq * t)
@@ -93,6 +99,7 @@ def exact_attention(
                 first: T.let = T.Cast("int32", position[0])
                 place: T.let = first + i
                 newest: T.let = first + t - 1
+                # A ring holds rows of any age, so all rows up to the newest one are scanned and `sees` decides.
                 rows: T.let = T.min((place if window is None else newest) + 1, s)
                 o = T.meta_var(ExactOperands(q, keys, values, table, y, (bi, head, head // (hq // hkv), i)))
                 own = T.meta_var(RoundedQuery(mantissas, exponents, unknown))
@@ -102,8 +109,10 @@ def exact_attention(
                 weigh(o, sums, rows, stat, count)
                 add_values(o, sums, rows, out, columns)
                 stat[1] = T.float32(1) / (T.Cast("float32", count[0]) * T.float32(2.0**-exact.EXP_BITS))
+                # A maximum that is not finite makes the whole row NaN.
                 if magnitude_bits(stat[0], 1) >= T.int32(INFINITY):
                     unknown[0] = 1
+                # A NaN in a block of values makes the 32 columns of that block NaN, no others.
                 for c in range(d):
                     y[bi, head, i, c] = T.Select(unknown[0] + columns[c // BLOCK] > 0, not_a_number(), out[c] * stat[1])
 

@@ -45,8 +45,11 @@ class ExactShape:
             return row <= position
         sinks, size = self.window
         ring = self.s - sinks
+        # last: the ring's row of the newest position. Rows behind it are one turn older.
         last = T.truncmod(T.max(newest - sinks, 0), ring)
         held = newest - (last - (row - sinks)) - T.Select(row - sinks > last, ring, 0)
+        # A row that holds a position below `sinks` was never written in the ring.
+        # Positions up to position - size are outside the window.
         recent = T.And(T.And(held >= sinks, held > position - size), held <= position)
         return T.Or(T.And(row < sinks, row <= position), T.And(row >= sinks, recent))
 
@@ -93,6 +96,7 @@ class RowSums:
 
 def wide_exponent(bits: Expr) -> Expr:
     """Return the exponent of a wide block whose largest magnitude has these bits."""
+    # The carry is where the largest mantissa would round up to 2^14.
     field = T.shift_right(bits + T.int32(rounds_up(exact.WIDE_BITS)), T.int32(MANTISSA_BITS))
     return T.max(field - T.int32(excess(exact.WIDE_BITS)), T.int32(LEAST_EXPONENT))
 

@@ -32,6 +32,7 @@ def shift_sums(acc: Expr, bits: int) -> Expr:
 
 def unit(largest: Expr, count: float) -> Expr:
     """Return largest / count, NaN where the largest is a NaN or infinite."""
+    # largest - largest is 0, or NaN for a NaN and for infinity.
     return largest * T.float32(1 / count) + (largest - largest)
 
 
@@ -42,6 +43,8 @@ def two_halves(a: Expr, b: Expr, lanes: int) -> Expr:
 
 def block_scales(cache: Any, rows: Sequence[Any], start: Expr, count: int, order: Sequence[int]) -> Expr:
     """Return 2^exponent of `count` exponents per row from element `start` on. `order` numbers them row by row."""
+    # One load brings all exponents of a row, and the shuffle puts them in the order of the lanes.
     loads = [cache[(*row, T.Ramp(start, 1, count))] for row in rows]
+    # A TVM shuffle has at most as many lanes as its operands together, so the loads are repeated.
     exponents = T.Shuffle(loads * -(-len(order) // (count * len(loads))), list(order))
     return power_of_two(T.Cast(f"int32x{len(order)}", exponents), len(order))

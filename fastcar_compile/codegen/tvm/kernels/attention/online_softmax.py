@@ -33,6 +33,7 @@ def context_parts(heads: int, elements: int) -> int:
     if elements < PARALLEL_CACHE_ELEMENTS:
         return 0
     parts = 1
+    # Parts double until heads * parts is at least 12 pieces of work.
     while heads * parts < PARTS * 3 // 4:
         parts *= 2
     return parts
@@ -68,6 +69,7 @@ class OnlineSoftmax:
 
 def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
+    # attend_heads takes no int8 cache, so at most one of the two special kinds fits.
     kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
     if attend_heads.heads_together(d, group, dtype, isa) > 1:
         kind = attend_heads
@@ -88,16 +90,20 @@ def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: Instruc
         stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
         for g in range(group):
             stat[0] = T.float32(LOWEST)
+            # First the maximum over all parts, then one pass that rescales every part to it, in the order of the parts.
             for p in range(parts):
                 stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
             stat[1] = T.float32(0)
             for c in T.vectorized(d):
                 acc[c] = T.float32(0)
             for p in range(parts):
+                # An empty part has l and acc of 0: its factor does not matter. A single part has the factor exp(0) = 1.
                 stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
                 stat[1] += stat[2] * state.l[heads.slot + p * group + g]
                 for c in T.vectorized(d):
                     acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
+            # `place` undoes the permutation of columns by attend_int8.
+            # Runs of `run` columns are adjacent in both orders.
             for c in T.unroll(d // run):
                 for v in T.vectorized(run):
                     y[heads.b, heads.first + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]

@@ -76,20 +76,25 @@ class LogitSums:
 
 
 def _high(q: Expr) -> Expr:
+    # Rounding to nearest leaves a rest of at most 2^12 on either side, so the middle limb is a signed byte.
     return T.shift_right(q + T.int32(1 << 7 + LOW_BITS), T.int32(8 + LOW_BITS))
 
 
 def _middle(q: Expr) -> Expr:
+    # The rest without its lowest LOW_BITS is a signed byte.
     return T.shift_right(q - T.shift_left(_high(q), T.int32(8 + LOW_BITS)), T.int32(LOW_BITS))
 
 
 def _low(q: Expr) -> Expr:
+    # The lowest limb has no sign: 0 to 31 is a valid int8.
     return T.bitwise_and(q, T.int32((1 << LOW_BITS) - 1))
 
 
 def _products(unsigned: Expr, limbs: Any, start: Expr, d: int) -> Expr:
     """Return per lane the sum of four bytes times the query's integers, whose limbs begin at `start`, modulo 2^32."""
+    # Horner's rule in one accumulator: the sum of a limb is shifted before the products of the next one.
     high, middle, low = (limbs[T.Ramp(start + k * d, 1, VECTOR_BYTES)] for k in range(LIMBS))
+    # Sums may wrap modulo 2^32. After the zero-point correction they fit int32, so the wrap cancels.
     total = vpdpbusd(T.Broadcast(0, SUMS), unsigned, high, VECTOR_BYTES)
     total = vpdpbusd(shift_sums(total, 8), unsigned, middle, VECTOR_BYTES)
     return vpdpbusd(shift_sums(total, LOW_BITS), unsigned, low, VECTOR_BYTES)
@@ -118,6 +123,7 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
 
     @inlined
     def split_block(row, g, e, query, sums, integers):
+        # Bits of magnitudes compare as integers: one reduction gives the maximum of 32 elements.
         sums.m[0] = T.reinterpret(
             "float32",
             intrinsic(
@@ -126,15 +132,18 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
                 magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
             ),
         )
+        # SMALLEST keeps the quotient finite for a block of zeros.
         sums.m[1] = T.float32(LARGEST) / T.max(T.float32(SMALLEST), sums.m[0])
         for v in T.vectorized(EXPONENT_BLOCK):
             integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
+        # Limbs are three planes of D bytes, so one load takes 64 elements of one limb.
         for v in T.vectorized(EXPONENT_BLOCK):
             query.limbs[g * LIMBS * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _high(integers[v]))
         for v in T.vectorized(EXPONENT_BLOCK):
             query.limbs[(g * LIMBS + 1) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _middle(integers[v]))
         for v in T.vectorized(EXPONENT_BLOCK):
             query.limbs[(g * LIMBS + 2) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _low(integers[v]))
+        # A block of 32 mantissas has 8 of the 16 lanes, because vpdpbusd adds four bytes per lane.
         for v in T.vectorized(SUMS // 2):
             query.scales[(g * blocks + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)
 
@@ -144,7 +153,9 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
             for e in range(blocks):
                 split_block(row_at(o.q, heads.b, heads.first + g, heads.i), g, e, query, sums, integers)
             # The correction is the product with zero mantissas, in the lanes in which `logits` has its sums.
+            # A zero mantissa is the unsigned byte 128, whose bits are int8 -128.
             for c in T.unroll(vectors):
+                # All four keys get the same product, so the shuffles put it in every key's lanes.
                 for r in T.unroll(PARALLEL_KEYS):
                     sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
                         T.Broadcast(T.int8(-128), VECTOR_BYTES), query.limbs, g * LIMBS * d + c * VECTOR_BYTES, d
@@ -161,10 +172,12 @@ def multiply_keys(d: int) -> Callable[..., None]:
     The maximum is in four parts.
     """
     vectors, lines = d // VECTOR_BYTES, -(-PARALLEL_KEYS * (d + d // EXPONENT_BLOCK) // LINE)
+    # Lane i belongs to key i % 4. Lanes 0 to 7 are the first exponent block of the vector, 8 to 15 the second.
     order = [2 * (lane % PARALLEL_KEYS) + _BLOCK_OF_LANE[lane] for lane in range(SUMS)]
 
     @inlined
     def prefetch_keys(o, step, part):
+        # Four rows are adjacent in the cache: their lines are one run.
         for line in T.unroll(lines):
             T.evaluate(
                 prefetch(
@@ -175,6 +188,7 @@ def multiply_keys(d: int) -> Callable[..., None]:
     @inlined
     def add_vector(o, step, part, c, query, sums):
         # r: unrolled, four keys. Their sums are in registers, and so is the vector of four logits in four parts.
+        # vpdpbusd takes an unsigned and a signed factor: mantissas plus 128 are the unsigned one.
         for r in T.unroll(PARALLEL_KEYS):
             sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
                 flip_sign(
@@ -185,7 +199,9 @@ def multiply_keys(d: int) -> Callable[..., None]:
                 step.g * LIMBS * d + c * VECTOR_BYTES,
                 d,
             )
+        # Two rounds of interleaving: lane i of every four lanes is a part of key i's sum.
         _pair_up(sums.keys, sums.pairs)
+        # The difference is exact in int32. Then every lane is scaled by its key's exponent and the query's unit.
         sums.logits[vector(0, SUMS)] = sums.logits[vector(0, SUMS)] + T.Cast(
             f"float32x{SUMS}", _of_four(sums.pairs) - query.correction[vector(step.g * vectors + c, SUMS)]
         ) * (
@@ -196,13 +212,16 @@ def multiply_keys(d: int) -> Callable[..., None]:
     @inlined
     def logits(o, step, query, sums, weights):
         sums.m[ramp(0, 4)] = T.Broadcast(T.float32(LOWEST), 4)
+        # part: four keys. c: unrolled, 64 elements. The 16 partial logits stay in a register.
         for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
             if step.rows.ahead is not None and step.g == 0:
                 prefetch_keys(o, step, part)
             sums.logits[vector(0, SUMS)] = T.Broadcast(T.float32(0), SUMS)
             for c in T.unroll(vectors):
                 add_vector(o, step, part, c, query, sums)
+            # Lanes that are equal modulo four belong to one key. The four groups are added in ascending order.
             weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = fold_fours(load_from(sums.logits, [], 0), SUMS)
+            # Rows past the last are copies of it, so the maximum is that of the block's rows.
             sums.m[ramp(0, 4)] = T.max(weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)], sums.m[ramp(0, 4)])
 
     return logits

@@ -138,7 +138,9 @@ class AttendRows:
 @inlined
 def weigh_block(state, slot, count, block):
     """Replace a block's logits by weights, update the running maximum of the slot, and set the block's decay."""
+    # The running maximum never falls, so the argument is not positive.
     block.stat[DECAY] = exp_not_positive(state.m[slot] - block.stat[M])
     state.m[slot] = block.stat[M]
+    # r: 32 weights, vectorised. A row past the block's end has a copy of a logit or an old one: its weight is 0.
     for r in T.vectorized(KEY_BLOCK):
         block.weights[r] = T.Select(r < count, exp_not_positive(block.weights[r] - block.stat[M]), T.float32(0))

@@ -79,6 +79,7 @@ def place(column: Any) -> Any:
 
     Of 64 columns, vector i holds the quads i of the four lanes of 16 bytes.
     """
+    # Unpack instructions work within 16 bytes, so vector i has the quads i of four lanes of 16 bytes.
     rest = column % VECTOR_BYTES
     return column - rest + rest % 16 // 4 * 16 + rest // 16 * 4
 
@@ -108,10 +109,12 @@ def _of_four_rows(interleaved: Any, half: int, quarter: int) -> Expr:
 @inlined
 def _interleave_rows(values, rows, start, sums):
     """Write 64 columns of four rows from `start` on to sums.columns: four vectors, in each int32 lane one column."""
+    # First bytes of two rows in turn, then pairs of bytes: an int32 lane ends as one column of four rows.
     sums.interleaved[vector(0, VECTOR_BYTES)] = _of_two_rows(values, rows[:2], start, 0)
     sums.interleaved[vector(1, VECTOR_BYTES)] = _of_two_rows(values, rows[:2], start, 1)
     sums.interleaved[vector(2, VECTOR_BYTES)] = _of_two_rows(values, rows[2:], start, 0)
     sums.interleaved[vector(3, VECTOR_BYTES)] = _of_two_rows(values, rows[2:], start, 1)
+    # Half h and quarter q give vector 2 h + q: quad 2 h + q of every 16 columns.
     sums.columns[vector(0, VECTOR_BYTES)] = _of_four_rows(sums.interleaved, 0, 0)
     sums.columns[vector(1, VECTOR_BYTES)] = _of_four_rows(sums.interleaved, 0, 1)
     sums.columns[vector(2, VECTOR_BYTES)] = _of_four_rows(sums.interleaved, 1, 0)
@@ -120,6 +123,7 @@ def _interleave_rows(values, rows, start, sums):
 
 @inlined
 def _add_vector(total, number, weights, columns, quarter):
+    # The weights' limb is the unsigned factor and mantissas are the signed one: no zero-point correction is needed.
     total[T.Ramp(number * SUMS, 1, SUMS)] = vpdpbusd(
         total[vector(number, SUMS)], weights, columns[T.Ramp(quarter * VECTOR_BYTES, 1, VECTOR_BYTES)], VECTOR_BYTES
     )
@@ -128,7 +132,9 @@ def _add_vector(total, number, weights, columns, quarter):
 def _split_weights(d: int) -> Callable[..., None]:
     """Return the macro (o, step, start, weights, split): a block's weights for the exponents from `start` on."""
     blocks, lanes = columns_of(d) // EXPONENT_BLOCK, lanes_for(d)
+    # Lane 4 e + r is row r with exponent block e, where loads have all blocks of a row together.
     of_blocks = [r * blocks + e for e in range(blocks) for r in range(PARALLEL_KEYS)]
+    # Byte k of the integers of four rows become one int32: limb k, which meets four interleaved rows.
     of_limbs = [(e * PARALLEL_KEYS + r) * 4 + k for e in range(blocks) for k in range(4) for r in range(PARALLEL_KEYS)]
     neighbours = [[lane ^ by for lane in range(lanes)] for by in (1, 2)]
 
@@ -142,6 +148,7 @@ def _split_weights(d: int) -> Callable[..., None]:
     @inlined
     def scale_weights(o, step, start, weights, split):
         split.largest[vector(0, lanes)] = T.Broadcast(0, lanes)
+        # part: four rows. Rows past the block's end have weight 0.
         for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
             split.exact[vector(part, lanes)] = block_scales(
                 o.values, step.four_rows(part), start, blocks, of_blocks
@@ -158,6 +165,7 @@ def _split_weights(d: int) -> Callable[..., None]:
         scale_weights(o, step, start, weights, split)
         for v in T.vectorized(lanes):
             split.unit[v] = T.max(T.float32(SMALLEST), T.reinterpret("float32", split.largest[v]))
+        # Integers are below 2^24, so the fourth byte is 0 and the first three are the limbs.
         for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
             split.limbs[vector(part, lanes)] = limbs_of(
                 T.Cast(
@@ -203,6 +211,7 @@ def add_values(d: int) -> Callable[..., None]:
         for c in T.unroll(width // VECTOR_BYTES):
             _interleave_rows(o.values, step.four_rows(part), piece * width + c * VECTOR_BYTES, sums)
             for v in T.unroll(4):
+                # Three limbs are three independent chains of vpdpbusd, which hide its latency.
                 _add_vector(sums.low, 4 * c + v, limb(split, part, c, 0), sums.columns, v)
                 _add_vector(sums.middle, 4 * c + v, limb(split, part, c, 1), sums.columns, v)
                 _add_vector(sums.high, 4 * c + v, limb(split, part, c, 2), sums.columns, v)
@@ -211,6 +220,7 @@ def add_values(d: int) -> Callable[..., None]:
     def rescale(acc, step, decay, piece, split, sums):
         for c in T.unroll(width // VECTOR_BYTES):
             for v in T.unroll(4):
+                # Lanes 0 to 7 are among columns 0 to 31, the first exponent block; lanes 8 to 15 are in the second.
                 acc[step.slot, T.Ramp(piece * width + (4 * c + v) * SUMS, 1, SUMS)] = (
                     acc[step.slot, T.Ramp(piece * width + (4 * c + v) * SUMS, 1, SUMS)] * T.Broadcast(decay, SUMS)
                 ) + total(sums, 4 * c + v) * two_halves(
@@ -221,9 +231,11 @@ def add_values(d: int) -> Callable[..., None]:
     def add(o, step, block, split, sums):
         # piece: the columns whose sums fit the registers. part: four rows at a time.
         for piece in range(d // width):
+            # The weights meet the exponents of these columns only, because each block of columns has its own.
             split_weights(o, step, d + piece * (width // EXPONENT_BLOCK), block.weights, split)
             clear(sums)
             for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
+                # The first query head prefetches the whole rows with its first piece.
                 if step.rows.ahead is not None and step.g + piece == 0:
                     for line in T.unroll(lines):
                         T.evaluate(

@@ -73,10 +73,12 @@ def window_attention(
 
     def recent(base: Any, j: Any) -> Any:
         """Return the cache row of the window's row j; base + j is below 2 * ring."""
+        # A subtraction, because the remainder by `ring` would be a division in the loop over rows.
         return sinks + base + j - T.Select(base + j >= ring, ring, 0)
 
     def ahead_of(seen: Any, base: Any, j: Any) -> Any:
         """Return the row to prefetch; past the last row come those of the next head."""
+        # A window may have fewer rows than the prefetch distance.
         later = j + T.min(softmax.ahead, seen)
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
@@ -110,13 +112,17 @@ def window_attention(
                 head: T.let = item // (t * parts) % (hkv * splits) * size
                 i: T.let = item // parts % t
                 p: T.let = T.Cast("int32", position[0]) + i
+                # begin: first position of the window, behind the sinks. base: its row of the ring.
+                # seen: rows of the window up to position p.
                 begin: T.let = T.max(p - (window - 1), sinks)
                 base: T.let = (begin - sinks) % ring
                 seen: T.let = T.max(p + 1 - begin, 0)
+                # Parts are whole blocks of rows, so only the last block is not full.
                 span: T.let = (seen + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
                 first: T.let = item % parts * span
                 softmax.clear(State(m, l, acc), item * size)
                 if sinks > 0:
+                    # The first part meets the sinks. The other parts have an empty range of them.
                     met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
                     softmax.attend(
                         Operands(sink_q, keys, values, State(m, l, acc)),
@@ -133,6 +139,7 @@ def window_attention(
                         partial(ahead_of, seen, base) if t == 1 else None,
                     ),
                 )
+            # All parts are done. A row's parts are joined serially.
             for row in range(b * hkv * splits * t):
                 softmax.finish(
                     y,
