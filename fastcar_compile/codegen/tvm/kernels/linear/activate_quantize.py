@@ -47,6 +47,7 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
             with T.sblock("row"):
                 T.reads(g[0:m, 0:k], up[0:m, 0:k], table[0:knots])
                 T.writes(q[0:m, 0:k], s[0:m])
+                # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
                 a = T.alloc_buffer((1, k), "float32")
                 u = T.alloc_buffer((TABLE_LANES,), "int32")
                 low = T.alloc_buffer((TABLE_LANES,), "int32")
@@ -56,6 +57,7 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
                     for v in T.vectorized(TABLE_LANES):
                         u[v] = fixed_input(g[i, c * TABLE_LANES + v], activation)
                     read(table, u, low, high)
+                    # Both products are rounded in the order of the three operators that this kernel replaces.
                     for v in T.vectorized(TABLE_LANES):
                         a[0, c * TABLE_LANES + v] = (g[i, c * TABLE_LANES + v] * blend(low[v], high[v], u[v])) * up[
                             i, c * TABLE_LANES + v

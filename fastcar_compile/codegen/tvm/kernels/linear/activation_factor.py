@@ -24,18 +24,23 @@ TABLE_LANES = 16
 def fixed_input(x: Any, activation: str) -> Any:
     """Return u of the definition: x as an int32 in 1/64 of the table's step, from 0."""
     kind = FACTORS[activation]
+    # T.min gives its second operand for a NaN: the factor is that of the limit, and x * factor is NaN by x.
     clamped = T.max(T.min(x, T.float32(kind.limit)), T.float32(-kind.limit))
+    # The scale is a power of two, so its product is exact and only nearbyint rounds.
     return T.Cast("int32", T.nearbyint(clamped * T.float32(kind.input_scale))) + INPUT_STEPS
 
 
 def _knot(u: Any) -> Any:
     # i of the definition: the table entry at or before u.
+    # The last interval takes the upper limit too, where u has no next entry.
     return T.min(T.shift_right(u, 6), KNOTS - 2)
 
 
 def blend(low: Any, high: Any, u: Any) -> Any:
     """Return the factor between two neighbouring entries. The integer sum is rounded once, half up."""
+    # f is 0 to 64. It is 64 at the upper limit only.
     f = u - T.shift_left(_knot(u), 6)
+    # A factor is at most 2^24, so the weighted sum stays below 2^31.
     return T.Cast("float32", T.shift_right(low * (64 - f) + high * f + 32, 6)) * T.float32(2.0**-24)
 
 
@@ -48,6 +53,7 @@ def _pairs(table: Any, u: Any, half: int) -> Expr:
     """Return eight entries with the next one beside each: int32x16. AVX-512 gathers them as eight int64."""
     lanes = TABLE_LANES // 2
     at = T.shift_right(u[ramp(half * lanes, lanes)], broadcast(T.int32(6), lanes))
+    # A gather of int64 at a scale of 4 bytes: the element at i holds the entries i and i + 1.
     loaded = intrinsic(
         f"int64x{lanes}",
         "llvm.x86.avx512.mask.gather.dpq.512",
@@ -62,11 +68,13 @@ def _pairs(table: Any, u: Any, half: int) -> Expr:
 
 def _every_second(pairs: Any, first: int) -> Expr:
     halves = [pairs[ramp(start, TABLE_LANES)] for start in (0, TABLE_LANES)]
+    # Even lanes are the entries at u, odd lanes the next ones.
     return T.Shuffle(halves, list(range(first, 2 * TABLE_LANES, 2)))
 
 
 @inlined
 def _load_knots(table, u, low, high):
+    # v: unrolled, one scalar load per entry. The table has 2 KiB and stays in the first-level cache.
     for v in T.unroll(TABLE_LANES):
         low[v] = table[_knot(u[v])]
         high[v] = table[_knot(u[v]) + 1]
@@ -74,6 +82,7 @@ def _load_knots(table, u, low, high):
 
 @inlined
 def _gather_knots(table, u, low, high):
+    # Two gathers of eight int64 read 32 entries. With one entry per element they would be two of 16.
     pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
     pairs[ramp(0, TABLE_LANES)] = _pairs(table, u, 0)
     pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(table, u, 1)

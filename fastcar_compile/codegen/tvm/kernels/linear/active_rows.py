@@ -37,10 +37,12 @@ def or_int8(q, i, k, bits):
     """Write the bitwise or of row i of q int8 [m, k] to bits uint32 [16]. With k = 0 that is zero."""
     found = T.alloc_buffer((SCAN_LANES,), "int8")
     found[ramp(0, SCAN_LANES)] = T.Broadcast(T.int8(0), SCAN_LANES)
+    # c: 16 bytes at a time. found stays in a register, and a row is read once.
     for c in range(k // SCAN_LANES):
         found[ramp(0, SCAN_LANES)] = T.bitwise_or(found[ramp(0, SCAN_LANES)], q[i, ramp(c * SCAN_LANES, SCAN_LANES)])
     for t in range(k % SCAN_LANES):
         found[0] = T.bitwise_or(found[0], q[i, k // SCAN_LANES * SCAN_LANES + t])
+    # 32-bit lanes, so that `is_zero` is one reduction for both types of rows.
     bits[ramp(0, SCAN_LANES)] = T.Cast(f"uint32x{SCAN_LANES}", found[ramp(0, SCAN_LANES)])
 
 
@@ -88,6 +90,7 @@ def find_active(q, shape, active, zero):
         bits = T.alloc_buffer((SCAN_LANES,), "uint32")
         or_int8(q, i, shape[2], bits)
         if is_zero(bits):
+            # No tile covers an inactive row, so its results are written here.
             for j in range(shape[1]):
                 zero.y[i, j] = zero.value(i, j)
         else:
@@ -138,12 +141,15 @@ def for_tiles(tiling, multiply, o, count):
     The outer loop, which may be parallel, goes over weight rows. Those of one iteration meet every active row, so each
     weight is read from memory once. Remainders are tiles of one active row, or of the last weight rows.
     """
+    # jo: tiles of weight rows. io: tiles of active rows, which meet the weights while these are in the cache.
     for jo in tiling.loop(tiling.n // tiling.rows):
         for io in range(count // tiling.columns):
             multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns))
+        # Active rows that do not fill a tile, one at a time.
         if tiling.columns > 1:
             for io in range(count % tiling.columns):
                 multiply(o, Tile(jo * tiling.rows, count // tiling.columns * tiling.columns + io, tiling.rows, 1))
+    # Weight rows that do not fill a tile, after the loop: they are fewer than one iteration's.
     if tiling.n % tiling.rows > 0:
         for io in range(count):
             multiply(o, Tile(tiling.n // tiling.rows * tiling.rows, io, tiling.n % tiling.rows, 1))

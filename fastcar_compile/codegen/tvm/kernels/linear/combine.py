@@ -31,6 +31,7 @@ def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     """
     kernels = [renew_defs(kernel) for kernel in kernels]  # every variable is defined once
     common = list(kernels[0].params[:shared])
+    # Every other kernel has buffers of its own for these arguments: a DeclBuffer makes each an alias.
     again = [
         DeclBuffer(other, data=buffer.data)
         for kernel in kernels[1:]
@@ -38,7 +39,9 @@ def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     ]
     blocks = [kernel.body.block for kernel in kernels]
     before, loops, after = zip(*(_split(block.body) for block in blocks), strict=True)
+    # Aliases, then all statements before the loops, one parallel loop, and all statements behind them.
     body = SeqStmt([*again, *chain(*before), *_one_loop([loop for loop in loops if loop is not None]), *chain(*after)])
+    # A region of an alias is left out: the first kernel's regions name the same data.
     copies = {one.buffer for one in again}
     reads = [region for b in blocks for region in b.reads if region.source not in copies]
     block = SBlock([], reads, [region for b in blocks for region in b.writes], "combined", body)
@@ -65,9 +68,11 @@ def _one_loop(loops: Sequence[Any]) -> list[For]:
     """Return one parallel loop over the iterations of these loops, all of which begin at 0, or nothing for no loops."""
     if not loops:
         return []
+    # Loop i has the iterations ends[i - 1] .. ends[i] - 1 of the common loop.
     ends = [sum(int(loop.extent) for loop in loops[: i + 1]) for i in range(len(loops))]
     every = Var("block", "int32")
     body: Any = None
+    # From the last loop backwards, because every earlier loop is a branch in front of the later ones.
     for loop, end in zip(reversed(loops), reversed(ends), strict=True):
         mine = SeqStmt([Bind(loop.loop_var, every - (end - int(loop.extent))), loop.body])
         body = mine if body is None else IfThenElse(every < end, mine, body)

@@ -56,10 +56,12 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
         with T.sblock("product"):
             T.reads(x[0:m, 0:k], w[0:n, 0:k])
             T.writes(y[0:m, 0:n])
+            # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
             xt = T.alloc_buffer((groups, shape.steps(k) * shape.width // shape.run, shape.lanes), "float32")
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
             zero = T.alloc_buffer((m,), "int32")
+            # The search is parallel and the list is serial, so that the order of the active rows is fixed.
             for i in scan(m):
                 bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                 or_float32(x, i, k, bits)
@@ -73,6 +75,7 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
                     append_active(ActiveRows(active, count), i)
             for step in scan(shape.steps(k)):
                 move(x, xt, ActiveRows(active, count), step)
+            # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
             for panel in loop(-(-n // rows)):
                 packed = T.alloc_buffer((shape.packed_rows, shape.width), "float32")
                 sums = T.alloc_buffer((groups, shape.panel, shape.rows * shape.lanes), "float32")
@@ -90,6 +93,7 @@ def _move(k: int, shape: TileShape) -> Any:
     def move_vector(x, xt, active, step, o):
         # i: rows of the vector. c: runs of inputs.
         for i in range(columns):
+            # Rows beyond the last are the last one again, so that every vector is full.
             row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
             for c in range(width // run):
                 for e in T.unroll(run):
@@ -99,8 +103,10 @@ def _move(k: int, shape: TileShape) -> Any:
     def move_tail(x, xt, active, o):
         for i in range(columns):
             row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
+            # Zeros first: inputs past k add nothing.
             for c in range(width):
                 xt[o, (whole * width + c) // run, i * run + c % run] = T.float32(0)
+            # The tail keeps the plain order of inputs, also for bfloat16, because `pack_step` packs its weights so.
             for c in range(k % width):
                 xt[o, (whole * width + c) // run, i * run + c % run] = x[row, whole * width + c]
 
@@ -110,6 +116,7 @@ def _move(k: int, shape: TileShape) -> Any:
             if k % width > 0 and step == whole:
                 move_tail(x, xt, active, o)
             if step < whole:
+                # 16 rows by 16 inputs are transposed in registers instead of written one element at a time.
                 if transposed:
                     transpose_rows(x, xt, active, o, step)
                 else:
@@ -126,6 +133,7 @@ def _multiply_panel(m: int, n: int, k: int, shape: TileShape) -> Any:
     widest, is_wide = multiply_tile(k, wide), m > most * shape.columns and shape.run > 1
 
     def place(panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
+        # The last tile begins early enough that all its weight rows exist. Its overlap is computed twice, alike.
         j = T.min((panel * shape.panel + tile) * shape.rows, n - shape.rows)
         return Place(j, tile, block, first)
 
@@ -133,6 +141,7 @@ def _multiply_panel(m: int, n: int, k: int, shape: TileShape) -> Any:
     def pack_panel(o, panel, block):
         for t in range(shape.panel):
             if (panel * shape.panel + t) * shape.rows < n:
+                # A block of a tile's weights is packed once for all rows of x.
                 for step in range(T.min(shape.block, shape.steps(k) - block * shape.block)):
                     pack(o, place(panel, t, block, 0), block * shape.block + step, t * shape.block + step)
 
@@ -145,13 +154,16 @@ def _multiply_panel(m: int, n: int, k: int, shape: TileShape) -> Any:
     @inlined
     def multiply_panel(o, panel):
         vectors: T.let = (o.active.count[0] + shape.columns - 1) // shape.columns
+        # block: of the reduction. Its sums stay in o.sums until the next block, so the order along k is kept.
         for block in range(blocks):
             if shape.source == "panel":
                 pack_panel(o, panel, block)
+            # All active rows fit a tile of twice the vectors: every broadcast weight meets all of them at once.
             if is_wide and vectors == wide.vectors:
                 for half in range(2):
                     widest(o, Place(T.min(panel * shape.rows, n - shape.rows) + half * wide.rows, 0, 0, 0))
             else:
+                # i: tiles of `most` vectors of rows. The vectors that remain are tiles of one.
                 for i in range(vectors // most):
                     for_tiles(o, panel, block, many, i * most)
                 if most > 1:

@@ -49,6 +49,7 @@ class _Operands:
 
 
 def _weight_rows(m: int, n: int) -> int:
+    # Sums are weight rows times rows of x. The more rows of x there are, the fewer streams fit the registers.
     return min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
 
 
@@ -60,6 +61,7 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     the others meet the weight one by one while it is in the first-level cache. The order of a row's sum does not depend
     on the other rows. Parallel over weight rows from PARALLEL_WEIGHTS products on.
     """
+    # A single row is multiplied without a search for zeros.
     scanned = k if m > 1 else 0
     tiling = Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply = _multiply(m, n, k, dtype, isa)
@@ -78,6 +80,7 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
                     T.reads(x[0:m, 0:k], count[0])
                     T.writes(active[0:m], count[0], y[0:m, 0:n])
                     bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+                    # With `scanned` of 0 nothing is read, and the row counts as active.
                     or_float32(x, i, scanned, bits)
                     if scanned > 0 and is_zero(bits):
                         for j in range(n):
@@ -98,6 +101,8 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
 
     @inlined
     def prefetch_weights(o, tile, c):
+        # r: weight rows. u: cache lines of a step. One of the two distances is 0: that in bytes for several streams,
+        # that in rows for a single one.
         for r in T.unroll(tile.rows):
             for u in T.unroll(lines):
                 T.evaluate(prefetch(o.w[tile.j + rows_ahead + r, c * lanes + u * (LINE // size) + bytes_ahead // size]))
@@ -117,6 +122,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
 
     @inlined
     def store(o, tile, acc, r, i):
+        # The lanes first, then the remainder in order: a row's sum does not depend on the other rows.
         add_lanes(acc, (r * tile.columns + i) * lanes, lanes)
         for t in range(tail):
             acc[(r * tile.columns + i) * lanes] += o.x[o.active[tile.i + i], steps * lanes + t] * widen_weight(
@@ -129,6 +135,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
         with T.sblock("tile"):
             T.reads(o.x[0:m, 0:k], o.w[0:n, 0:k], o.active[0:m])
             T.writes(o.y[0:m, 0:n])
+            # At most 14 vectors of sums: below 1024 bytes, so they are on the stack and LLVM keeps them in registers.
             acc = T.alloc_buffer((tile.outputs * lanes,), "float32")
             for r in T.unroll(tile.outputs):
                 for v in T.vectorized(lanes):

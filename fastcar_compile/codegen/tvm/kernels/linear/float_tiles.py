@@ -66,14 +66,17 @@ class TileShape:
         """
         lanes = isa.float_lanes
         run = 2 if lanes == 16 and m <= 4 * SHARED and n >= WEIGHT_ROWS else 1
+        # Sums of a tile: 2 * 12 vectors of 32 with AVX-512, 4 * 6 of 32 with NEON, 2 * 6 of 16 otherwise.
         most, rows = (2, WEIGHT_ROWS) if lanes == 16 else (4, 6) if isa.machine == "aarch64" else (2, 6)
         vectors = min(most, -(-m * run // lanes))
         rows = min(n, WEIGHT_ROWS if vectors == 1 else rows)
         tiles, width = -(-m * run // (lanes * vectors)), LINE // (4 if dtype == "float32" else 2)
+        # Three tiles of x or more read the weights that often, so a panel's block is packed once.
         if tiles > 2:
             panel = min(8, max(1, n // (rows * 8)))
             return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel")
         few = run == 2 and m <= 2 * SHARED  # tiles of more vectors spill the two halves of four bfloat16
+        # Whole cache lines are read in place. Tails, and bfloat16 for most shapes, go through a widened copy.
         source = "rows" if (dtype == "float32" or few) and k % width == 0 else "line"
         return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source)
 
@@ -161,6 +164,8 @@ def pack_step(k: int, shape: TileShape) -> Any:
         if shape.dtype == "float32":
             o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * width, FLOATS)]
         else:
+            # A 32-bit word holds an even input in its lower half and an odd one in its upper half.
+            # A shift and a mask widen both, and no instruction crosses lanes.
             o.packed[to, ramp(0, FLOATS)] = T.reinterpret(
                 f"float32x{FLOATS}", T.shift_left(bits(o, j, step), T.Broadcast(T.uint32(16), FLOATS))
             )
@@ -170,9 +175,11 @@ def pack_step(k: int, shape: TileShape) -> Any:
 
     @inlined
     def pack(o, place, step, to):
+        # r: unrolled, weight rows. A step is one cache line of each.
         for r in T.unroll(rows):
             if tail == 0 or step < whole:
                 pack_whole(o, place.j + r, step, to * rows + r)
+        # The last step, scalar: zeros up to a whole step, in the plain order that `move_tail` has.
         if tail > 0 and step == whole:
             for r in range(rows):
                 for c in range(width):
@@ -205,6 +212,7 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
 
     @inlined
     def multiply(o, place):
+        # One buffer per vector of rows of x: each is below 1024 bytes, so LLVM keeps all in registers.
         first = T.alloc_buffer((rows * lanes,), "float32")
         second = T.alloc_buffer((rows * lanes,), "float32")
         third = T.alloc_buffer((rows * lanes,), "float32")
@@ -213,6 +221,7 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
         # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
         for step in range(T.min(shape.block, steps - place.block * shape.block)):
             prefetch_next(o, place, step)
+            # One line of every weight row is widened once, for all vectors of the tile.
             if shape.source == "line":
                 pack(o, place, step, 0)
             for c in range(width // (shape.run * shape.halves)):
@@ -231,6 +240,7 @@ def _begin(k: int, shape: TileShape) -> Macro:
     def begin(o, place, acc, v):
         for r in T.unroll(rows):
             acc[vector(r, lanes)] = T.Broadcast(T.float32(0), lanes)
+        # The sums of the block before go on where they stopped, so the order along k does not change.
         if blocks > 1 and place.block > 0:
             for r in T.unroll(rows):
                 acc[vector(r, lanes)] = o.sums[place.first + v, place.tile, vector(r, lanes)]
@@ -270,6 +280,7 @@ def _add(shape: TileShape, half: int) -> Macro:
         """Return `run` weights in turn in all lanes."""
         if run == 1:
             return T.Broadcast(values, lanes)
+        # Eight bytes are two float32 or four bfloat16: one broadcast of 64 bits.
         pairs = T.Broadcast(T.reinterpret("int64", values), shape.columns)
         if halves == 1:
             return T.reinterpret(f"float32x{lanes}", pairs)
@@ -281,6 +292,7 @@ def _add(shape: TileShape, half: int) -> Macro:
 
     @inlined
     def add(o, place, step, c, r, acc, v):
+        # One multiply-add: a vector of x from memory, a broadcast weight, and a sum in a register.
         acc[vector(r, lanes)] = acc[vector(r, lanes)] + o.xt[
             place.first + v, (place.block * shape.block + step) * (width // run) + c * halves + half, ramp(0, lanes)
         ] * spread(weights(o, place, step, r, c))
@@ -294,12 +306,14 @@ def _prefetch_next(shape: TileShape) -> Macro:
 
     @inlined
     def of_next_block(o, place, step):
+        # Only the first tile of x prefetches: the others find the lines in the cache.
         if place.first == 0:
             for r in T.unroll(rows):
                 T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * width]))
 
     @inlined
     def of_next_tile(o, place, step):
+        # A panel of one tile streams its weights: one line of each of the next tile's rows per step.
         for r in T.unroll(rows):
             T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * width]))
 
@@ -312,12 +326,14 @@ def _store(shape: TileShape) -> Macro:
 
     @inlined
     def store(o, place, acc, v):
+        # i: rows of the vector. Copies of the last row store the same value again.
         for i in range(columns):
             row: T.let = o.active.rows[T.min((place.first + v) * columns + i, o.active.count[0] - 1)]
             for r in T.unroll(rows):
                 if run == 1:
                     o.y[row, place.j + r] = acc[r * lanes + i]
                 else:
+                    # Even and odd inputs were summed apart: their sums meet last.
                     o.y[row, place.j + r] = acc[r * lanes + i * 2] + acc[r * lanes + i * 2 + 1]
 
     return store

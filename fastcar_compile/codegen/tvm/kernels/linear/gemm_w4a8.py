@@ -89,6 +89,7 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         with T.sblock("product"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
             T.writes(y[0:m, 0:n])
+            # xt to count are shared by all threads. The buffers of a panel below belong to one iteration.
             xt = T.alloc_buffer((blocks, padded // FOUR, FOUR * LANES), "int8")
             at = T.alloc_buffer((blocks * LANES,), "int32")
             scales = T.alloc_buffer((blocks * LANES,), "float32")
@@ -98,6 +99,7 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
             find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s))
+            # Up to eight active rows: vectors of 16 rows would be half empty.
             if count[0] <= ROWS:
                 move_few(q, s, ActiveRows(active, count), PairOperands(few, sums, scales, at, w, ws, y))
                 for j in loop(-(-n // TILE)):
@@ -107,6 +109,7 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
                     if block * LANES < count[0]:
                         move_rows(q, s, ActiveRows(active, count), Rows(xt, at, scales), block, k, False)
                         row_sums(xt, extra, block)
+                # panel: 64 weight rows, whose nibbles become bytes once and then meet all blocks of x.
                 for panel in loop(-(-n // PANEL_ROWS)):
                     bytes = T.alloc_buffer((PANEL_ROWS, padded), "int8")
                     factors = T.alloc_buffer((PANEL_ROWS, groups), "float32")
@@ -131,8 +134,10 @@ def _row_sums(k: int) -> Any:
 
     @inlined
     def row_sums(xt, extra, block):
+        # Zeros up to a whole group add nothing, whatever the weights are.
         for c in range(groups * STEPS - k // FOUR):
             xt[block, k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+        # g: groups. A vpdpbusd with the constant 8 adds 8 times four inputs of each of 16 rows.
         for g in range(groups):
             extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES)
             for c in range(STEPS):
@@ -142,6 +147,7 @@ def _row_sums(k: int) -> Any:
                     xt[block, g * STEPS + c, ramp(0, WIDTH)],
                     WIDTH,
                 )
+            # Weights are 8 too large, so this zero-point correction is what the sums begin with.
             extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
 
     return row_sums
@@ -155,6 +161,7 @@ def _unpack(groups: int) -> Any:
         for r in range(WEIGHT_ROWS):
             widen_scales(ws, j + r, factors, at + r, groups)
             for g in range(groups):
+                # Low nibbles are the first 64 inputs of a group and high nibbles the last 64.
                 bytes[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[0]
                 bytes[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[1]
 
@@ -166,11 +173,13 @@ def _multiply(groups: int, vectors: int) -> Any:
 
     @inlined
     def begin(o, place, acc, g, v):
+        # The sums begin with the zero-point correction instead of 0.
         for r in T.unroll(WEIGHT_ROWS):
             acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
 
     @inlined
     def add(o, place, acc, c, r, v):
+        # Weights plus 8 are the unsigned factor, and x is the signed one.
         acc[vector(r, LANES)] = vpdpbusd(
             acc[vector(r, LANES)],
             spread(o.w, place.at + r, c * FOUR),
@@ -180,6 +189,7 @@ def _multiply(groups: int, vectors: int) -> Any:
 
     @inlined
     def add_group(o, place, acc, total, g):
+        # A group's sum is exact. Groups are added in float32 in ascending order, each product rounded by the fence.
         for r in T.unroll(WEIGHT_ROWS):
             total[vector(r, LANES)] = total[vector(r, LANES)] + fence(
                 "float32x16",
@@ -188,6 +198,7 @@ def _multiply(groups: int, vectors: int) -> Any:
 
     @inlined
     def prefetch_next(o, place, g):
+        # The first tile of x prefetches the next panel: a group of a weight row is one cache line.
         if place.block == 0:
             for r in T.unroll(WEIGHT_ROWS):
                 T.evaluate(prefetch(o.packed[place.j + PANEL_ROWS + r, g * HALF]))
@@ -195,10 +206,12 @@ def _multiply(groups: int, vectors: int) -> Any:
     @inlined
     def group(o, place, g, totals):
         # c: four inputs. r: unrolled, weight rows; all sums are in registers.
+        # At most 3 * 8 sums: 24 of 32 registers. Three buffers, because one would be too large for the stack.
         first = T.alloc_buffer((SUMS,), "int32")
         second = T.alloc_buffer((SUMS,), "int32")
         third = T.alloc_buffer((SUMS,), "int32")
         begin(o, place, first, g, 0)
+        # `vectors` is a number, so these branches are decided when the kernel is made.
         if vectors > 1:
             begin(o, place, second, g, 1)
         if vectors > 2:
@@ -225,6 +238,7 @@ def _multiply(groups: int, vectors: int) -> Any:
 
     @inlined
     def multiply(o, place):
+        # Totals are used once per group. The int32 sums of a group are what the registers hold.
         first = T.alloc_buffer((SUMS,), "float32")
         second = T.alloc_buffer((SUMS,), "float32")
         third = T.alloc_buffer((SUMS,), "float32")
@@ -232,6 +246,7 @@ def _multiply(groups: int, vectors: int) -> Any:
             first[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
             second[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
             third[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+        # g: groups in ascending order, which fixes the order of the float32 sum.
         for g in range(groups):
             prefetch_next(o, place, g)
             group(o, place, g, Sums(first, second, third))

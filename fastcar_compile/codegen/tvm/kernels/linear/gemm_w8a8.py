@@ -81,6 +81,7 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         with T.sblock("product"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
             T.writes(y[0:m, 0:n])
+            # xt to count are shared by all threads. The buffers of a panel below belong to one iteration.
             xt = T.alloc_buffer((blocks, k // FOUR, FOUR * LANES), "int8")
             at = T.alloc_buffer((blocks * LANES,), "int32")
             scales = T.alloc_buffer((blocks * LANES,), "float32")
@@ -88,12 +89,14 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
             find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s, ws))
+            # Few active rows: vectors of 16 rows would be at least half empty.
             if count[0] <= few.most:
                 few.multiply(few.operands(q, s, w, ws, y, correction, active), count[0])
             else:
                 for block in loop(blocks):
                     if block * LANES < count[0]:
                         move_rows(q, s, ActiveRows(active, count), Rows(xt, at, scales), block, k, True)
+                # panel: 64 weight rows, which meet all blocks of x while they are in the second-level cache.
                 for panel in loop(-(-n // PANEL_ROWS)):
                     extra = T.alloc_buffer((PANEL_ROWS,), "int32")
                     sums = T.alloc_buffer((VECTORS * SUMS,), "float32")
@@ -118,8 +121,10 @@ def _weight_sums(k: int) -> Any:
     @inlined
     def weight_sums(w, j, extra, at):
         sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
+        # Eight weight rows are eight independent sums, which hide the latency of vpdpbusd.
         for r in T.unroll(WEIGHT_ROWS):
             sums[vector(r, LANES)] = T.Broadcast(0, LANES)
+        # c: a cache line of each weight row. A vpdpbusd with ones adds four weights per lane.
         for c in range(steps):
             for r in T.unroll(WEIGHT_ROWS):
                 sums[vector(r, LANES)] = vpdpbusd(
@@ -129,6 +134,7 @@ def _weight_sums(k: int) -> Any:
             extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
             for t in range(k % WIDTH):
                 extra[at + r] += T.Cast("int32", w[j + r, steps * WIDTH + t])
+            # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
             extra[at + r] = extra[at + r] * -128
 
     return weight_sums
@@ -139,11 +145,13 @@ def _multiply(n: int, k: int, vectors: int) -> Any:
 
     @inlined
     def begin(o, place, acc):
+        # The sums begin with the zero-point correction instead of 0.
         for r in T.unroll(WEIGHT_ROWS):
             acc[vector(r, LANES)] = T.Broadcast(o.extra[place.at + r], LANES)
 
     @inlined
     def add(o, place, acc, c, r, v):
+        # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
         acc[vector(r, LANES)] = vpdpbusd(
             acc[vector(r, LANES)],
             o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
@@ -153,6 +161,7 @@ def _multiply(n: int, k: int, vectors: int) -> Any:
 
     @inlined
     def add_all(o, place, sums, c):
+        # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
         for r in T.unroll(WEIGHT_ROWS):
             add(o, place, sums.first, c, r, 0)
             if vectors > 1:
@@ -162,12 +171,14 @@ def _multiply(n: int, k: int, vectors: int) -> Any:
 
     @inlined
     def prefetch_next(o, place, line):
+        # The first tile of x prefetches the next panel's weights.
         if place.block == 0:
             for r in T.unroll(WEIGHT_ROWS):
                 T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, line * WIDTH]))
 
     @inlined
     def finish(o, place, acc, v):
+        # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
         for r in T.unroll(WEIGHT_ROWS):
             o.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
                 o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
@@ -189,6 +200,7 @@ def _multiply(n: int, k: int, vectors: int) -> Any:
             prefetch_next(o, place, line)
             for c in range(LANES):
                 add_all(o, place, Sums(first, second, third), line * LANES + c)
+        # The remainder of a cache line. 4 divides k, so fours remain.
         for c in range(k % WIDTH // FOUR):
             add_all(o, place, Sums(first, second, third), k // WIDTH * LANES + c)
         finish(o, place, first, 0)

@@ -43,6 +43,7 @@ def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
 
 def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     """Return low and high nibbles, sign-extended."""
+    # The shift to the right is arithmetic: it extends the sign of the nibble that is on top.
     four = T.Broadcast(T.int8(4), width)
     low = T.reinterpret(f"int8x{width}", T.shift_left(w(offset, width), T.Broadcast(T.uint8(4), width)))
     return T.shift_right(low, four), T.shift_right(T.reinterpret(f"int8x{width}", w(offset, width)), four)
@@ -51,6 +52,7 @@ def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
 def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
     def group(w: Load, q: Load) -> Expr:
         acc = T.Broadcast(T.int32(0), width // 4)
+        # acc is one register. Low nibbles meet the first 64 inputs, high nibbles the last 64.
         for offset in range(0, HALF, width):
             low, high = nibbles(w, offset, width)
             acc = vpdpbusd(acc, low, q(offset, width), width)
@@ -63,15 +65,19 @@ def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
 def _vpmaddubsw(w: Load, q: Load) -> Expr:
     """Add four results in int16. vpmaddubsw saturates there, which 4 * 2 * 15 * 127 does not reach."""
     parts = []
+    # Unsigned nibbles times signed bytes, two products per int16 lane.
     for offset in (0, 32):
         low, high = nibbles(w, offset, 32)
         parts += [(low, q(offset, 32)), (high, q(HALF + offset, 32))]
     products = [intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", *part) for part in parts]
+    # The four results are added in int16, so one widening serves all of them.
     pairs = (products[0] + products[1]) + (products[2] + products[3])
+    # vpmaddwd with ones adds neighbours into int32.
     return intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, T.Broadcast(T.int16(1), 16))
 
 
 def _sdot(w: Load, q: Load) -> Expr:
+    # Both factors of sdot are signed, so no zero-point correction is needed.
     acc = T.Broadcast(T.int32(0), 4)
     for offset in range(0, HALF, 16):
         for nibbles, start in zip(_signed(w, offset, 16), (offset, HALF + offset), strict=True):
@@ -85,6 +91,7 @@ def _smull(w: Load, q: Load) -> Expr:
     for offset in range(0, HALF, 8):
         for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
             products.append(intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", nibbles, q(start, 8)))
+    # saddlp adds neighbours and widens the sums to int32.
     return intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
 
 
@@ -94,6 +101,7 @@ def _portable(w: Load, q: Load) -> Expr:
     for offset in range(0, HALF, 8):
         for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
             products.append(T.Cast("int16x8", nibbles) * T.Cast("int16x8", q(start, 8)))
+    # 16 * 8 * 127 is below 2^15, so the int16 sums are exact before they are widened.
     return T.Cast("int32x8", sum(products[1:], products[0]))
 
 

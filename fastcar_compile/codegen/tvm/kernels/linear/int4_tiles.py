@@ -79,6 +79,7 @@ def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
     """Return weight rows and rows of x of a tile: eight outputs, or one where weights are a single stream."""
     if _one_stream(m, k, dot):
         return 1, 1
+    # Eight outputs are two vectors of four, which share the loads of weights and of x.
     columns = 1 if m == 1 else 2 if m < 4 else 4
     return min(8 // columns, n), columns
 
@@ -97,6 +98,7 @@ def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
 
 def _float_scales(bits: Expr) -> Expr:
     """Return float32x4 of four float16 bits uint32x4. All are normal, so bits move and the bias changes."""
+    # Ten mantissa bits become the upper ones of 23. Scales are positive, so no sign moves.
     moved = T.shift_left(bits, T.Broadcast(T.uint32(13), 4)) + T.Broadcast(T.uint32(_FLOAT_EXPONENT), 4)
     return T.reinterpret("float32x4", moved)
 
@@ -118,6 +120,7 @@ def _four_products(dot: Int4Dot) -> Callable[..., None]:
 
     @inlined
     def four(o, groups, correction, scales, products):
+        # Four independent group sums hide the latency of the dot products. All three buffers stay in registers.
         acc = T.alloc_buffer((4 * lanes,), "int32")
         pairs = T.alloc_buffer((2 * lanes,), "int32")
         fours = T.alloc_buffer((lanes,), "int32")
@@ -125,7 +128,9 @@ def _four_products(dot: Int4Dot) -> Callable[..., None]:
         acc[vector(1, lanes)] = group_sums(o, groups[1])
         acc[vector(2, lanes)] = group_sums(o, groups[2])
         acc[vector(3, lanes)] = group_sums(o, groups[3])
+        # One reduction gives four sums in the lanes of one vector.
         interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
+        # A corrected sum is at most 128 * 8 * 127, so its cast to float32 is exact and the product rounds once.
         products[ramp(0, 4)] = fence(
             "float32x4",
             T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
@@ -157,6 +162,7 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
             total[0] = T.float32(0)
             # g: four groups at a time. v: unrolled; the sum stays in the order of the groups.
             for g in range(groups // 4):
+                # A group's 64 bytes are one cache line of the row, which is a single stream.
                 for v in T.unroll(4):
                     T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + bytes_ahead]))
                 four(
@@ -166,6 +172,7 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
                     _scale_bits(o.ws[tile.j, ramp(g * 4, 4)], "x4"),
                     products,
                 )
+                # Scalar and in turn, because float32 sums depend on the order of the groups.
                 for v in T.unroll(4):
                     total[0] += products[v]
             o.y[o.active[tile.i], tile.j] = total[0] * o.s[o.active[tile.i]]
@@ -182,6 +189,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     four = _four_products(INT4_DOTS[isa.int8])
 
     def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
+        # The last quad may not be full: it repeats the last output, whose copies are not stored.
         outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
         return [_Group(tile.weight_row(v), tile.active_row(v), g) for v in outputs]
 
@@ -196,6 +204,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
                 vector_of([_scale_bits(o.ws[at.j, g]) for at in four_outputs(tile, g, p * 4)]),
                 products,
             )
+            # Four outputs in lanes: every lane adds its groups in ascending order.
             total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
 
     @inlined
@@ -210,7 +219,9 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
             total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
             for p in T.unroll(-(-tile.outputs // 4)):
                 total[ramp(p * 4, 4)] = T.Broadcast(T.float32(0), 4)
+            # g: groups in ascending order, for all outputs of the tile. total is at most two vectors, in registers.
             for g in range(groups):
+                # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
                 if streamed:
                     for v in T.unroll(tile.rows):
                         T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, g * HALF]))

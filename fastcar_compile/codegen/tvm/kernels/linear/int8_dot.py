@@ -37,22 +37,26 @@ class Int8Dot:
 
 
 def _vpdpbusd(width: int) -> Callable[[Expr, Load, Load], Expr]:
+    # Weights plus 128 are the unsigned factor, so the correction is one number per row of x.
     return lambda acc, w, q: vpdpbusd(acc, flip_sign(w(0, width), width), q(0, width), width)
 
 
 def _vpmaddwd(acc: Expr, w: Load, q: Load) -> Expr:
     """Widen first: vpmaddubsw would saturate, because 2 * 127 * 255 is beyond int16."""
+    # 16 bytes become 16 int16. vpmaddwd adds neighbouring products to 8 int32.
     wide = (T.Cast("int16x16", v(0, 16)) for v in (w, q))
     return acc + intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", *wide)
 
 
 def _smull(acc: Expr, w: Load, q: Load) -> Expr:
     """Add two products in int16: 2 * 127 * 128 < 2**15."""
+    # Eight products per half. saddlp adds neighbours and widens the sums to int32.
     low, high = (intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", w(o, 8), q(o, 8)) for o in (0, 8))
     return acc + intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", low + high)
 
 
 def _sdot(acc: Expr, w: Load, q: Load) -> Expr:
+    # Both factors are signed, so no zero-point correction is needed.
     return intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, w(0, 16), q(0, 16))
 
 

@@ -41,6 +41,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     dot = INT4_DOTS[isa.int8]
     groups = -(-k // GROUP)
     padded, packed = groups * GROUP, groups * HALF
+    # A single row is multiplied without a search for zeros.
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply, move_row = tile_macro(Int4Sizes(m, m, n, k), isa), _move_row(k, dot)
@@ -56,12 +57,14 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         with T.sblock("root"):
             T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
             T.writes(y[0:m, 0:n])
+            # x holds the active rows side by side, padded to whole groups, so that no tile has a remainder along k.
             x = T.alloc_buffer((m, padded), "int8")
             correction = T.alloc_buffer((m, groups), "int32")
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
 
             count[0] = 0
+            # i: rows of q. The next active row of x is number count[0], until append_active counts it.
             for i in range(m):
                 with T.sblock("row"):
                     T.reads(q[0:m, 0:k], s[0:m], count[0])
@@ -99,6 +102,7 @@ class Few:
 
         @inlined
         def multiply(q, o, count):
+            # Rows are moved first: x has room for `most` rows only.
             for i in range(count):
                 move_row(q, o.active[i], o.x, i, o.correction)
             for_tiles(tiling, tile, o, count)
@@ -126,10 +130,12 @@ def _move_row(k: int, dot: Int4Dot) -> Any:
     def move_row(q, i, x, to, correction):
         for t in range(k):
             x[to, t] = q[i, t]
+        # Zeros up to a whole group add nothing, whatever the weights are.
         for t in range(groups * GROUP - k):
             x[to, k + t] = T.int8(0)
         for g in range(groups):
             if dot.unsigned:
+                # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
                 correction[to, g] = reduce_add(dot.group(_zero_weights, load_from(x, [to], g * GROUP)), dot.lanes)
             else:
                 correction[to, g] = 0

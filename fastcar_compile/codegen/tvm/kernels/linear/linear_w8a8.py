@@ -58,6 +58,7 @@ def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     if m == 1 or (m == 2 and dot.streams == 1):
         return min(dot.streams, n), m
     widest = (3, 4) if dot.accumulators >= 12 else (2,)
+    # The width that covers m with the fewest tiles. A remainder takes tiles of one row, and a tie the wider tile.
     columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
     return min(dot.accumulators // columns, n), columns
 
@@ -72,6 +73,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     addition into one rounding.
     """
     dot = INT8_DOTS[isa.int8]
+    # A single row is multiplied without a search for zeros.
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply, correct = _multiply(m, n, k, dot, m), _correct(k, dot)
@@ -154,6 +156,7 @@ def _correct(k: int, dot: Int8Dot) -> Any:
         if dot.unsigned:
             acc = T.alloc_buffer((dot.lanes,), "int32")
             acc[vector(0, dot.lanes)] = T.Broadcast(0, dot.lanes)
+            # Whole steps only: the remainder of a row is multiplied with signed weights and needs no correction.
             for c in range(k // dot.width):
                 acc[vector(0, dot.lanes)] = dot.step(
                     acc[vector(0, dot.lanes)], _zero_weights, load_from(q, [i], c * dot.width)
@@ -177,6 +180,7 @@ def _multiply(m: int, n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
         for v in T.unroll(tile.outputs):
             acc[vector(v, lanes)] = T.Broadcast(0, lanes)
         for c in range(steps):
+            # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
             if streamed:
                 for v in T.unroll(tile.rows):
                     T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, c * width + bytes_ahead]))
@@ -209,11 +213,13 @@ def _multiply(m: int, n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
             fours = T.alloc_buffer((lanes,), "int32")
             sums = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "int32")
             add_products(o, tile, acc)
+            # p: four outputs, whose sums across lanes are one vector.
             for p in T.unroll(-(-tile.outputs // 4)):
                 interleave_fours(four_vectors(acc, tile, p), lanes, pairs, fours)
                 sums[ramp(p * 4, 4)] = fold_fours(load_from(fours, [], 0), lanes)
             add_tail(o, tile, sums)
             for v in T.unroll(tile.outputs):
+                # The scales are multiplied first: the order of the definition decides the rounding.
                 o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = T.Cast(
                     "float32", sums[v] - o.correction[o.active[tile.active_row(v)]]
                 ) * (o.s[o.active[tile.active_row(v)]] * o.ws[tile.weight_row(v)])

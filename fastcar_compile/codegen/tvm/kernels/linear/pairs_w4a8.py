@@ -73,15 +73,19 @@ def move_few_rows(k: int) -> Any:
 
     @inlined
     def move(q, s, active, o):
+        # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
         for i in range(ROWS):
             o.at[i] = active.rows[T.min(i, active.count[0] - 1)]
+            # Row i has the lanes 2 i and 2 i + 1, one for each weight row of a pair.
             o.scales[2 * i] = s[o.at[i]]
             o.scales[2 * i + 1] = s[o.at[i]]
             for c in range(k // FOUR):
                 o.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[o.at[i], ramp(c * FOUR, FOUR)]
                 o.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[o.at[i], ramp(c * FOUR, FOUR)]
+        # Zeros up to a whole group add nothing, whatever the weights are.
         for c in range(groups * STEPS - k // FOUR):
             o.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+        # g: groups. Weights are 8 too large, so the sums begin with -8 times the sum of the inputs.
         for g in range(groups):
             sums = T.alloc_buffer((LANES,), "int32")
             sums[vector(0, LANES)] = T.Broadcast(0, LANES)
@@ -99,6 +103,7 @@ def pair_tile(n: int, groups: int) -> Any:
     rows_ahead, _ = prefetch_distance(TILE, groups * HALF)
 
     def dwords(o: PairOperands, row: Expr, g: Expr, which: int) -> Expr:
+        # 64 nibbles as bytes are 16 lanes of four inputs.
         return T.reinterpret("int32x16", nibbles(load_from(o.w, [row], g * HALF), 0, HALF)[which])
 
     def in_fours(two: Any, half: int) -> Expr:
@@ -107,6 +112,7 @@ def pair_tile(n: int, groups: int) -> Any:
     @inlined
     def unpack(o, j, bytes, g):
         # Fours of both weight rows in turn: 16 of the low nibbles, then of the high ones.
+        # p: pairs of weight rows. v: unrolled, the two rows. A group of a row is one cache line.
         for p in range(PAIRS):
             low = T.alloc_buffer((2 * LANES,), "int32")
             high = T.alloc_buffer((2 * LANES,), "int32")
@@ -120,10 +126,12 @@ def pair_tile(n: int, groups: int) -> Any:
             bytes[p, ramp(3 * WIDTH, WIDTH)] = in_fours(high, 1)
 
     def both(bytes: Any, p: Expr, c: Expr) -> Expr:
+        # Four inputs of the first weight row, then four of the second: eight bytes, repeated for eight rows of x.
         eight = T.reinterpret("int64", bytes[p, ramp(c * 2 * FOUR, 2 * FOUR)])
         return T.reinterpret("int8x64", T.Broadcast(eight, ROWS))
 
     def both_scales(factors: Any, p: Expr, g: Expr) -> Expr:
+        # Even lanes get the scale of the first weight row, odd lanes that of the second.
         first, second = (T.Broadcast(factors[2 * p + v, g], LANES) for v in range(2))
         return in_turn(first, second, 1, 0)
 
@@ -138,6 +146,7 @@ def pair_tile(n: int, groups: int) -> Any:
                 acc[vector(p, LANES)] = vpdpbusd(
                     acc[vector(p, LANES)], both(bytes, p, c), o.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
                 )
+        # A group's sum is exact. Groups are added in ascending order, and the fence rounds each product first.
         for p in T.unroll(PAIRS):
             totals[vector(p, LANES)] = totals[vector(p, LANES)] + fence(
                 "float32x16", T.Cast("float32x16", acc[vector(p, LANES)]) * both_scales(factors, p, g)
@@ -146,9 +155,11 @@ def pair_tile(n: int, groups: int) -> Any:
     @inlined
     def multiply(o, j):
         bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
+        # Scales are widened once per tile: they are read in every group.
         factors = T.alloc_buffer((TILE, groups), "float32")
         for r in range(TILE):
             widen_scales(o.ws, j + r, factors, r, groups)
+        # 12 vectors of totals and 12 of sums fit the 32 registers.
         totals = T.alloc_buffer((PAIRS * LANES,), "float32")
         for p in T.unroll(PAIRS):
             totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
@@ -157,6 +168,7 @@ def pair_tile(n: int, groups: int) -> Any:
             group(o, bytes, factors, totals, g)
         for p in T.unroll(PAIRS):
             totals[vector(p, LANES)] = totals[vector(p, LANES)] * o.scales[vector(0, LANES)]
+            # Lanes 2 i and 2 i + 1 are adjacent columns of row i: one store. A repeated row stores the same again.
             for i in T.unroll(ROWS):
                 o.y[o.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
 
@@ -195,10 +207,12 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
             find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s))
+            # Up to FEW rows: sums across lanes cost less than padding the rows to eight.
             if count[0] <= FEW:
                 few.multiply(q, few.operands(x, s, w, ws, y, correction, active), count[0])
             else:
                 move(q, s, ActiveRows(active, count), PairOperands(xt, extra, scales, at, w, ws, y))
+                # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
                 for j in loop(-(-n // TILE)):
                     multiply(PairOperands(xt, extra, scales, at, w, ws, y), T.min(j * TILE, n - TILE))
 

@@ -41,8 +41,10 @@ def quantize_row(x, at, q, s, i, k):
     """
     largest = T.alloc_buffer((MAX_LANES,), "float32")
     inverse = T.alloc_buffer((1,), "float32")
+    # TINY is the floor of a maximum, so that a row of zeros has a finite inverse.
     for v in T.vectorized(MAX_LANES):
         largest[v] = T.float32(TINY)
+    # c: vectors of 32 along the row. 32 maxima stay in registers.
     for c in range(k // MAX_LANES):
         for v in T.vectorized(MAX_LANES):
             largest[v] = T.max(largest[v], T.fabs(x[at, c * MAX_LANES + v]))
@@ -50,8 +52,11 @@ def quantize_row(x, at, q, s, i, k):
         largest[0] = T.max(largest[0], T.fabs(x[at, k // MAX_LANES * MAX_LANES + t]))
     for v in range(1, MAX_LANES):
         largest[0] = T.max(largest[0], largest[v])
+    # A true division: the reciprocal times 127 would round twice.
     inverse[0] = T.float32(127.0) / largest[0]
+    # The definition multiplies by the rounded 1 / 127.
     s[i] = largest[0] * T.float32(INV_127)
+    # A plain loop, which LLVM vectorises. TVM would scalarise a T.vectorized one because of T.nearbyint.
     for c in range(k):
         q[i, c] = _quantized(x[at, c], inverse[0])
 

@@ -63,6 +63,7 @@ def spread(buffer: Any, row: Expr, start: Expr) -> Expr:
 @inlined
 def move_rows(q, s, active, rows, block, k, flipped):
     """Move a block of active rows of q int8 [m, k] to `rows`. `flipped`: plus 128."""
+    # i: 16 places of the block, of which those past the last active row repeat it.
     for i in range(LANES):
         rows.at[block * LANES + i] = active.rows[T.min(block * LANES + i, active.count[0] - 1)]
         rows.scales[block * LANES + i] = s[rows.at[block * LANES + i]]
@@ -70,8 +71,11 @@ def move_rows(q, s, active, rows, block, k, flipped):
     for piece in range(-(-k // LINE)):
         for i in range(LANES):
             row: T.let = rows.at[block * LANES + i]
+            # c: four inputs of row i go to bytes 4 i .. 4 i + 3 of a vector: to lane i of vpdpbusd.
             for c in range(LINE // FOUR):
+                # The last line may end early. 4 divides k, so no four is cut.
                 if piece * LINE + c * FOUR < k:
+                    # An exclusive or with -128 inverts the sign bit, which adds 128.
                     rows.xt[block, piece * (LINE // FOUR) + c, ramp(i * FOUR, FOUR)] = T.bitwise_xor(
                         q[row, ramp(piece * LINE + c * FOUR, FOUR)], T.Broadcast(T.int8(-128 if flipped else 0), FOUR)
                     )
@@ -80,6 +84,7 @@ def move_rows(q, s, active, rows, block, k, flipped):
 @inlined
 def widen_scales(ws, row, factors, at, groups):
     """Write the float16 scales of a weight row as float32 to row `at` of `factors`."""
+    # 16 scales at a time, then four, then one: G is any number.
     for v in range(groups // LANES):
         factors[at, vector(v, LANES)] = T.Cast("float32x16", ws[row, vector(v, LANES)])
     if groups % LANES >= FOUR:
@@ -111,18 +116,23 @@ def store_blocks(y, rows, sums, vectors, place):
     for v in range(vectors):
         one = T.alloc_buffer((SUMS,), "float32")
         two = T.alloc_buffer((SUMS,), "float32")
+        # two: one vector per weight row, with 16 rows of x in its lanes.
         for p in T.unroll(WEIGHT_ROWS):
             two[vector(p, LANES)] = sums[vector(v * WEIGHT_ROWS + p, LANES)]
+        # First round: lanes of two weight rows in turn.
         for p in T.unroll(4):
             one[vector(p * 2, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 0)
             one[vector(p * 2 + 1, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 1)
+        # Second round: runs of two lanes in turn, so four weight rows are together.
         for p in T.unroll(2):
             for h in T.unroll(2):
                 two[vector(p * 4 + h * 2, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 0)
                 two[vector(p * 4 + h * 2 + 1, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 1)
+        # Third round: runs of four lanes in turn, so all eight weight rows of a row of x are together.
         for h in T.unroll(4):
             one[vector(h * 2, LANES)] = _interleaved(two, h, 4 + h, 4, 0)
             one[vector(h * 2 + 1, LANES)] = _interleaved(two, h, 4 + h, 4, 1)
+        # i: rows of x. Eight adjacent columns are one store.
         for i in T.unroll(LANES):
             y[rows.at[(place.block + v) * LANES + i], ramp(place.j, WEIGHT_ROWS)] = one[
                 ramp(i * WEIGHT_ROWS, WEIGHT_ROWS)
@@ -149,6 +159,7 @@ class Place:
 
 def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
     """Return the first weight row of a tile: its eight rows exist."""
+    # The last tile overlaps the one before where 8 does not divide n.
     return T.min(panel * PANEL_ROWS + tile * WEIGHT_ROWS, n - WEIGHT_ROWS)
 
 
@@ -173,6 +184,7 @@ def for_panel(panel, n, blocks, tiles, o):
 
     The last weight rows of an odd n are computed twice, with the same result.
     """
+    # b: tiles of x. Each meets all weight rows of the panel before the next one.
     for b in range(blocks // tiles.most):
         for t in range(PANEL):
             if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:

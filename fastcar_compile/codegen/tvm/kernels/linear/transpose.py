@@ -40,11 +40,13 @@ def transpose_rows(x, xt, active, o, step):
     b = T.alloc_buffer((HALF * LANES,), "float32")
     c = T.alloc_buffer((HALF * LANES,), "float32")
     d = T.alloc_buffer((HALF * LANES,), "float32")
+    # a and b: eight rows each, one vector of 16 inputs per row.
     for i in T.unroll(HALF):
         a[vector(i, LANES)] = x[active.rows[T.min(o * LANES + i, active.count[0] - 1)], ramp(step * LANES, LANES)]
         b[vector(i, LANES)] = x[
             active.rows[T.min(o * LANES + HALF + i, active.count[0] - 1)], ramp(step * LANES, LANES)
         ]
+    # A round interleaves row i with row i + 8. Four rounds exchange the numbers of rows and of inputs.
     _round(a, b, c, d)
     _round(c, d, a, b)
     _round(a, b, c, d)
