@@ -54,6 +54,7 @@ def ring_write(
     """Write value float32 [B, H, rows, D] to the ring cache [B, H, sinks + R, D] from `position` on, in place."""
 
     def row_of(position: Expr) -> Expr:
+        # Sinks keep their rows. A later position wraps around the ring behind them.
         return T.if_then_else(position < sinks, position, sinks + (position - sinks) % (cache[2] - sinks))
 
     return _append(cache, rows, row_of, dtype, isa)
@@ -73,6 +74,7 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
         position: T.Buffer((1,), "int64"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
+        # head: batch rows times key/value heads. r: appended rows. c: one row, vectorised along D.
         for head in loop(b * h):
             for r in range(rows):
                 with T.sblock("row"):
@@ -82,6 +84,7 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
                     j: T.let = head % h
                     p: T.let = T.Cast("int32", position[0]) + r
                     at: T.let = row_of(p)
+                    # A chunk may reach past the cache. Row S would be row 0 of the next head.
                     if at < s:
                         for c in T.vectorized(d):
                             keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
@@ -117,6 +120,7 @@ def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) 
                     j: T.let = head % h
                     p: T.let = T.Cast("int32", position[0]) + r
                     at: T.let = row_of(p)
+                    # Row S would be row 0 of the next head.
                     if at < s:
                         write_row(keys, (i, j, at), value, (i, j, r))
 
@@ -135,11 +139,14 @@ def _write_row(d: int) -> Callable[..., None]:
         for c in range(T.min(block, d - e * block) // lanes):
             for v in T.vectorized(lanes):
                 top[v] = T.max(top[v], magnitude_bits(value[(*source, e * block + c * lanes + v)], 1))
+        # The intrinsic takes a vector. A single lane is the maximum already.
         if lanes > 1:
             top[0] = intrinsic("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[vector(0, lanes)])
 
     @inlined
     def write_mantissas(keys, target, value, source, e, inverse):
+        # c: vectors of the block. nearbyint rounds half to even, and a ramp keeps it a vector instruction.
+        # The inverse is a power of two, so its product is exact and only nearbyint rounds.
         for c in range(T.min(block, d - e * block) // lanes):
             keys[(*target, ramp(e * block + c * lanes, lanes))] = cast(
                 "int8",
@@ -152,11 +159,14 @@ def _write_row(d: int) -> Callable[..., None]:
         top = T.alloc_buffer((lanes,), "int32")
         exponent = T.alloc_buffer((1,), "int32")
         inverse = T.alloc_buffer((1,), "float32")
+        # e: blocks of 32 elements. The last one is shorter where 32 does not divide D.
         for e in range(-(-d // block)):
             largest_magnitude(value, source, e, top)
+            # The exponent is that of limited magnitudes, because the mantissas are made from limited values.
             exponent[0] = T.max(_exponent(T.min(top[0], _LARGEST)), cached.LEAST_EXPONENT)
             # Above infinity only NaN is left. Its block has mantissas of 0 and the exponent NOT_A_NUMBER.
             inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
+            # Exponents stand behind all D mantissas, so mantissas are whole vectors.
             keys[(*target, d + e)] = T.Cast("int8", T.Select(top[0] > _INFINITY, cached.NOT_A_NUMBER, exponent[0]))
             write_mantissas(keys, target, value, source, e, inverse)
 
@@ -165,6 +175,7 @@ def _write_row(d: int) -> Callable[..., None]:
 
 def _exponent(bits: Expr) -> Expr:
     """Return the exponent of the least scale with which a float32 of these bits rounds to at most 127."""
+    # The addition carries into the exponent field just where a mantissa of 127.5 or more would round to 128.
     return T.shift_right(bits + T.int32(cached.rounds_up(cached.CACHE_BITS)), T.int32(cached.MANTISSA_BITS)) - T.int32(
         cached.excess(cached.CACHE_BITS)
     )

@@ -79,6 +79,7 @@ class RowFormat:
         vectors = self.vectors_of_block(lanes)
         if vectors == 1:
             return query(start + offset) * self.element(row, start, offset)
+        # All vectors of the block share an exponent: their products are summed first and scaled once.
         first, *rest = [start + i * lanes + offset for i in range(vectors)]
         total = query(first) * T.Cast("float32", row(first))
         for at in rest:

@@ -27,6 +27,7 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
         y: T.Buffer((rows, width), "float32"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
+        # One contiguous copy of B * H elements, because the slot is the outermost axis.
         for i, c in T.grid(rows, width):
             with T.sblock("copy"):
                 T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
@@ -74,12 +75,14 @@ def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
         step: T.Buffer((1,), "int64"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
+        # i: rows of the batch. Outputs are written for every row, also for those that replay.
         for i in range(rows):
             for c in range(width):
                 with T.sblock("outputs"):
                     T.reads(y[0:rows, 0:width], step[0:1])
                     T.writes(cache[0:slots, 0:rows, 0:width])
                     cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
+            # A row that replays keeps the slot's input: that of the forward whose output it replays.
             if not replay[i]:
                 for c in range(width):
                     with T.sblock("inputs"):
