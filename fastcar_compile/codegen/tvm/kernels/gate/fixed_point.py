@@ -23,6 +23,8 @@ INFINITY = 0x7F800000
 
 def rounded(x: Expr, lanes: int) -> Expr:
     """Return float64 of magnitude at most 2^51 as int64, rounded half to even."""
+    # From 2^52 to 2^53 the last place of a float64 is 1, so the addition itself rounds to an integer.
+    # The factor 1.5 keeps the sum in that range for a negative x too.
     bits = T.reinterpret(vector_type("int64", lanes), x + broadcast(T.float64(ROUNDER), lanes))
     return bits - broadcast(T.int64(ROUNDER_BITS), lanes)
 
@@ -34,6 +36,8 @@ def units(a: Expr, lanes: int) -> Expr:
 
 def limited(product: Expr, lanes: int) -> Expr:
     """Return a float64 in units of 2^-24 as int64, rounded half to even and limited to 2^46."""
+    # 2^46 is below the 2^51 that `rounded` takes.
+    # T.min gives its second operand for a NaN, so a NaN becomes the limit. The callers make such a score NaN.
     limit = broadcast(T.float64(TAS_LIMIT), lanes)
     return rounded(T.max(T.min(product, limit), -limit), lanes)
 
@@ -45,6 +49,7 @@ def limited_square(product: Expr, lanes: int) -> Expr:
 
 def fixed_magnitude(a: Expr, lanes: int) -> Expr:
     """Return a float32 that is not negative in units of 2^-24 as int64, rounded half to even and limited to 2^46."""
+    # The product with 2^24 is exact. An overflow gives infinity, which the limit takes.
     own = a * broadcast(T.float32(1 << TAS_FRACTION_BITS), lanes)
     return rounded(cast("float64", T.min(own, broadcast(T.float32(TAS_LIMIT), lanes)), lanes), lanes)
 

@@ -54,6 +54,7 @@ def _round_features(width: int) -> Any:
         for v in T.vectorized(lanes):
             bits[v] = 0
         # c: vectors of the row.
+        # First pass: the largest magnitude of x and of its change. change and bits are one vector each.
         for c in range(width // lanes):
             change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
             bits[one] = T.max(bits[one], magnitude_bits(change[one], lanes))
@@ -61,8 +62,10 @@ def _round_features(width: int) -> Any:
         largest[i] = bits[0]
         for v in T.unroll(lanes - 1):
             largest[i] = T.max(largest[i], bits[v + 1])
+        # The least exponent field keeps both powers of two, that of the features and its inverse, normal.
         field[i] = T.max(T.shift_right(largest[i], MANTISSA_BITS), LEAST_EXPONENT)
         # Features are finite here, or the score is NaN whatever they are.
+        # Second pass: integers of at most 2^22 as float64, x in the first half of the row, its change in the second.
         for c in range(width // lanes):
             change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
             change[one] = change[one] * power_of_two(SCALE_FIELD - field[i])
@@ -83,6 +86,7 @@ WEIGHT_SCALE_BITS = 1023 + 896 << 52
 
 def _scaled_weight(value: Expr) -> Expr:
     """Return a bfloat16 times 2^-896 as float64: two vector instructions, where conversions take four."""
+    # The sign is copied to all upper bits by the extension. The mask leaves bit 63 of these copies.
     wide = T.Cast("int64", T.reinterpret("int16", value))
     return T.reinterpret("float64", T.bitwise_and(T.shift_left(wide, T.int64(SCALED_BITS)), T.int64(KEPT_BITS)))
 
@@ -97,10 +101,13 @@ def _add_units(width: int, block: int) -> Any:
 
     @inlined
     def add_units(feature, w, i, u, acc):
+        # The sums are exact in float64 whatever their order: at most 53 bits.
         for v in T.vectorized(block * SUM_LANES):
             acc[v] = T.float64(0)
         # c: vectors of the row. n: units, which share the loads of features. v: one vector, in registers.
         for c in range(steps):
+            # One prefetch per cache line of 32 weights.
+            # Only the first batch row prefetches: the others find the line in the cache.
             if i == 0 and c % (LINE_WEIGHTS // SUM_LANES) == 0:
                 for n in T.unroll(block):
                     T.evaluate(prefetch(w[u + n + rows_ahead, c * SUM_LANES]))
@@ -142,6 +149,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         y: T.Buffer((rows,), "float32"),
     ):
         T.func_attr({"op_pattern": OPAQUE})
+        # All features are kept: every pair of units reads them again.
         feature = T.alloc_buffer((rows, 2 * width), "float64")
         largest = T.alloc_buffer((rows,), "int32")
         field = T.alloc_buffer((rows,), "int32")
@@ -153,6 +161,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
                 change = T.alloc_buffer((lanes,), "float32")
                 bits = T.alloc_buffer((lanes,), "int32")
                 round_features(x, cached, i, feature, largest, field, change, bits)
+        # u: units in pairs, parallel. i: batch rows, which meet the pair's weights in the cache. n: unrolled units.
         for u in loop(units // block):
             with T.sblock("units"):
                 T.reads(feature[0:rows, 0 : 2 * width], field[0:rows], w1[0:units, 0 : 2 * width], b1[0:units])
@@ -168,6 +177,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
                             + b1[u * block + n],
                             T.float32(0),
                         )
+        # Second layer: products in fixed point, summed in int64. most catches a hidden unit that is not finite.
         for i in range(rows):
             with T.sblock("row"):
                 T.reads(hidden[0:rows, 0:units], largest[0:rows], w2[0:units], b2[0:1])

@@ -28,10 +28,13 @@ def _decide_row(
     def decide_row(score, threshold, step, chain, y, i):
         now: T.let = T.Cast("int32", step[0])
         slot: T.let = now % slots
+        # Without `couple`, half is 0 and a row is its own pair.
         pair: T.let = (i + half) % batch
+        # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
         least: T.let = threshold[0] * T.float32(sign)
         y[i] = (
             (now >= stride)
+            # A frame is `stride` steps, and every `period`-th frame is computed whole.
             and (refreshed == 0 or now // stride % period != 0)
             and (score[i] * T.float32(sign) >= least)
             and (score[pair] * T.float32(sign) >= least)
@@ -100,6 +103,7 @@ def gate_and_count(
             with T.sblock("count"):
                 T.reads(y[0:batch], step[0:1], chain[0:slots, 0:batch])
                 T.writes(chain[0:slots, 0:batch])
+                # The counter is the number of replays in succession: a computed row begins again at 0.
                 slot: T.let = T.Cast("int32", step[0]) % slots
                 chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)
 

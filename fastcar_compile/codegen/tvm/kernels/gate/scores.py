@@ -63,12 +63,15 @@ def input_delta(rows: int, width: int) -> PrimFunc:
                     largest[v] = 0
                 for v in T.vectorized(2 * lanes):
                     sums[v] = T.int64(0)
+                # c: vectors of the row. The maxima and both sums stay in registers.
                 for c in range(width // lanes):
                     add_vector(x, cached, i, c, change, sums, largest)
+                # Integer sums and maxima are exact, so the order of the lanes is free.
                 for v in T.unroll(lanes - 1):
                     sums[0] += sums[v + 1]
                     sums[lanes] += sums[lanes + v + 1]
                     largest[0] = T.max(largest[0], largest[v + 1])
+                # A row of zeros is divided by 1 and not by 0.
                 size: T.let = T.max(T.Cast("float32", sums[lanes]), T.float32(1))
                 y[i] = finite_or_nan(largest[0], T.Cast("float32", sums[0]) / size)
 
@@ -83,6 +86,7 @@ def _add_key(keys_of: RowFormat, lanes: int) -> Any:
     def add_key(key, own, square, largest):
         for v in T.vectorized(lanes):
             square[v] = T.int64(0)
+        # c: vectors of the head. v: one vector. own, square and largest stay in registers.
         for c in range(keys_of.dim // lanes):
             for v in T.vectorized(lanes):
                 own[v] = keys_of.element(key, c * lanes, v)
@@ -109,6 +113,7 @@ def _add_head(keys_of: RowFormat, lanes: int) -> Any:
             for v in T.vectorized(lanes):
                 own[lanes + v] = keys_of.element(key, c * lanes, v)
             wide[one] = units(own[one], lanes)
+            # `add_key` has taken the key's magnitudes already.
             largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
             sums[one] += limited(wide[one] * cast("float64", own[two], lanes), lanes)
             sums[two] += limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
@@ -121,6 +126,7 @@ def _add_head(keys_of: RowFormat, lanes: int) -> Any:
 
 def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
     """Return the cosine of int64 sums in units of 2^-30, limited to 1, as int64."""
+    # The product of the squares first, then one root. At least 1, so that a zero vector does not give 0 / 0.
     length = T.sqrt(T.max(T.Cast("float32", square) * T.Cast("float32", other), T.float32(1)))
     cosine = T.max(T.min(T.Cast("float32", dot) / length, T.float32(1)), T.float32(-1))
     return rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
@@ -165,10 +171,12 @@ def output_bound(
                 square = T.alloc_buffer((lanes,), "int64")
                 largest = T.alloc_buffer((lanes,), "int32")
                 apart = T.alloc_buffer((1,), "int64")  # of all heads, 1 - cosine
+                # The key `stride` steps earlier is that of the same place in the frame before.
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 apart[0] = T.int64(hq << COSINE_BITS)
                 for v in T.vectorized(lanes):
                     largest[v] = 0
+                # g: key/value heads, whose <k, k> is summed once. h: query heads of the group.
                 for g in range(hkv):
                     add_key(row_at(keys, i, g, before), own, square, largest)
                     for h in range(group):
@@ -186,6 +194,7 @@ def output_bound(
 @inlined
 def _hash_round(x, p, added):
     """Write x[0]^5 + added modulo p to x[0]."""
+    # p is below 2^31, so the product of two residues fits int64.
     x[1] = x[0] * x[0] % p
     x[0] = (x[1] * x[1] % p * x[0] + T.int64(added)) % p
 
@@ -212,6 +221,7 @@ def random_score(rows: int, layer: int) -> PrimFunc:
                 _hash_round(x, p, first)
                 _hash_round(x, p, second)
                 _hash_round(x, p, third)
+                # The upper 24 of 31 bits, plus 1: from 1 to 2^24, exact in float32.
                 y[i] = T.Cast("float32", x[0] // T.int64(low_bits) + T.int64(1)) * T.float32(2.0**-HASH_BITS)
 
     return hashed_score

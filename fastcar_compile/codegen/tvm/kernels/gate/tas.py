@@ -28,6 +28,7 @@ def _fixed_point(x: Expr, lanes: int) -> Expr:
     """Return float64 in units of the score as int64, within the limits. A NaN or an infinity gives the lower limit."""
     limit = T.float64(TAS_LIMIT)
     bounded = T.max(T.min(x, limit), -limit)
+    # A comparison with a NaN is false, so a NaN takes the lower limit too.
     return rounded(T.Select(T.max(x, -x) < T.infinity("float64"), bounded, broadcast(-limit, lanes)), lanes)
 
 
@@ -62,6 +63,7 @@ class _Heads:
 
         @inlined
         def prefetch_keys(keys, i, before):
+            # h: key/value heads. u: unrolled, the cache lines of one key.
             for h in range(heads):
                 for u in T.unroll(lines):
                     T.evaluate(prefetch(keys[i, h, before, u * step]))
@@ -76,12 +78,14 @@ class _Heads:
         def add_head(query, key, acc, product):
             # c: vectors of the head. v: one vector.
             for c in range(keys_of.dim // lanes):
+                # The product of two float32 is exact in float64, and so is its scaling by 2^24.
                 for v in T.vectorized(lanes):
                     product[v] = (
                         T.Cast("float64", query(c * lanes + v))
                         * T.Cast("float64", keys_of.element(key, c * lanes, v))
                         * T.float64(one)
                     )
+                # product goes through a buffer, because `_fixed_point` reads it three times.
                 acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
 
         return add_head
@@ -98,9 +102,12 @@ class _Heads:
         def sum_heads(query, keys, i, before, acc, product):
             for v in T.vectorized(lanes):
                 acc[v] = T.int64(0)
+            # All keys are prefetched before the first product waits for one.
             prefetch_keys(keys, i, before)
+            # h: query heads, `group` of them on one key. acc and product are one vector each, in registers.
             for h in range(heads):
                 add_head(query(i, h), row_at(keys, i, h // group, before), acc, product)
+            # int64 sums are exact, so the order of the lanes is free.
             for v in T.unroll(lanes - 1):
                 acc[0] += acc[v + 1]
 
@@ -141,6 +148,7 @@ def tas(
                 T.writes(y[0:b])
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
+                # Row `position - stride` is the same place of the frame before.
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
                 sum_heads(_queries(q), keys, i, before, acc, product)
                 y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
