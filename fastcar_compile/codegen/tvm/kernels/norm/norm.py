@@ -51,13 +51,16 @@ def _squared_deviation(x: Any, mean: Any, i: Expr, c: Expr) -> Expr:
 @inlined
 def _sum_row(acc, k, term: Callable[[Expr], Expr]):
     """Write the sum of term(c), c < k, to acc[0]: term(c) goes to lane c mod 32, then the lanes are added in order."""
+    # 32 partial sums in registers: two vectors with AVX-512, four with AVX2, eight with SSE and NEON.
     for v in T.vectorized(SUM_LANES):
         acc[v] = T.float32(0)
     for c in range(k // SUM_LANES):
         for v in T.vectorized(SUM_LANES):
             acc[v] += term(c * SUM_LANES + v)
+    # The remainder is scalar, and element c is still in lane c mod 32.
     for t in range(k % SUM_LANES):
         acc[t] += term(k // SUM_LANES * SUM_LANES + t)
+    # A float32 sum depends on its order: the lanes are added one after the other.
     for v in range(1, SUM_LANES):
         acc[0] += acc[v]
 
@@ -67,7 +70,9 @@ def _rms_row(o, i, at, k, epsilon):
     """Write y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
     squares = T.alloc_buffer((SUM_LANES,), "float32")
     _sum_row(squares, k, partial(_square, o.x, i))
+    # squares[0] becomes the inverse root: one division per row instead of one per element.
     squares[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(k) + T.float32(epsilon))
+    # The parentheses fix the roundings: first the product with the inverse root, then the one with w.
     for c in range(k):
         o.y[at, c] = (o.x[i, c] * squares[0]) * o.w[c]
 
@@ -82,9 +87,11 @@ def _layer_row(o, i, at, k, epsilon):
     mean = T.alloc_buffer((SUM_LANES,), "float32")
     squares = T.alloc_buffer((SUM_LANES,), "float32")
     _sum_row(mean, k, partial(_value, o.x, i))
+    # mean[0] is the mean from here on. The second sum reads it while it takes the squares.
     mean[0] = mean[0] / T.float32(k)
     _sum_row(squares, k, partial(_squared_deviation, o.x, mean, i))
     squares[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(k) + T.float32(epsilon))
+    # The fence takes all 32 lanes of a vector, so the index is a ramp and not a T.vectorized loop.
     for c in range(k // SUM_LANES):
         o.y[at, ramp(c * SUM_LANES, SUM_LANES)] = (
             fence(
@@ -95,6 +102,7 @@ def _layer_row(o, i, at, k, epsilon):
             )
             + o.b[ramp(c * SUM_LANES, SUM_LANES)]
         )
+    # The remainder: the same three roundings, one element at a time.
     for t in range(k % SUM_LANES):
         c: T.let = k // SUM_LANES * SUM_LANES + t
         o.y[at, c] = fence("float32", (o.x[i, c] - mean[0]) * squares[0] * o.w[c]) + o.b[c]
@@ -134,6 +142,7 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
             with T.sblock("row"):
                 T.reads(x[0:m, 0:k], w[0:k])
                 T.writes(q[0:m, 0:k], s[0:m])
+                # One normalised row in float32, which quantize_row reads from the cache.
                 y = T.alloc_buffer((1, k), "float32")
                 _rms_row(_Operands(x, w, y), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)

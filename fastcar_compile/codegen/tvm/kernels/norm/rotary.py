@@ -42,8 +42,10 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
                     T.writes(y[0:b, 0:h, 0:t, 0:d])
                     bi: T.let = head // h
                     hi: T.let = head % h
+                    # One table of angles serves the whole batch, or every batch row has its own.
                     e: T.let = bi % tables
                     at: T.let = c * lanes
+                    # First half: x1 * cos - x2 * sin, with x1 and x2 the halves of a head.
                     for v in T.vectorized(lanes):
                         y[bi, hi, i, at + v] = (
                             x[bi, hi, i, at + v] * cos[e, 0, i, at + v]
