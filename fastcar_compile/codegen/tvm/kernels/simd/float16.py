@@ -33,6 +33,8 @@ def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     magnitude = T.bitwise_and(bits, T.uint32(_MAGNITUDE))
     # The product with a power of two moves the exponent, and makes a subnormal float16 a normal float32.
     number = T.reinterpret("float32", T.shift_left(magnitude, T.uint32(_MANTISSA_SHIFT))) * T.float32(2.0**_BIAS)
+    # An exponent field of 31 has become 31 + 112. Or-ing 255 over it makes it that of infinity and NaN.
+    # The mantissa stays, so a NaN keeps its payload.
     special = T.Select(magnitude >= T.uint32(_INFINITY), T.uint32(_FLOAT32_INFINITY), T.uint32(0))
     sign = T.shift_left(T.bitwise_and(bits, T.uint32(_SIGN)), T.uint32(_SIGN_SHIFT))
     return T.reinterpret("float32", T.bitwise_or(T.bitwise_or(T.reinterpret("uint32", number), special), sign))
@@ -49,13 +51,17 @@ def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     bits = T.reinterpret("uint32", bounded)
     magnitude = T.bitwise_and(bits, T.uint32(0x7FFFFFFF))
     odd = T.bitwise_and(T.shift_right(magnitude, T.uint32(_MANTISSA_SHIFT)), T.uint32(1))
+    # Half to even in integers: half a last place less one, plus the last kept bit.
+    # A carry runs from the mantissa into the exponent, as it must.
     half_less = (1 << (_MANTISSA_SHIFT - 1)) - 1
+    # One addition changes the bias and rounds. It is modulo 2^32, because the change of the bias is negative.
     rebias = T.uint32((half_less - (_BIAS << 23)) % (1 << 32))
     normal = T.shift_right(magnitude + rebias + odd, T.uint32(_MANTISSA_SHIFT))
     # The last place of 0.5 + x is 2^-24, as of a subnormal float16. So the sum's own rounding is the right one.
     sum_ = T.reinterpret("float32", magnitude) + T.float32(0.5)
     subnormal = T.bitwise_and(T.reinterpret("uint32", sum_), T.uint32(_MAGNITUDE))
     rounded = T.Select(magnitude < T.uint32(_LEAST_NORMAL), subnormal, normal)
+    # Infinities were limited above, so only a NaN is larger than infinity's bits.
     number = T.Select(magnitude > T.uint32(_FLOAT32_INFINITY), T.uint32(_NAN), rounded)
     sign = T.bitwise_and(T.shift_right(bits, T.uint32(_SIGN_SHIFT)), T.uint32(_SIGN))
     return T.reinterpret("float16", T.Cast("uint16", T.bitwise_or(number, sign)))

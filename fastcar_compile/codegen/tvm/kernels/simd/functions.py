@@ -42,9 +42,13 @@ def exp_not_positive(x: Any, lanes: int = 1) -> Any:
     T.max gives its second operand where one is NaN: in this order a NaN stays a NaN.
     """
     bounded = T.max(broadcast(T.float32(_SMALLEST), lanes), x)
+    # exp(x) = 2^power * exp(r), with |r| at most ln 2 / 2.
     power = T.nearbyint(bounded * T.float32(_LOG2_E))
+    # The first product is exact. The second one adds the bits of ln 2 that its first part lacks.
     r = bounded - power * T.float32(_LN2_HIGH) - power * T.float32(_LN2_LOW)
     fraction = _series(_COEFFICIENTS, r) * r * r + r + T.float32(1)
+    # power is from -126 to 0, so the exponent field is at least 1: the result is never subnormal.
+    # A NaN makes the fraction NaN, whatever its power is.
     exponent = T.shift_left(cast("int32", power, lanes) + 127, broadcast(T.int32(23), lanes))
     return fraction * T.reinterpret(vector_type("float32", lanes), exponent)
 
@@ -53,20 +57,25 @@ def tanh(x: Any) -> Any:
     """Return tanh(x) of float32 x, within 2 units in the last place; a NaN stays a NaN."""
     squared = x * x
     size = T.max(x, -x)
+    # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), an argument that is never positive.
     decay = exp_not_positive(T.float32(-2) * size)
     large = (T.float32(1) - decay) / (T.float32(1) + decay)
+    # For small x the difference 1 - e would cancel, so a series takes over.
     small = _series(_TANH, squared) * squared * x + x
     return T.Select(size < T.float32(_SERIES_UP_TO), small, T.Select(x < 0, -large, large))
 
 
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + exp(-x)) of float32 x, within 4 units in the last place; at least exp(-87). A NaN stays a NaN."""
+    # exp(-|x|) cannot overflow. For a negative x the numerator is exp(x) itself.
     decay = exp_not_positive(T.min(x, -x))
     return T.Select(x < 0, decay, T.float32(1)) / (T.float32(1) + decay)
 
 
 def erf(x: Any) -> Any:
     """Return erf(x) of float32 x, within 4e-7; a NaN stays a NaN."""
+    # From 4 on erf rounds to 1, and the rational function holds only up to there.
+    # x is the second operand of both, so that a NaN passes.
     bounded = T.max(T.float32(-4), T.min(T.float32(4), x))
     squared = bounded * bounded
     return bounded * _series(_ERF_ABOVE, squared) / _series(_ERF_BELOW, squared)

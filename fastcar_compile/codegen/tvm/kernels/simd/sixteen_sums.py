@@ -73,8 +73,10 @@ def _lane(mixed: Any, number: int) -> Expr:
 @inlined
 def _fold(buffer):
     """Add halves of the four vectors down to four lanes each: one vector."""
+    # 16 lanes of a sum become 8, then 4. Every step joins two vectors into one, so no lane is idle.
     buffer[vector(0, LANES)] = _folded(buffer, (0, 1), _HALVES)
     buffer[vector(1, LANES)] = _folded(buffer, (2, 3), _HALVES)
+    # After this step vector 0 holds four lanes of each of the buffer's four vectors, in the vectors' order.
     buffer[vector(0, LANES)] = _folded(buffer, (0, 1), _QUARTERS)
 
 
@@ -87,10 +89,13 @@ def _fold_all(sums: SixteenSums) -> None:
 def add_lanes_of_all(sums):
     """Write the sum of each vector's lanes to `sums.result`. The order is that of `add_lanes`, bit for bit."""
     _fold_all(sums)
+    # A 4 x 4 transpose in two rounds, in every four lanes: of the buffers in pairs here, of the pairs in `_lane`.
+    # Then lane 4 j + i belongs to sum 4 j + i.
     sums.mixed[vector(0, LANES)] = _pick(sums.vectors[:2], (0, 0), _SINGLES[0])
     sums.mixed[vector(1, LANES)] = _pick(sums.vectors[:2], (0, 0), _SINGLES[1])
     sums.mixed[vector(2, LANES)] = _pick(sums.vectors[2:], (0, 0), _SINGLES[0])
     sums.mixed[vector(3, LANES)] = _pick(sums.vectors[2:], (0, 0), _SINGLES[1])
+    # Lanes 0, 1, 2 and 3 are added in turn, because `add_lanes` does: another order rounds differently.
     sums.vectors[0][vector(0, LANES)] = ((_lane(sums.mixed, 0) + _lane(sums.mixed, 1)) + _lane(sums.mixed, 2)) + _lane(
         sums.mixed, 3
     )

@@ -99,6 +99,7 @@ def add_lanes(acc, start, lanes):
 
     Halves are added as vectors down to four lanes, then lanes 1, 2 and 3 in turn.
     """
+    # `lanes` is a number, so these branches are decided when the kernel is made.
     if lanes >= 32:
         for v in T.vectorized(16):
             acc[start + v] += acc[start + v + 16]
@@ -108,6 +109,7 @@ def add_lanes(acc, start, lanes):
     if lanes >= 8:
         for v in T.vectorized(4):
             acc[start + v] += acc[start + v + 4]
+    # The last four lanes are scalar and in turn, on every instruction set.
     for v in T.unroll(min(lanes, 4) - 1):
         acc[start] += acc[start + v + 1]
 
@@ -117,6 +119,8 @@ def interleave_add(a: Expr, b: Expr, lanes: int, run: int) -> Expr:
 
     `interleave_fours` takes three of them for the sums of four vectors: a third of the cost of four `reduce_add`.
     """
+    # Runs of one: (a0, b0, a1, b1) + (a2, b2, a3, b3) in every block of four lanes.
+    # Runs of two: (a0, a1, b0, b1) + (a2, a3, b2, b3).
     runs = [range(start, start + run) for start in range(0, 4, run)]
     order = [which * lanes + lane for run_lanes in runs for which in (0, 1) for lane in run_lanes]
     halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
@@ -134,8 +138,10 @@ def fold_fours(load: Load, lanes: int) -> Expr:
 @inlined
 def interleave_fours(four, lanes, pairs, fours):
     """Interleave four int32 vectors to fours int32 [lanes], whose `fold_fours` is their four sums."""
+    # Integer sums are exact, so this order need not be that of `add_lanes`.
     pairs[vector(0, lanes)] = interleave_add(four[0], four[1], lanes, 1)
     pairs[vector(1, lanes)] = interleave_add(four[2], four[3], lanes, 1)
+    # Lane i of every four lanes is a part of vector i's sum.
     fours[vector(0, lanes)] = interleave_add(pairs[vector(0, lanes)], pairs[vector(1, lanes)], lanes, 2)
 
 
@@ -152,6 +158,8 @@ LINE = 64
 
 def prefetch_distance(rows: int, row_bytes: int) -> tuple[int, int]:
     """Return how far ahead to prefetch while `rows` weight rows are read in parallel, in weight rows and in bytes."""
+    # A single stream is prefetched along its row, and parallel streams are prefetched in later rows.
+    # These are the rows of the next tile at least, or as many as PREFETCH_BYTES hold.
     return (0, NEAR_BYTES) if rows == 1 else (max(rows, -(-PREFETCH_BYTES // row_bytes)), 0)
 
 
@@ -160,4 +168,6 @@ def prefetch(element: Expr) -> Expr:
 
     The element may lie past the buffer's end.
     """
+    # 0 is a read, 2 the locality of the second-level cache (prefetcht1 on x86), 1 the data cache.
+    # A prefetch is a hint: an address that is not mapped raises no fault.
     return T.call_intrin("void", "tirx.prefetch", T.address_of(element), 0, 2, 1)
