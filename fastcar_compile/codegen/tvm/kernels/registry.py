@@ -54,8 +54,10 @@ def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> Prim
 
 
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    # pairs_w4a8 pads the active rows to eight and takes 24 weight rows a tile. Up to FEW rows that padding costs more.
     if m <= FEW or n < TILE or not holds(n, k, isa):
         return linear_w4a8(m, n, k, isa)
+    # Up to eight rows of x share a vector with two weight rows; more rows of x fill vectors of 16.
     return (pairs_w4a8 if m <= SMALL_BATCH else gemm_w4a8)(m, n, k, isa)
 
 
@@ -120,6 +122,7 @@ KIND, OPTIONS = "fastcar.kernel", "fastcar.options"
 def dispatch(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
     """Return the kernel of that kind for the instruction set, with the marks that `specialise` reads."""
     kernel: Any = KERNELS[kind](*options, isa=isa)
+    # with_attrs copies: the cached kernel stays unmarked.
     marked: Any = kernel.with_attrs({KIND: kind, OPTIONS: json.dumps(options)})
     marked.__name__ = kernel.__name__
     return marked
@@ -127,6 +130,7 @@ def dispatch(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
 
 @cache
 def _unmarked(kind: str, options: str, isa: InstructionSet) -> PrimFunc:
+    # JSON turns tuples into lists. Options are tuples again, because the kernels are cached by their options.
     return KERNELS[kind](*(tuple(o) if isinstance(o, list) else o for o in json.loads(options)), isa=isa)
 
 
@@ -135,6 +139,7 @@ def specialise(module: Any, isa: InstructionSet) -> tvm.IRModule:
     functions = {}
     for variable, function in module.functions_items():
         if isinstance(function, PrimFunc) and function.attrs is not None and KIND in function.attrs:
+            # A kernel of another instruction set takes the same arguments, so call sites stay as they are.
             function = _unmarked(str(function.attrs[KIND]), str(function.attrs[OPTIONS]), isa)
         functions[variable] = function
     return tvm.IRModule(functions, attrs=module.attrs)

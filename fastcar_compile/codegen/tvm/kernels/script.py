@@ -43,6 +43,7 @@ _parser: ContextVar[Parser | None] = ContextVar("fastcar_kernel_parser", default
 
 def kernel(make: Callable[P, PrimFunc]) -> Callable[P, PrimFunc]:
     """A decorator of functions that return a kernel and whose arguments tell it: equal arguments, the same kernel."""
+    # `typed` keeps 1, 1.0 and True apart: lru_cache alone takes these for equal, and their literals differ in TIR.
     return cast("Callable[P, PrimFunc]", wraps(make)(lru_cache(KEPT, typed=True)(make)))
 
 
@@ -51,6 +52,7 @@ def prim_func(*, private: bool, s_tir: bool) -> Callable[[Callable[..., Any]], P
 
     It is written `@script.prim_func(private=True, s_tir=True)`: the parser reads the two from the source.
     """
+    # currentframe() is this call, and f_back is the function that builds the kernel: its locals hold the shapes.
     caller = inspect.currentframe()
     around = caller.f_back.f_locals if caller is not None and caller.f_back is not None else {}
 
@@ -65,12 +67,14 @@ def prim_func(*, private: bool, s_tir: bool) -> Callable[[Callable[..., Any]], P
 def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
     source = _source(function.__code__, function.__code__.co_filename)
     parser = _Parser(source, {function.__name__: function.__annotations__})
+    # The lock covers the whole parse, because the trees of inlined functions are shared with other kernels.
     with _PARSING, _current(parser), IRBuilder() as builder:
         try:
             parser.parse(extra_vars=names)
         except ParserError as error:
             parser.report_error(error.node, error.args[0])
         made: Any = builder.get()
+    # Ill-formed TIR fails here, at its kernel, and not in a later pass over the whole module.
     tvm.s_tir.analysis.verify_well_formed(tvm.IRModule.from_expr(made))
     made.__name__ = function.__name__
     return made
@@ -78,7 +82,9 @@ def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
 
 def inlined(function: Callable[..., None]) -> Callable[..., None]:
     """A decorator like T.macro: a function of TVMScript whose statements stand in the kernel that calls it."""
+    # The source is read once. Its tree is made at the first call and serves all later ones.
     source = _source(function.__code__, function.__code__.co_filename)
+    # True is hygienic: a name in the body is that of its definition, not that of the kernel that calls it.
     macro = _Inlined(source, utils.inspect_function_capture(function), function, True)
 
     def call(*args: Any, **kwargs: Any) -> None:
@@ -89,6 +95,7 @@ def inlined(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _current(parser: Parser) -> Generator[None]:
+    # The token gives back the outer parser, where a kernel is made while another one is parsed.
     token = _parser.set(parser)
     try:
         yield
@@ -118,6 +125,7 @@ class _Inlined(TIRMacro):
     """Finds its caller's parser without reading source lines."""
 
     def _find_parser_def(self) -> Any:
+        # A macro inside TVM's own T.prim_func has no parser in the variable, so the stack is searched as before.
         return _parser.get() or super()._find_parser_def()
 
 
@@ -149,6 +157,7 @@ class _Evaluator(ExprEvaluator):
     def _eval_expr(self, v: Any) -> Any:
         match v:
             case doc.Name():
+                # Intermediate results of `_visit` are names in the value table too.
                 return self.value_table[v.id] if v.id in self.value_table else getattr(builtins, v.id)
             case doc.Constant():
                 return v.value
@@ -169,6 +178,7 @@ class _Evaluator(ExprEvaluator):
         found: list[Any] = []
         for node in nodes:
             if isinstance(node, doc.Starred):
+                # `buffer[(*index, c)]`: the elements of the starred value stand in its place.
                 found += self._eval_expr(node.value)
             else:
                 found.append(self._eval_expr(node))
